@@ -103,10 +103,9 @@ class TextRecipe(Section):
         tokenizer: A tokenizer.json file that cuts texts into tokens, or the folder that holds it.
         words: Number of words taken from words.txt, which lies beside the files.
         predict: The target: the label of a document, or after each of its tokens the next one.
-        prompt: Column of prompts, which are read and not learned, beside `answer`.
-        answer: Column of answers to the prompts, which are learned.
-        messages: Column of conversations, lists of messages with a role and a content. The
-            tokenizer's chat template shows them, and the assistant's messages are learned.
+        prompt: Column of prompts, which are read and not learned.
+        answer: Column of their answers, which are learned.
+        messages: Column of chats, messages of a role and a content; the assistant's are learned.
     """
 
     column: Text = "text"
@@ -115,22 +114,16 @@ class TextRecipe(Section):
     words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None = None
     predict: Literal["label", "next"] = "label"
 
-    # Not written where there are none, as ranges are not.
     prompt: Text | None = Field(default=None, exclude_if=lambda column: column is None)
     answer: Text | None = Field(default=None, exclude_if=lambda column: column is None)
     messages: Text | None = Field(default=None, exclude_if=lambda column: column is None)
 
     @model_validator(mode="after")
     def _check_prompts(self) -> TextRecipe:
-        if (self.prompt is None) != (self.answer is None):
-            raise key_error("prompt", "must be given together with answer")
-        if self.prompt is not None and self.messages is not None:
-            raise key_error("messages", "not beside prompt and answer: a row is one or the other")
+        if (self.prompt is None) != (self.answer is None) or (self.prompt and self.messages):
+            raise key_error("prompt", "must be given together with answer, or messages alone")
         if self.has_prompts and (self.tokenizer is None or not self.predicts_next_token):
-            raise key_error(
-                "prompt, answer, messages",
-                "need tokenizer, a model's own, and predict: next: the next token of an answer",
-            )
+            raise key_error("prompt, answer, messages", "need tokenizer and predict: next")
         return self
 
     @property
@@ -141,9 +134,8 @@ class TextRecipe(Section):
     @property
     def tokenizer_file(self) -> Path | None:
         """Return the tokenizer.json, also where its folder is named."""
-        if self.tokenizer is not None and self.tokenizer.is_dir():
-            return self.tokenizer / "tokenizer.json"
-        return self.tokenizer
+        folder = self.tokenizer is not None and self.tokenizer.is_dir()
+        return self.tokenizer / "tokenizer.json" if folder else self.tokenizer  # type: ignore[operator]
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> TextRecipe:

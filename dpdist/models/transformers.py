@@ -1,8 +1,7 @@
 """Transformers of Hugging Face's `transformers`, with their own head or a new one, and adapters.
 
 The base keeps its initial weights: it is public, and enters neither clip nor noise. Trained are
-the adapters that `peft` puts into the base, and a new head; the base's own head is frozen, or has
-adapters as every other layer. Nothing is downloaded and no code of a
+the adapters that `peft` puts into the base, and a new head. Nothing is downloaded and no code of a
 folder is run: a base is one of the families below, of random weights or of a folder's. Only those
 kinds and options of adapters are accepted whose records can be told apart and that begin from
 random numbers alone: others read data or weights that are loaded later, or import modules that
@@ -161,9 +160,8 @@ class TransformerWithOwnHead(Transformer):
     """Token numbers (B, T), as of `Transformer`, to the logits of the base's own head.
 
     They are those of the next token, (B, T, vocabulary), or of the classes, (B, classes). Attention
-    is torch's scaled dot product (SDPA). A causal base gets no mask, since documents are filled up
-    at their end alone, and any other one always gets one: which kernel runs depends on shapes
-    alone, never on whether some record of the batch is filled up.
+    is torch's SDPA: a causal base gets no mask, since documents are filled up at their end, and any
+    other one always gets one, so the kernel that runs depends on shapes alone.
     """
 
     def __init__(self, base: nn.Module, family: Family) -> None:

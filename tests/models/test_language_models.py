@@ -514,9 +514,15 @@ def test_wrong_settings_of_prompts(tmp_path):
     text = {"length": 80, "predict": "next", "tokenizer": str(base)}
     for more, said in (
         ({"prompt": "a"}, r"data\.text\.prompt: must be given together with answer"),
-        ({"prompt": "a", "answer": "b", "messages": "c"}, r"data\.text\.messages: not beside"),
-        ({"messages": "c", "tokenizer": None}, r"prompt, answer, messages: need tokenizer"),
-        ({"messages": "c", "predict": "label"}, r"prompt, answer, messages: need tokenizer"),
+        ({"prompt": "a", "answer": "b", "messages": "c"}, r"must be given .* or messages alone"),
+        (
+            {"messages": "c", "tokenizer": None},
+            r"prompt, answer, messages: need tokenizer and predict",
+        ),
+        (
+            {"messages": "c", "predict": "label"},
+            r"prompt, answer, messages: need tokenizer and predict",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             recipe_of(tmp_path, base, data={"text": {**text, **more}})
