@@ -232,6 +232,11 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
             "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
             "and std"
         )
+    if text.conversation is not None and recipe.model.name != "transformer":
+        raise UserError(
+            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
+            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
+        )
     if known < text.vocabulary_size:
         raise UserError(
             f"{recipe.name}: model.options.config.vocab_size: must be >= the "

@@ -511,6 +511,11 @@ def test_prompts_and_answers_of_a_table(tmp_path):
 
 def test_wrong_settings_of_prompts(tmp_path):
     base = lm.save_model(tmp_path / "base")
+    write_chats(tmp_path / "data")
+    other = recipe_of(tmp_path, base, model={"name": "next-word-lstm", "options": {}})
+    other = other.model_copy(update={"model": other.model.model_copy(update={"initial": None})})
+    with pytest.raises(UserError, match=r"model\.name: must be transformer with data\.text"):
+        prepare(other, RunFolder(tmp_path / "run"), "test")
     text = {"length": 80, "predict": "next", "tokenizer": str(base)}
     for more, said in (
         ({"prompt": "a"}, r"data\.text\.prompt: must be given together with answer"),
