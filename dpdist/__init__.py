@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
     from dpdist.data.adapters import as_records as as_records
+    from dpdist.data.adapters import documents as documents
     from dpdist.data.protocol import Records as Records
+    from dpdist.gradients.objective import language_model_loss as language_model_loss
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
@@ -81,6 +83,8 @@ _LAZY = {
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",
     "as_records": "dpdist.data.adapters",
+    "documents": "dpdist.data.adapters",
+    "language_model_loss": "dpdist.gradients.objective",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",
     "Release": "dpdist.release.bundle",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -30,7 +31,7 @@ DataName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
 ]
-ClassCount = Annotated[int, RejectBool, Field(ge=1, le=100_000)]
+ClassCount = Annotated[int, RejectBool, Field(ge=1, le=2**20)]
 
 
 BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
@@ -99,9 +100,12 @@ class TextRecipe(Section):
     Attributes:
         column: Column of the text.
         length: The most tokens of a record that are read, from its beginning.
-        tokenizer: A tokenizer.json file that cuts texts into tokens.
+        tokenizer: A tokenizer.json file that cuts texts into tokens, or the folder that holds it.
         words: Number of words taken from words.txt, which lies beside the files.
         predict: The target: the label of a document, or after each of its tokens the next one.
+        prompt: Column of prompts, which are read and not learned.
+        answer: Column of their answers, which are learned.
+        messages: Column of chats, messages of a role and a content; the assistant's are learned.
     """
 
     column: Text = "text"
@@ -109,6 +113,29 @@ class TextRecipe(Section):
     tokenizer: FilePath | None = None
     words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None = None
     predict: Literal["label", "next"] = "label"
+
+    prompt: Text | None = Field(default=None, exclude_if=lambda column: column is None)
+    answer: Text | None = Field(default=None, exclude_if=lambda column: column is None)
+    messages: Text | None = Field(default=None, exclude_if=lambda column: column is None)
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> TextRecipe:
+        if (self.prompt is None) != (self.answer is None) or (self.prompt and self.messages):
+            raise key_error("prompt", "must be given together with answer, or messages alone")
+        if self.has_prompts and (self.tokenizer is None or not self.predicts_next_token):
+            raise key_error("prompt, answer, messages", "need tokenizer and predict: next")
+        return self
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether rows have parts that are read and not learned."""
+        return self.prompt is not None or self.messages is not None
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """Return the tokenizer.json, also where its folder is named."""
+        folder = self.tokenizer is not None and self.tokenizer.is_dir()
+        return self.tokenizer / "tokenizer.json" if folder else self.tokenizer  # type: ignore[operator]
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> TextRecipe:

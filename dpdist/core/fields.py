@@ -424,6 +424,7 @@ BEGIN, END, FIRST_BYTE = 0, 1, 2  # byte b is b + 2
 UNKNOWN, FIRST_WORD = 2, 3  # of a list of words, the first is 3
 BYTES = 256 + FIRST_BYTE
 PADDING = -1  # is no token, whatever the tokenizer
+PROMPT = -2  # a token t that is read and not learned, as of a prompt, stands as -2 - t
 
 
 def scale_to_unit(values: Any, low: Any, high: Any) -> Any:

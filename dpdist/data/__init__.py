@@ -3,6 +3,8 @@
 from dpdist.data.dataset import (
     Dataset,
     GroupedDataset,
+    check_test_records_unseen,
+    check_test_split,
     refuse_common_groups,
     refuse_common_records,
 )
@@ -16,20 +18,30 @@ from dpdist.data.registry import (
     split_by_id,
     split_exists,
 )
-from dpdist.data.text import WORDS_FILE, TextColumn, WordList
+from dpdist.data.text import (
+    WORDS_FILE,
+    ConversationColumns,
+    TextColumn,
+    WordList,
+    next_tokens,
+)
 
 __all__ = [
     "BUILT_IN",
     "WORDS_FILE",
     "Columns",
+    "ConversationColumns",
     "DataSource",
     "Dataset",
     "GroupedDataset",
     "TextColumn",
     "WordList",
     "cache_folder",
+    "check_test_records_unseen",
+    "check_test_split",
     "fetch",
     "load",
+    "next_tokens",
     "refuse_common_groups",
     "refuse_common_records",
     "split_by_id",

@@ -34,6 +34,7 @@ from dpdist.data.protocol import (
     mac_of,
     seed_of,
 )
+from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -1016,4 +1017,143 @@ def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
         found.setdefault(TARGETS, found[options.target])
     if options.single and options.inputs and options.inputs[0] in found:
         found.setdefault(INPUTS, found[options.inputs[0]])
+    return found
+
+
+# --- documents of a language model --------------------------------------------------------------
+
+
+_IGNORED = -100  # what `transformers` has in labels where nothing is learned
+_LEARNED_FROM = "no private document is among what the tokenizer was learned from"
+
+
+class DocumentRecords(ArrayRecords):
+    """Documents as tokens: dicts of input_ids, attention_mask and labels, int64 (B, length)."""
+
+    assumed = (_LEARNED_FROM,)
+    vocabulary = 2
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent documents of all lengths, each with a prompt of its own length."""
+        generator = torch.Generator().manual_seed(0)
+        length = int(next(iter(self._fields().values())).shape[1])
+        tokens = torch.randint(self.vocabulary, (count, length), generator=generator)
+        sizes = torch.randint(min(2, length), length + 1, (count,), generator=generator)
+        prompts = (torch.rand(count, generator=generator) * (sizes - 1)).long()
+        places = torch.arange(length)
+        real = places < sizes[:, None]
+        labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(_IGNORED))
+        tokens = tokens.where(real, torch.tensor(0))
+        named = {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
+        return named, torch.zeros(count, dtype=torch.int64)
+
+    def _fields(self) -> dict[str, Tensor]:
+        found = self.batch(slice(0, 1))
+        assert isinstance(found, dict)
+        return found
+
+
+def documents(
+    data: Any,
+    tokenizer: Any,
+    *,
+    length: int,
+    text: str = "text",
+    prompt: str = "prompt",
+    answer: str = "answer",
+    messages: str = "messages",
+    unit: str | Sequence[Hashable] | np.ndarray | None = None,
+    name: str = "documents",
+) -> DocumentRecords:
+    """Make records of documents: one document is one record, however many tokens it has.
+
+    Guarantee: a record's tensors are made of one row alone. Tokens of prompts, and all messages but
+    the assistant's, are read and not learned (label -100), and so is what fills a document up. A
+    document of more than `length` tokens is cut at its end.
+
+    Args:
+        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
+            or a pyarrow Table.
+        tokenizer: a fast tokenizer of `transformers`, or the folder of one. It must not have been
+            learned from private documents: that it was not stands on the run's card.
+        length: most tokens of a document, and the length of every record.
+        text: name of the field of a text, which is learned as a whole.
+        prompt: name of the field of a prompt, beside an answer.
+        answer: name of the field of an answer. The tokenizer's chat template shows both; where it
+            has none, they stand behind one another.
+        messages: name of the field of a conversation, a list of messages with a role and a content,
+            shown by the chat template. A row with it needs no other field.
+        unit: whom each record belongs to: a field's name, or one value for each record.
+        name: name of the data in complaints and on cards.
+
+    Returns:
+        Records for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`.
+
+    Raises:
+        UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.
+
+    Example: `documents([{"prompt": "2 + 2 = ", "answer": "4"}], "my-model", length=64)`.
+    """
+    if not (isinstance(length, int) and length >= 2):
+        raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")
+    if isinstance(tokenizer, str | Path):
+        cutter = ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
+    else:
+        cutter = ConversationTokenizer(tokenizer)
+    rows = _document_rows(data, name)
+    fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
+    inputs = np.zeros((len(rows), length), dtype=np.int64)
+    real, labels = np.zeros_like(inputs), np.full_like(inputs, _IGNORED)
+    for place, row in enumerate(rows):
+        try:
+            found = _document_tokens(row, cutter, fields, length)
+        except UserError as error:
+            raise UserError(f"{name}: record {place}: {error}") from None
+        size = len(found.ids)
+        inputs[place, :size], real[place, :size] = found.ids, 1
+        labels[place, :size] = np.where(found.learned, found.ids, _IGNORED)
+    columns: dict[str, np.ndarray | Tensor] = {
+        "input_ids": inputs,
+        "attention_mask": real,
+        "labels": labels,
+    }
+    whose = [row.get(unit) for row in rows] if isinstance(unit, str) else unit
+    records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
+    assert isinstance(records, DocumentRecords)
+    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    return records
+
+
+def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
+    if hasattr(data, "to_pylist"):  # a Table of pyarrow
+        data = data.to_pylist()
+    elif type(data).__module__.partition(".")[0] == "pandas":
+        data = data.to_dict("records")
+    try:
+        rows = [data[place] for place in range(len(data))]
+    except (TypeError, KeyError, IndexError):
+        rows = []
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(
+            f"{name}: must be rows with named fields, such as [{{'text': '...'}}], at least one, "
+            f"got a {type(data).__name__}"
+        )
+    return rows
+
+
+def _document_tokens(
+    row: Mapping[str, Any], cutter: ConversationTokenizer, fields: Mapping[str, str], length: int
+) -> Tokens:
+    """Return a row's tokens. Raises UserError for a row without fields that are known."""
+    if row.get(fields["messages"]) is not None:
+        found = cutter.conversation(messages_of(row[fields["messages"]]), length)
+    elif isinstance(row.get(fields["answer"]), str) and isinstance(row.get(fields["prompt"]), str):
+        found = cutter.answer(row[fields["prompt"]], row[fields["answer"]], length)
+    elif isinstance(row.get(fields["text"]), str):
+        found = cutter.text(row[fields["text"]], length)
+    else:
+        wanted = "{messages}, {prompt} and {answer}, or {text}".format(**fields)
+        raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
+    if not found.ids:
+        raise UserError("must have a token at least, has none: drop it")
     return found

@@ -389,7 +389,7 @@ class Columns:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """The columns that a model sees."""
-        return self.features or (self.image if self.text is None else self.text.column,)
+        return self.features or ((self.image,) if self.text is None else self.text.columns)
 
     @property
     def has_labels(self) -> bool:
@@ -532,7 +532,7 @@ def _decode(
             groups.add(table, file, first_row)
             arrays.append(rows, marks, f"{file} row {first_row}")
             if columns.text is not None:
-                hashes += columns.text.hash_texts(table[columns.text.column])
+                hashes += columns.text.hash_table(table)
             elif columns.ranges:  # what is cut may be alike, and its records are not
                 hashes += hash_inputs(raw).tobytes()
     digest = arrays.finish()
@@ -793,8 +793,7 @@ def _numbers(
 
 def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:
     if columns.text is not None:
-        texts = table[columns.text.column].combine_chunks()
-        return columns.text.tokenize_rows(texts, lambda row: f"{file} row {first_row + row}")
+        return columns.text.tokenize_table(table, lambda row: f"{file} row {first_row + row}")
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
     if len(columns.features) == 1 and is_list(table[columns.features[0]].type):

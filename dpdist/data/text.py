@@ -4,6 +4,12 @@ One document, of at most so many tokens, is one record. Rows are float32 (length
 numbers, with `PADDING` behind the end of a document. Tokens are the text's bytes, the words of a
 list, or those of a tokenizer's file.
 
+A document may have parts that are read and not learned. Its text is then what the tokenizer's own
+chat template makes of its messages, or, where it has none, prompt and answer behind one another. It
+is cut into tokens once, as a whole; learned are the tokens that lie within an answer. The template
+is a Jinja text of the tokenizer's folder, which `transformers` renders in a sandbox: no code of a
+folder is run.
+
 The docstrings set needs no download. Public are the paragraphs of Python's own help topics
 (`pydoc_data.topics`), and the vocabulary is made of these alone. Private are the docstrings of
 Python's library and of the packages listed below, read from their source: nothing is imported. The
@@ -16,12 +22,13 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +39,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BEGIN, END, FIRST_BYTE, FIRST_WORD, PADDING, UNKNOWN, vocabulary_size
+from dpdist.core.fields import (
+    BEGIN,
+    END,
+    FIRST_BYTE,
+    FIRST_WORD,
+    PADDING,
+    PROMPT,
+    UNKNOWN,
+    vocabulary_size,
+)
 from dpdist.core.files import atomic_replacement, error_text, read_bytes, read_text, write_json
 from dpdist.core.optional_imports import import_extra
 
@@ -90,19 +106,217 @@ class WordList:
         return {"file": self.file, "count": self.count}
 
 
+# --- prompts and chats ------------------------------------------------------------------------
+
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+_USER = "user"
+TOKENIZER_FILE = "tokenizer.json"
+_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a document, and which of them are learned."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class ConversationTokenizer:
+    """Cut conversations into tokens by a fast tokenizer of `transformers`.
+
+    tokenizer: the object. key: what it is called in complaints. Raises UserError for a tokenizer
+    that does not say where its tokens stand in a text.
+    """
+
+    def __init__(self, tokenizer: Any, key: str = "tokenizer") -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                f"{key}: must be a fast tokenizer (tokenizer.json), which says where its tokens "
+                f"stand in a text, got {type(tokenizer).__name__}: AutoTokenizer.from_pretrained("
+                "folder) gives one"
+            )
+        self._tokenizer, self._key = tokenizer, key
+
+    @classmethod
+    def from_folder(cls, folder: Path, key: str) -> ConversationTokenizer:
+        """Read the tokenizer of a folder as `save_pretrained` writes it. Raises UserError."""
+        transformers = import_extra("transformers", "hf", key)
+        try:
+            made = transformers.PreTrainedTokenizerFast.from_pretrained(
+                str(folder), local_files_only=True
+            )
+        except Exception as error:  # whatever is not a tokenizer's folder
+            raise UserError(f"{key}: {folder}: no tokenizer: {error_text(error)}") from error
+        return cls(made, key)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are, added ones too."""
+        return len(self._tokenizer)
+
+    def text(self, text: str, length: int) -> Tokens:
+        """Return the tokens of a text without parts, which are all learned.
+
+        They are those that the tokenizer makes of a text, with what it puts around one.
+        """
+        ids = self._tokenizer(text)["input_ids"][:length]
+        return Tokens(ids, [True] * len(ids))
+
+    def answer(self, prompt: str, answer: str, length: int) -> Tokens:
+        """Return the tokens of a prompt and its answer; the answer's are learned.
+
+        Without a chat template they stand behind one another, and the tokenizer's end of a text
+        behind both, which is learned.
+        """
+        if self.has_template:
+            said = [{"role": _USER, "content": prompt}, {"role": ASSISTANT, "content": answer}]
+            return self.conversation(said, length)
+        found = self._spans(prompt + answer, [(len(prompt), len(prompt) + len(answer))], True)
+        end = self._tokenizer.eos_token_id
+        if end is not None and found.ids[-1:] != [end]:
+            found = Tokens([*found.ids, end], [*found.learned, True])
+        return Tokens(found.ids[:length], found.learned[:length])
+
+    def conversation(self, messages: Sequence[Message], length: int) -> Tokens:
+        """Return the tokens of a conversation; those of the assistant's messages are learned.
+
+        Raises UserError without a chat template, for a conversation without an assistant, and for
+        one of which the template shows an earlier message otherwise once others follow.
+        """
+        if not self.has_template:
+            raise UserError(
+                f"{self._key}: must have a chat template for messages, has none: take the "
+                "tokenizer of a model that was made for chats, or columns of prompts and answers"
+            )
+        if not any(message.get("role") == ASSISTANT for message in messages):
+            raise UserError("messages: must have one of the role assistant, which is learned")
+        whole, spans = self._rendered(messages), []
+        for place, message in enumerate(messages):
+            if message.get("role") != ASSISTANT:
+                continue
+            before = self._rendered(messages[:place], True)
+            with_it = self._rendered(messages[: place + 1])
+            if not (whole.startswith(with_it) and with_it.startswith(before)):
+                raise UserError(
+                    f"{self._key}: must show a message in the same way whatever follows; its chat "
+                    "template does not: give each conversation one answer, the last message"
+                )
+            spans.append((len(before), len(with_it)))
+        found = self._spans(whole, spans, False)
+        return Tokens(found.ids[:length], found.learned[:length])
+
+    def _rendered(self, messages: Sequence[Message], asks: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # whatever a template does; its text may hold a message
+            kind = type(error).__name__
+        else:
+            return text
+        raise UserError(
+            f"{self._key}: its chat template cannot show a conversation ({kind}): are roles in the "
+            "order that it knows?"
+        ) from None
+
+    def _spans(self, text: str, spans: list[tuple[int, int]], special: bool) -> Tokens:
+        """Return the tokens of a text; those that lie within a span are learned."""
+        encoded = self._tokenizer(
+            text, add_special_tokens=special, return_offsets_mapping=True, truncation=False
+        )
+        places = encoded["offset_mapping"]
+        learned = [
+            any(first <= start and start < stop <= last for first, last in spans)
+            for start, stop in places
+        ]
+        return Tokens(list(encoded["input_ids"]), learned)
+
+
+@dataclass(frozen=True)
+class ConversationColumns:
+    """Columns of a table whose rows are prompts with answers, or conversations.
+
+    prompt, answer: columns of text. messages: a column of lists of messages, each a struct of role
+    and content. folder: of the tokenizer.
+    """
+
+    folder: Path
+    prompt: str | None = None
+    answer: str | None = None
+    messages: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return tuple(name for name in (self.prompt, self.answer, self.messages) if name is not None)
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the tokenizer's files, its chat template among them."""
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.chat")
+        for name in _FILES:
+            path = self.folder / name
+            raw = read_bytes(path, _MOST_BYTES) if path.exists() else b""
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        return digest.hexdigest()
+
+    @cached_property
+    def _tokenizer(self) -> ConversationTokenizer:
+        return ConversationTokenizer.from_folder(self.folder, "data.text.tokenizer")
+
+    def tokenize(self, row: Mapping[str, Any], length: int) -> Tokens:
+        """Return the tokens of a row of the table. Raises UserError for one that is not filled."""
+        if self.messages is not None:
+            return self._tokenizer.conversation(messages_of(row[self.messages]), length)
+        prompt, answer = row[str(self.prompt)], row[str(self.answer)]
+        if not (isinstance(prompt, str) and isinstance(answer, str)):
+            raise UserError("must have a prompt and an answer, both texts")
+        return self._tokenizer.answer(prompt, answer, length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("folder", "prompt", "answer", "messages")
+        return {name: getattr(self, name) for name in names}
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Return a conversation. Raises UserError for anything but messages of a role and a content."""
+    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if not (good and all(isinstance(m, Mapping) and isinstance(m.get("role"), str)
+                         and isinstance(m.get("content"), str) for m in value)):  # fmt: skip
+        raise UserError("messages: must be a list of messages, each with a role and a content")
+    return [dict(message) for message in value]
+
+
+# --- columns of texts -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TextColumn:
     """A column of texts. length: tokens kept of each, from its beginning. tokenizer: a
     tokenizer.json, as the tokenizers library writes it. words: a list of them. Bytes without
     either. predicts_next_token: what a model learns of a document is, after each of its tokens, the
-    next one;
-    there is no label column then."""
+    next one; there is no label column then. conversation: columns of prompts and answers, or of
+    messages, in place of `column`."""
 
     column: str = "text"
     length: int = 128
     tokenizer: Path | None = None
     words: WordList | None = None
     predicts_next_token: bool = False
+    conversation: ConversationColumns | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return (self.column,) if self.conversation is None else self.conversation.names
 
     @property
     def content_description(self) -> list[Any]:
@@ -113,6 +327,8 @@ class TextColumn:
         elif self.tokenizer is not None:
             tokens = hashlib.blake2b(self._file).hexdigest()
         about = [self.column, self.length, tokens, "documents"]
+        if self.conversation is not None:
+            about += [list(self.columns), self.conversation.digest]
         return [*about, "following"] if self.predicts_next_token else about
 
     @property
@@ -162,6 +378,30 @@ class TextColumn:
             return {**special, UNKNOWN: "<unknown>"}.get(token) or words[token - FIRST_WORD]
         return special.get(token) or ascii(chr(token - FIRST_BYTE))[1:-1]
 
+    def tokenize_table(self, table: pa.Table, context_of_row: Callable[[int], str]) -> np.ndarray:
+        """Return the rows of a table as tokens, float32 (N, length), as `tokenize_rows` does.
+
+        A token t of a prompt stands there as `PROMPT` - t: it is read, and nobody learns to say it.
+        """
+        if self.conversation is None:
+            return self.tokenize_rows(table[self.column].combine_chunks(), context_of_row)
+        found = np.full((table.num_rows, self.length), PADDING, dtype=np.float32)
+        for place, row in enumerate(table.select(self.columns).to_pylist()):
+            try:
+                tokens = self.conversation.tokenize(row, self.length)
+            except UserError as error:
+                raise UserError(f"{context_of_row(place)}: {error}") from None
+            ids = np.asarray(tokens.ids, dtype=np.float32)
+            found[place, : len(ids)] = np.where(tokens.learned, ids, PROMPT - ids)
+        return found
+
+    def hash_table(self, table: pa.Table) -> bytes:
+        """Return 16 bytes for each row, as `hash_texts` does: of all that its columns say."""
+        if self.conversation is None:
+            return self.hash_texts(table[self.column])
+        rows = table.select(self.columns).to_pylist()
+        return self._hashes(json.dumps(list(row.values()), sort_keys=True) for row in rows)
+
     def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
         """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises
         UserError for what is no text."""
@@ -180,9 +420,13 @@ class TextColumn:
     def hash_texts(self, texts: pa.ChunkedArray) -> bytes:
         """16 bytes for each: a document is recognised by all of its text, whatever reads how
         much of it."""
+        return self._hashes(texts.to_pylist())
+
+    @staticmethod
+    def _hashes(texts: Iterable[str]) -> bytes:
         return b"".join(
             hashlib.blake2b(text.encode(), digest_size=16, person=b"dpdist.document").digest()
-            for text in texts.to_pylist()
+            for text in texts
         )
 
     def _tokens(self, texts: list[str]) -> list[Any]:
@@ -235,7 +479,7 @@ def next_tokens(rows: np.ndarray) -> np.ndarray:
     """What comes after each token: int64 of the rows' shape (B, length), below 0 where nothing
     does."""
     after = np.full(rows.shape, PADDING, dtype=np.int64)
-    after[:, :-1] = rows[:, 1:]
+    after[:, :-1] = np.maximum(rows[:, 1:], PADDING)  # what is not learned is below
     return after
 
 

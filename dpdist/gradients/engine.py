@@ -450,7 +450,7 @@ class GradientEngine:
             PerExampleGradient(
                 p.shape,
                 draws=self.perturbation.count * self.records_per_example,
-                dense_only=slot in self._shared,
+                shared=slot in self._shared,
             )
             for slot, p in enumerate(self.parameters)
         ]

@@ -6,6 +6,7 @@ values), so autograd computes back-signals only, and the model's own parameters 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpdist.core.errors import UserError
-from dpdist.gradients.layer_rules import Rule, find_rule, per_example_vjp
+from dpdist.gradients.layer_rules import (
+    POSITIONWISE,
+    Rule,
+    embedding,
+    find_rule,
+    per_example_vjp,
+)
 from dpdist.gradients.per_example import LayerCall
 
 # --- losses and batches -----------------------------------------------------------------------
@@ -191,6 +198,7 @@ class _PassState:
     # Calls with several outputs wait for the end of the backward pass.
     pending: list[tuple[Layer, _DeferredCall]] = field(default_factory=list)
     in_rule: bool = False
+    flat_lengths: frozenset[int] = frozenset()  # batch times the positions of an input
 
     def deliver(
         self,
@@ -272,11 +280,26 @@ def run_pass(
     everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
     anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
     current = _PassState(rows_of(inputs), everything, anchor, on_call)
-    with _install_hooks(layers, current), torch.enable_grad():
+    shapes = [tensor.shape for tensor in tensors_of(inputs)]
+    current.flat_lengths = frozenset(
+        math.prod(shape[:size]) for shape in shapes for size in range(2, len(shape) + 1)
+    )
+
+    def forward_and_backward() -> Tensor:
         seen = each_tensor(Tensor.detach, inputs)
         losses = example_losses(model, objective, everything, seen, targets)
         if losses.requires_grad:
             (losses if weights is None else losses * weights).sum().backward()
+        return losses
+
+    with _install_hooks(layers, current), torch.enable_grad():
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            # The backward pass runs parts of the model again, which must have the same parameters.
+            whole = _Enclosing(model, forward_and_backward)
+            named = {f"model.{name}": value for name, value in everything.items()}
+            losses: Tensor = torch.func.functional_call(whole, named, ())
+        else:
+            losses = forward_and_backward()
         with torch.no_grad():
             for layer, call in current.pending:
                 if any(signal is not None for signal in call.output_gradients):
@@ -286,6 +309,17 @@ def run_pass(
                     ]
                     current.deliver(layer, call.args, call.kwargs, signals)
     return losses.detach()
+
+
+class _Enclosing(nn.Module):
+    """What runs while the parameters of a model are replaced."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self) -> Tensor:
+        return self.run()
 
 
 @contextmanager
@@ -304,10 +338,16 @@ def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
 
 
 def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
+    def by_example(tensor: Tensor) -> Tensor:
+        return tensor.view(current.batch, -1, tensor.shape[-1])
+
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if current.in_rule:  # torch.func is replaying this layer
             return None
         args, kwargs = _detach_arguments(args, kwargs)
+        if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
+            args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+        flat = _is_flat(layer, current, output)
         leaves, spec = (
             ([output], None) if isinstance(output, Tensor) else pytree.tree_flatten(output)
         )
@@ -316,15 +356,21 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
             for position, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
-        _check_batch_dimension(layer, current.batch, [leaves[position] for position in wanted])
+        if not flat:
+            _check_batch_dimension(layer, current.batch, [leaves[position] for position in wanted])
         for position in wanted:
             if leaves[position]._is_view():  # a hook on a view is lost if it is changed in place
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
                 leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
+            _require_gradients(layer, leaves[position])
         if len(wanted) == 1:
+            if flat:
+                args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
             leaves[wanted[0]].register_hook(
-                lambda signal: current.deliver(layer, args, kwargs, [signal])
+                lambda signal: current.deliver(
+                    layer, args, kwargs, [by_example(signal) if flat else signal]
+                )
             )
         else:
             outputs = [leaves[position].detach() for position in wanted]
@@ -335,6 +381,37 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
+
+
+def _for_each_example(batch: int, *values: Any) -> Any:
+    """Return values with numbers of positions, looked up once for all examples, for each one."""
+    return pytree.tree_map_only(Tensor, lambda one: one.expand(batch, *one.shape[1:]), values)
+
+
+def _require_gradients(layer: Layer, output: Tensor) -> None:
+    """Raise UserError for an output that nothing can be learned from."""
+    if not output.requires_grad:
+        raise UserError(
+            f"layer {layer.name} must run with gradients, got torch.no_grad() or reentrant "
+            "checkpointing: its parameters would learn nothing; use checkpoints with "
+            "use_reentrant=False"
+        )
+
+
+def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:
+    """Return whether a layer that treats positions alone has them beside the examples, (B * T, F).
+
+    T is that of an input, so that a selection of positions, as experts get it, is none. That
+    positions lie example by example is what `check_example_independence` and
+    `find_mixing_operation` look at, as of every other layer.
+    """
+    return (
+        layer.rule in POSITIONWISE
+        and isinstance(output, Tensor)
+        and output.dim() == 2
+        and len(output) != current.batch
+        and len(output) in current.flat_lengths
+    )
 
 
 def _detach_arguments(

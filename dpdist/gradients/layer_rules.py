@@ -15,6 +15,7 @@ captured input: every gate is a Linear layer repeated over time, with one positi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -45,6 +46,18 @@ def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         yield "weight", OuterProductGradient(signal, right, source=call.input)
     if "bias" in call.trainable:
         yield "bias", DenseGradient(signal[:, 0] if signal.shape[1] == 1 else signal.sum(1))
+
+
+def transposed_linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
+    """y = x W + b on (B, ..., in), as the Conv1D of `transformers` has it."""
+    signal = call.output_gradient
+    batch = signal.shape[0]
+    signal = signal.reshape(batch, -1, signal.shape[-1])
+    if "weight" in call.trainable:
+        left = call.input.reshape(batch, -1, call.input.shape[-1])
+        yield "weight", OuterProductGradient(left, signal)
+    if "bias" in call.trainable:
+        yield "bias", DenseGradient(signal.sum(1))
 
 
 def embedding(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
@@ -405,13 +418,24 @@ _RULES: dict[type[nn.Module], Rule] = {
 }
 
 
+# What treats each position by itself, whatever dimensions positions are put into.
+POSITIONWISE: tuple[Rule, ...] = (linear, transposed_linear, layer_norm)
+
+
+def _known_rules() -> dict[type[nn.Module], Rule]:
+    """Return rules by class, those of a library's own classes where it is imported."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return _RULES if library is None else {**_RULES, library.Conv1D: transposed_linear}
+
+
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule for this module, or None; a subclass that changed `forward` has none."""
+    rules = _known_rules()
     for base in type(module).__mro__:
-        if base in _RULES:
+        if base in rules:
             if type(module).forward is not base.forward or "forward" in vars(module):
                 return None
             if base in (nn.RNN, nn.LSTM, nn.GRU) and not replayable(module):
                 return None
-            return _RULES[base]
+            return rules[base]
     return None

@@ -9,6 +9,17 @@ loss is their mean, as torch's `reduction="mean"` has it for a batch of one reco
     mse, huber        outputs of the targets' shape, (B,), (B, 1) or (B, K)
 
 Huber's loss is d^2 / 2 where |d| <= 1, and |d| - 1/2 beyond (Huber, 1964; torch's `delta=1`).
+
+`language_model_loss` is that of a language model of Hugging Face's `transformers`. A batch is then
+the dict of a record's fields, as `dpdist.documents` makes them:
+
+    input_ids        (B, T)  tokens
+    attention_mask   (B, T)  1 where there is a token; all are there without it
+    labels           (B, T)  what is learned: the token itself, or -100; or a class (B,)
+
+No kernel is chosen by a value: a causal model gets no mask, because its documents are first moved
+to the left, so that no token sees the padding behind it; any other model always gets a mask. So
+attention may be fused (SDPA), and one record more changes no other record's bits.
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -204,3 +216,98 @@ def _compared(loss: Callable[..., Tensor], name: str, outputs: Tensor, targets: 
 def _shape(tensor: Tensor) -> str:
     """Return a shape in words, without the size of the batch."""
     return "(" + ", ".join(["B", *map(str, tensor.shape[1:])]) + ")"
+
+
+# --- language models ---------------------------------------------------------------------------
+
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_MASKED = ("ForMaskedLM",)
+_CLASSIFIER = ("ForSequenceClassification",)
+
+
+def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
+    """Compute the mean loss over each document's own tokens.
+
+    Guarantee: a document's value depends on its own row alone. Labels below 0 (-100: prompts) and
+    padding never count, neither in the sum nor in the number it is divided by; a document without
+    a label has the loss 0.
+
+    Args:
+        module: a `...ForCausalLM` (also GPT-2's `LMHeadModel`), `...ForMaskedLM` or
+            `...ForSequenceClassification` of an encoder, or one of these with adapters of peft.
+        batch: dict of `input_ids`, `labels`, and `attention_mask` where documents are filled up.
+
+    Returns:
+        (B,), in float32 at least. Of a causal model token t is compared with what the model says
+        at t - 1; labels are not moved beforehand.
+
+    Raises:
+        UserError: the module is another one, or the batch lacks a field.
+
+    Example: `dpdist.PrivateTraining(model, optimizer, dpdist.documents(rows, tokenizer,
+    length=512), loss=dpdist.language_model_loss, ...)`.
+    """
+    if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
+        got = ", ".join(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise UserError(
+            f"data: must have the fields input_ids and labels for language_model_loss, got {got}: "
+            "make the records with dpdist.documents(rows, tokenizer, length=...)"
+        )
+    inner = _without_wrapper(module)
+    tokens, labels = batch["input_ids"], batch["labels"]
+    there = batch.get("attention_mask")
+    real = torch.ones_like(tokens, dtype=torch.bool) if there is None else there != 0
+    if _is_a(inner, _CAUSAL):
+        tokens, labels, real = _moved_to_the_left(tokens, labels, real)
+        logits = inner(input_ids=tokens, use_cache=False).logits
+        return _mean_loss(logits[:, :-1], labels[:, 1:], real[:, 1:])
+    if _is_a(inner, _MASKED):
+        logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
+        return _mean_loss(logits, labels, real)
+    if _is_a(inner, _CLASSIFIER) and not getattr(inner.config, "use_cache", False):
+        logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
+        return _mean_loss(logits[:, None], labels[:, None], torch.ones_like(labels)[:, None] > 0)
+    raise UserError(
+        f"model: must be a ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM or an encoder's "
+        f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: give a "
+        "loss of your own, a function of module and batch that returns one value a record"
+    )
+
+
+def _without_wrapper(module: nn.Module) -> Any:
+    """Return the model within peft's wrapper, in which adapters are layers of their own.
+
+    What the wrapper does besides (prompts that are learned) is not left out: then it stays.
+    """
+    inner = getattr(module, "get_base_model", None)
+    prompts = getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False)
+    return inner() if inner is not None and not prompts else module
+
+
+def _is_a(module: nn.Module, endings: tuple[str, ...]) -> bool:
+    return any(kind.__name__.endswith(endings) for kind in type(module).__mro__)
+
+
+def _moved_to_the_left(
+    tokens: Tensor, labels: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put what is there of each row before its padding, in order."""
+    order = (~real).to(torch.int64).argsort(dim=1, stable=True)
+    return tokens.gather(1, order), labels.gather(1, order), real.gather(1, order)
+
+
+def _additive(real: Tensor, module: Any) -> Tensor:
+    """Return what is added to the scores of attention: (B, 1, T, T)."""
+    length = real.shape[1]
+    keys = real[:, None, None, :].expand(-1, 1, length, length)
+    dtype = module.dtype
+    return torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, real: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the places with a label: (B, T, classes) to (B,)."""
+    counted = (labels >= 0) & real
+    said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    losses = -said.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    return torch.where(counted, losses, 0.0).sum(1) / counted.sum(1).clamp(min=1)

@@ -12,11 +12,14 @@ Channels-last convolutions produce their gradients as (out, kh, kw, in); `order`
 that brings such a gradient to the parameter's own shape, applied to the sum only.
 
 `PerExampleGradient` adds the contributions of one parameter over draws, repeated calls of a module
-and modules that share the parameter, so cross terms are right by construction.
+and modules that share the parameter, so cross terms are right by construction. A table of tokens
+that is also the output layer has both outer products and rows; the inner product of the two,
+sum_st left[t, id_s] <values_s, right_t>, needs no gradient of the table's size either.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -201,14 +204,19 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
     rows = max(1, _WIDE_BYTES // (8 * right.shape[2]))
     for start in range(0, len(left), step):
         some = slice(start, start + step)
-        one, other, weights = left[some].double(), right[some].double(), factors[some, None, None]
-        if one.shape[2] <= other.shape[2]:
-            one = one * weights
-        else:
+        other, weights = right[some].double(), factors[some, None, None]
+        if left.shape[2] > other.shape[2]:
             other = other * weights
-        one, other = one.flatten(0, 1).t(), other.flatten(0, 1)
-        for target, part in zip(matrix.split(rows), one.split(rows), strict=True):
-            target += part @ other
+        other = other.flatten(0, 1)
+        # The left factor may be as wide as a vocabulary.
+        wide = max(rows, _WIDE_BYTES // (8 * len(other)))
+        for targets, columns in zip(matrix.split(wide), left[some].split(wide, 2), strict=True):
+            one = columns.double()
+            if left.shape[2] <= right.shape[2]:
+                one = one * weights
+            one = one.flatten(0, 1).t()
+            for target, part in zip(targets.split(rows), one.split(rows), strict=True):
+                target += part @ other
 
 
 def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
@@ -280,6 +288,43 @@ def outer_squared_norms(piece: OuterProductGradient) -> Tensor:
     return torch.cat(norms)
 
 
+def tied_squared_norms(outer: OuterProductGradient, rows: EmbeddingGradient) -> Tensor:
+    """Return the squared norms of a table's gradients that is looked up in and multiplied with.
+
+    The rows are outer products of the looked-up rows' unit vectors and the values, so the sum of
+    both is an outer product over all positions of both, and the norm is that of its Gram matrices:
+    float64 (B,).
+
+    Guarantee: as of `outer_squared_norms`. An entry of the left Gram matrix between a unit vector
+    and a left factor is one number of that factor, so it is exact.
+
+    Args:
+        outer: left (B, T, rows), right (B, T, d).
+        rows: ids (B, S), values (B, S, d).
+    """
+    left, right = outer.left, outer.right
+    positions = left.shape[1] + rows.ids.shape[1]
+    widths = left.shape[2] + right.shape[2]
+    example = 8 * positions * (widths + right.shape[2] + 3 * positions)
+    norms = []
+    for one, other, ids, values in zip(
+        *_in_pieces(example, left, right, rows.ids, rows.values), strict=True
+    ):
+        same = ((ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]).double()
+        picked = one.gather(2, ids.clamp(min=0)[:, None, :].expand(-1, one.shape[1], -1)).double()
+        picked = picked * (ids >= 0)[:, None, :]  # (b, T, S)
+        gram_left = torch.cat(
+            [
+                torch.cat([_gram(one), picked], dim=2),
+                torch.cat([picked.transpose(1, 2), same], dim=2),
+            ],
+            dim=1,
+        )
+        gram_right = _gram(torch.cat([other.double(), values.double()], dim=1))
+        norms.append(_gram_squared_norms(gram_left, gram_right, widths))
+    return torch.cat(norms)
+
+
 def embedding_squared_norms(piece: EmbeddingGradient) -> Tensor:
     """Return the squared norms of an embedding's per-example gradients: float64 (B,).
 
@@ -302,9 +347,18 @@ def _in_pieces(example_bytes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]
 
 
 def _gram(factor: Tensor) -> Tensor:
-    """(B, T, w) to float64 (B, T, T)."""
-    wide = factor.double()
-    return torch.bmm(wide, wide.transpose(1, 2))
+    """(B, T, w) to float64 (B, T, T).
+
+    A factor as wide as a vocabulary is widened so many columns at a time.
+    """
+    columns = max(1, _WIDE_BYTES // (8 * factor.shape[0] * factor.shape[1]))
+    total = None
+    for part in factor.split(columns, dim=2):
+        wide = part.double()
+        product = torch.bmm(wide, wide.transpose(1, 2))
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total
 
 
 def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> Tensor:
@@ -346,13 +400,16 @@ class PerExampleGradient:
     """The per-example gradients of one parameter, accumulated over draws and calls.
 
     draws: how many times each contribution is expected, for the choice of form.
-    dense_only: the parameter is shared between modules, so contributions of different forms meet.
+    shared: the parameter is shared between modules, so contributions of different forms meet. A
+    small one's gradients are materialised; a large one's, such as a table of tokens that is also
+    the output layer, keep their forms where all of these are outer products and rows.
     """
 
-    def __init__(self, shape: torch.Size, *, draws: int = 1, dense_only: bool = False) -> None:
+    def __init__(self, shape: torch.Size, *, draws: int = 1, shared: bool = False) -> None:
         self.shape = shape
         self._draws = draws
-        self._dense_only = dense_only
+        self._shared = shared
+        self._dense_only = shared and math.prod(shape) <= _LARGE
         self._order: Order = None
         self._dense: Tensor | None = None  # (B, *stored shape)
         self._owned = False
@@ -362,7 +419,7 @@ class PerExampleGradient:
         # whose input the next draw may see again
         self._shared_input_call: OuterProductGradient | None = None
         self._version = 0  # of that input
-        self._expects_shared_input = draws > 1 and not dense_only
+        self._expects_shared_input = draws > 1 and not shared
 
     def add(self, contribution: Contribution) -> None:
         """Add what one call of a layer gives.
@@ -412,14 +469,16 @@ class PerExampleGradient:
                 self._rows.append(contribution)
         elif isinstance(contribution, DenseGradient):
             self._add_dense(contribution.values, contribution.order, fresh=False)
-        elif not self._dense_only and self._should_defer(contribution):
+        elif not self._shared and self._should_defer(contribution):
             self._order = contribution.order
             self._deferred.append(replace(contribution, source=None))  # its memory is not needed
         elif self._dense_only or self._materialise(contribution):
-            if self._dense is not None and self._owned and not self._dense_only:
+            if self._dense is not None and self._owned and not self._shared:
                 contribution.accumulate_into(self._dense.view(-1, *contribution.widths))
             else:
                 self._add_dense(contribution.to_dense(), contribution.order, fresh=True)
+        elif self._shared and contribution.order is not None:
+            self._add_dense(contribution.to_dense(), contribution.order, fresh=True)
         else:
             self._order = contribution.order
             self._outer.append(contribution.with_copied_patches())
@@ -442,7 +501,7 @@ class PerExampleGradient:
         if values.dtype in (torch.float16, torch.bfloat16):  # norms and sums would round in half
             values, fresh = values.float(), True
         values = values.reshape(len(values), *self._stored_shape(order))
-        if self._dense_only and order is not None:  # other modules may store in another order
+        if self._shared and order is not None:  # other modules may store in another order
             values = values.permute(0, *(1 + place for place in order)).contiguous()
             order = None
         if self._dense is None:
@@ -470,6 +529,8 @@ class PerExampleGradient:
             self._deferred = []
         if self._outer and self._dense is not None:  # calls with different numbers of positions
             self._add_dense(self._outer.pop().to_dense(), self._order, fresh=True)
+        if self._rows and self._dense is not None:
+            self._add_dense(self._rows.pop().to_dense(), None, fresh=True)
 
     def squared_norms(self) -> Tensor | None:
         """(B,) squared L2 norms in float64, never below the true ones by more than the rounding
@@ -477,6 +538,8 @@ class PerExampleGradient:
         self._merge()
         if self._dense is not None:
             return squared_row_norms(self._dense.flatten(1))
+        if self._outer and self._rows:
+            return tied_squared_norms(self._outer[0], self._rows[0])
         if self._outer:
             return outer_squared_norms(self._outer[0])
         if self._rows:

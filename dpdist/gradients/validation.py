@@ -60,6 +60,25 @@ def refuse_mixing_layers(model: nn.Module) -> None:
                 f"{where}: scale_grad_by_freq counts tokens over the batch and max_norm rewrites "
                 "weights in the forward pass: switch both off"
             )
+        _refuse_coupled_experts(where, getattr(module, "config", None))
+
+
+def _refuse_coupled_experts(where: str, config: object) -> None:
+    """Raise UserError for a mixture of experts, as `transformers` configures it, that couples the
+    records of a batch."""
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            f"{where}: config.output_router_logits must be False, got True: it adds the router's "
+            "balance loss, which is computed over the batch, so one record would change every "
+            "record's gradient"
+        )
+    for key in ("expert_capacity", "capacity_factor", "router_capacity_factor"):
+        if (value := getattr(config, key, None)) is not None:
+            raise UserError(
+                f"{where}: config.{key} must be absent or None, got {value}: with a capacity, the "
+                "tokens an expert takes depend on the other records of the batch; use a model "
+                "whose experts take all of their tokens"
+            )
 
 
 def make_synthetic_examples(
@@ -272,7 +291,7 @@ class _ModelCheck:
         with torch.enable_grad():
             total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
         norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
-        whole = math.hypot(*norms)
+        whole, largest = math.hypot(*norms), 0.0
         named = list(self.parameters.items())
         for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
             expected = _autograd(total_loss, [named[slot][1] for slot in group])
@@ -282,6 +301,7 @@ class _ModelCheck:
                         f"the loss does not depend on parameter {named[slot][0]}: it would get "
                         "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
                     )
+                largest = max(largest, float(grad.abs().max()))
                 size = max(norms[slot], float(grad.norm()))
                 _add_sum(gradients[slot], grad.neg_(), slice(None), len(targets))
                 difference = float(grad.norm())
@@ -292,6 +312,12 @@ class _ModelCheck:
                         "example: it is used outside the forward of the module that owns it, or a "
                         "random layer draws differently in each pass"
                     )
+        if not largest:
+            raise UserError(
+                "model: must learn from an example, but the gradient of every trained parameter is "
+                "zero for all checked ones: are its adapters switched off or scaled by 0? It would "
+                "get noise and learn nothing"
+            )
 
     def _nothing_is_written(self, before: dict[str, str]) -> None:
         """Raise UserError where a forward pass left something in a buffer or a parameter."""

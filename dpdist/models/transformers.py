@@ -1,7 +1,7 @@
-"""Transformers of Hugging Face's `transformers` below a head of dpdist's own, and adapters in them.
+"""Transformers of Hugging Face's `transformers`, with their own head or a new one, and adapters.
 
 The base keeps its initial weights: it is public, and enters neither clip nor noise. Trained are
-the head and the adapters that `peft` puts into the base. Nothing is downloaded and no code of a
+the adapters that `peft` puts into the base, and a new head. Nothing is downloaded and no code of a
 folder is run: a base is one of the families below, of random weights or of a folder's. Only those
 kinds and options of adapters are accepted whose records can be told apart and that begin from
 random numbers alone: others read data or weights that are loaded later, or import modules that
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
+from dpdist.core.fields import PADDING, PROMPT
 from dpdist.core.optional_imports import import_extra
 
 # --- adapters ---------------------------------------------------------------------------------
@@ -82,6 +83,13 @@ class Family:
     reads_images: bool = False
     causal: bool = False
 
+    @property
+    def with_own_head(self) -> str:
+        """Return the name of the class of a base with its own head."""
+        if not self.causal:
+            return f"{self.name}ForSequenceClassification"
+        return "GPT2LMHeadModel" if self.name == "GPT2" else f"{self.name}ForCausalLM"
+
 
 FAMILIES = {
     "bert": Family("Bert"),
@@ -90,10 +98,15 @@ FAMILIES = {
     "gpt2": Family("GPT2", causal=True),
     "llama": Family("Llama", causal=True),
     "qwen2": Family("Qwen2", causal=True),
+    "qwen3": Family("Qwen3", causal=True),
+    "mistral": Family("Mistral", causal=True),
+    "gemma": Family("Gemma", causal=True),
+    "opt": Family("OPT", causal=True),
     "vit": Family("ViT", reads_images=True),
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POOLS = ("mean", "first", "last", "each")
+HEADS = ("new", "own")
 # What a configuration's file says besides the network: where it came from, how it was run.
 _NON_ARCHITECTURE_SETTINGS = {
     "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "id2label",
@@ -124,8 +137,7 @@ class Transformer(nn.Module):
             states = self.base(pixel_values=x.to(dtype)).last_hidden_state
             real = x.new_ones(states.shape[:2], dtype=torch.bool)
         else:
-            real = x >= 0
-            tokens = x.long().clamp(0, self.vocabulary - 1)
+            tokens, real = read_tokens(x, self.vocabulary)
             states = self.base(
                 input_ids=tokens, attention_mask=self._mask(real, dtype)
             ).last_hidden_state
@@ -142,6 +154,38 @@ class Transformer(nn.Module):
         length = real.shape[1]
         keys = real[:, None, None, :].expand(-1, 1, length, length)
         return torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+
+
+class TransformerWithOwnHead(Transformer):
+    """Token numbers (B, T), as of `Transformer`, to the logits of the base's own head.
+
+    They are those of the next token, (B, T, vocabulary), or of the classes, (B, classes). Attention
+    is torch's SDPA: a causal base gets no mask, since documents are filled up at their end, and any
+    other one always gets one, so the kernel that runs depends on shapes alone.
+    """
+
+    def __init__(self, base: nn.Module, family: Family) -> None:
+        nn.Module.__init__(self)
+        self.base, self.family = base, family
+        config: Any = base.config
+        self.vocabulary = config.vocab_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.vocabulary is not None
+        dtype: Any = self.base.dtype
+        tokens, real = read_tokens(x, self.vocabulary)
+        found = self.base(input_ids=tokens, attention_mask=self._mask(real, dtype))
+        logits: Tensor = found.logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def read_tokens(x: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of rows of a data set, int64 (B, T), and which of them are there, bool.
+
+    A token t that is read and not learned, as those of a prompt, stands there as -2 - t.
+    """
+    read = torch.where(x < PADDING, PROMPT - x, x)
+    return read.long().clamp(0, vocabulary - 1), x != PADDING
 
 
 def _pool_states(states: Tensor, real: Tensor, pool: str) -> Tensor:
@@ -162,18 +206,30 @@ def transformer(
     classes: int,
     config: Mapping[str, Any],
     adapter: Mapping[str, Any] | None = None,
-    pool: str = "mean",
+    pool: str | None = None,
     dtype: str = "float32",
+    head: str = "new",
 ) -> nn.Module:
-    """A frozen base with trained adapters and a trained linear head.
+    """Make a frozen base with trained adapters, and with a trained linear head or its own one.
 
-    config: of the base, as in its config.json; model_type names one of the families. adapter: what
-    is trained in the base (`dpdist.models.transformers`); None: the head alone. pool: what the head
-    reads: the mean over positions, the first, the last of the document, or each, of a causal base
-    that says what follows (data.text.predict: next). dtype: of the base; adapters and head are
-    float32.
+    Args:
+        input_shape: (T,) tokens, or an image's (C, H, W).
+        classes: number of logits, for a record or for each of its positions.
+        config: of the base, as in its config.json; model_type names one of the families.
+        adapter: what is trained in the base (`inject_adapters`); None: a new head alone.
+        pool: what a new head reads: the mean over positions (default), the first, the last of the
+            document, or each, of a causal base that says what follows (data.text.predict: next).
+        dtype: of the base and its own head; adapters and a new head are float32.
+        head: "new" begins at random and is trained. "own" is the base's: of a causal base its
+            lm_head, which may be its table of tokens (tied), of another its classifier. It is
+            frozen, but for adapters that the adapter's target_modules put there.
+
+    Raises:
+        UserError: an option is none of these, or does not fit the others.
     """
-    if pool not in _POOLS:
+    if head not in HEADS:
+        raise UserError(f"model.options.head: must be one of {', '.join(HEADS)}, got {head!r}")
+    if pool is not None and pool not in _POOLS:
         raise UserError(f"model.options.pool: must be one of {', '.join(_POOLS)}, got {pool!r}")
     if dtype not in _DTYPES:
         raise UserError(f"model.options.dtype: must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -182,10 +238,46 @@ def transformer(
     if pool == "each" and not family.causal:
         causal = ", ".join(name for name, each in FAMILIES.items() if each.causal)
         raise UserError(f"model.options.pool: each is for {causal}: others see what follows")
-    base = _build_base(family, config).to(_DTYPES[dtype]).requires_grad_(False)
+    own = head == "own"
+    if own:
+        _check_own_head(family, classes, config, adapter, pool)
+    base = _build_base(family, config, classes if own else None)
+    base = base.to(_DTYPES[dtype]).requires_grad_(False)
     if adapter is not None:
         inject_adapters(base, adapter)
-    return Transformer(base, family, classes, pool)
+    return (
+        TransformerWithOwnHead(base, family)
+        if own
+        else (Transformer(base, family, classes, pool or "mean"))
+    )
+
+
+def _check_own_head(
+    family: Family,
+    classes: int,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any] | None,
+    pool: str | None,
+) -> None:
+    """Raise UserError where a base's own head does not fit the other options."""
+    key = "model.options.head: own"
+    if family.reads_images:
+        raise UserError(f"{key}: must be of a base that reads tokens, got {family.name}; take new")
+    if adapter is None:
+        raise UserError(
+            f"model.options.adapter: must be given with {key}, which is frozen: nothing would be "
+            "trained; such as {kind: lora, target_modules: all-linear}"
+        )
+    if pool is not None:
+        raise UserError(
+            f"model.options.pool: must be left out with {key}, which reads what it does"
+        )
+    known = config.get("vocab_size", default_settings(config["model_type"])["vocab_size"])
+    if family.causal and known != classes:
+        raise UserError(
+            f"data.classes: must be {known:,}, the tokens of the base's own head, got {classes:,}; "
+            "set it, with data.text.predict: next"
+        )
 
 
 def _check_input(shape: Sequence[int], family: Family) -> None:
@@ -196,18 +288,26 @@ def _check_input(shape: Sequence[int], family: Family) -> None:
         raise UserError(f"{KEY}: {family.name} reads {what}, got records of shape {tuple(shape)}")
 
 
-def _build_base(family: Family, values: Mapping[str, Any]) -> nn.Module:
-    """The bare base, of random weights, without dropout and without a pooling layer nobody asks."""
+def _build_base(
+    family: Family, values: Mapping[str, Any], own_head: int | None = None
+) -> nn.Module:
+    """Make a base of random weights, without dropout and without a pooling layer nobody asks.
+
+    own_head: the classes of its own head; None: it is bare.
+    """
     transformers, known = _transformers(), default_settings(values["model_type"])
     given = {key: value for key, value in values.items() if key not in _NON_ARCHITECTURE_SETTINGS}
     unknown = sorted(given.keys() - known.keys())
     if unknown:
         raise UserError(f"model.options.config: {family.name} has no {', '.join(unknown)}")
     given |= {key: 0.0 for key, value in known.items() if "drop" in key and _is_rate(value)}
+    bare = own_head is None
+    if not bare and not family.causal:
+        given["num_labels"] = own_head
     config = getattr(transformers, f"{family.name}Config")(
-        **given, use_cache=False, attn_implementation="eager"
+        **given, use_cache=False, attn_implementation="eager" if bare else "sdpa"
     )
-    make = getattr(transformers, f"{family.name}Model")
+    make = getattr(transformers, f"{family.name}Model" if bare else family.with_own_head)
     result: nn.Module = make(config, **base_arguments(make))
     return result
 

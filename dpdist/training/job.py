@@ -18,7 +18,7 @@ from dpdist.cluster.versions import package_fingerprints
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
-from dpdist.data.dataset import check_test_records_unseen, refuse_common_records
+from dpdist.data import check_test_records_unseen, refuse_common_records
 from dpdist.privacy import budget
 from dpdist.privacy.budget import (
     BudgetExceeded,

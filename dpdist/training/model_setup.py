@@ -24,8 +24,7 @@ from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import weakest
-from dpdist.data import Dataset
-from dpdist.data.text import next_tokens
+from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take
@@ -233,6 +232,11 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
             "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
             "and std",
             see="how-to/text.md#the-next-word",
+        )
+    if text.conversation is not None and recipe.model.name != "transformer":
+        raise UserError(
+            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
+            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
         )
     if known < text.vocabulary_size:
         raise UserError(

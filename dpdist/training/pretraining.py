@@ -21,7 +21,7 @@ from dpdist import data, models
 from dpdist.config.sections import PublicRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, validate_path, write_json
-from dpdist.data.dataset import check_test_records_unseen, refuse_common_records
+from dpdist.data import check_test_records_unseen, refuse_common_records
 from dpdist.models import ModelSpec
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder, read_verified_ledger

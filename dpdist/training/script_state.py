@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import operator
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
-from dpdist.models.factory_code import code_bytes, source_digests
+from dpdist.models.factory_code import code_bytes, is_library, source_digests
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.checkpoint import TrainState, load_latest, save
 
@@ -533,13 +534,16 @@ def _class_bytes(kind: type) -> bytes:
 
 
 _NOT_OF_A_SCRIPT = ("torch", "dpdist", "builtins")
+# Installed libraries of thousands of files that import one another: their versions say which.
+_BY_VERSION = ("transformers", "peft")
 
 
 def code_digest_of(model: nn.Module, *others: Any) -> str:
     """Return a digest of the source of a module's classes, of other functions, and of the script.
 
     Covered are the modules that define them and what lies beside these (`factory_code`), and the
-    file that was started; of a notebook, the classes and functions themselves.
+    file that was started; of a notebook, the classes and functions themselves; of `transformers`
+    and `peft`, the installed versions.
     """
     found: dict[str, str] = {}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -549,7 +553,11 @@ def code_digest_of(model: nn.Module, *others: Any) -> str:
     known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
     for thing in things:
         home = str(getattr(thing, "__module__", None) or "")
-        if not callable(thing) or home.partition(".")[0] in _NOT_OF_A_SCRIPT:
+        top = home.partition(".")[0]
+        if not callable(thing) or top in _NOT_OF_A_SCRIPT:
+            continue
+        if top in _BY_VERSION and is_library(home):
+            found[top] = importlib.metadata.version(top)
             continue
         if home not in known:
             known[home] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients import layer_rules
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.hooks import find_layers, run_pass
 
 pytestmark = pytest.mark.guarantee
 
@@ -355,11 +358,16 @@ class _SharedPositions(nn.Module):
         return self.head(torch.tanh(self.words(tokens) + self.positions(places)))
 
 
-@pytest.mark.parametrize("rows", ["one", "none"])
-def test_positions_that_a_batch_shares_are_refused_or_taken_one_by_one(rows):
+@pytest.mark.parametrize("rows", ["one", "each"])
+def test_positions_that_a_batch_shares_are_looked_up_for_each_example(rows):
+    torch.manual_seed(0)
+    check(_SharedPositions(rows), torch.randint(0, 9, (5, 6)))
+
+
+def test_positions_without_a_batch_are_refused_or_taken_one_by_one():
     """Their gradient is that of the whole batch: no norm of one example can be made of it."""
     torch.manual_seed(0)
-    model, tokens = _SharedPositions(rows).double(), torch.randint(0, 9, (5, 6))
+    model, tokens = _SharedPositions("none").double(), torch.randint(0, 9, (5, 6))
     targets, clip = torch.arange(5) % 3, FlatClipping(0.3)
     with pytest.raises(UserError, match=r"layer positions returned shape .*keep the examples on"):
         GradientEngine(model, weighted_square, clipping=clip).clipped_sum(tokens, targets)
@@ -367,7 +375,96 @@ def test_positions_that_a_batch_shares_are_refused_or_taken_one_by_one(rows):
     expected, scale = one_at_a_time(model, tokens, targets, 0.3)
     found = alone.clipped_sum(tokens, targets).flat
     torch.testing.assert_close(found, expected, rtol=RTOL, atol=RTOL * scale)
-    check(_SharedPositions("each"), tokens)
+
+
+class _Flat(nn.Module):
+    """Positions lie beside the examples, as OPT has them: example by example, or not."""
+
+    def __init__(self, by_example: bool) -> None:
+        super().__init__()
+        self.by_example, self.words = by_example, nn.Embedding(9, 4)
+        self.norm, self.inner, self.head = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        count, length = tokens.shape
+        words = self.words(tokens)
+        flat = (words if self.by_example else words.transpose(0, 1)).reshape(-1, 4)
+        inner = torch.tanh(self.inner(self.norm(flat)))
+        if self.by_example:
+            return self.head(inner.view(count, length, 4))
+        return self.head(inner.view(length, count, 4).transpose(0, 1))
+
+
+def test_positions_beside_the_examples_are_told_apart_or_refused():
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 9, (5, 6))
+    check(_Flat(by_example=True), tokens)
+    model = _Flat(by_example=False).double()
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(0.3))
+    with pytest.raises(UserError, match="mixes examples at or after layer inner"):
+        engine.clipped_sum(tokens, torch.arange(5) % 3)
+
+
+class _Selects(nn.Module):
+    """Lets one layer see some of the positions, as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words = self.words(tokens)
+        some = tokens < 4
+        return self.head(words.index_put((some,), torch.tanh(self.inner(words[some]))))
+
+
+def test_a_layer_that_sees_some_positions_is_refused():
+    """Whatever their number: 10 of 2 examples are not 5 of each."""
+    torch.manual_seed(0)
+    model = _Selects().double()
+    tokens = torch.tensor([[1, 1, 1, 8, 8, 8], [1, 8, 8, 8, 8, 8]])
+    run = partial(run_pass, model, find_layers(model), weighted_square)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(UserError, match=r"layer inner returned shape \(4, 4\) for a batch of 2"):
+        run(tokens, torch.tensor([0, 1]), values, lambda layer, call: None)
+
+
+def test_what_gives_no_parameter_a_gradient_is_refused():
+    """It would get noise and learn nothing (LoRA that was switched off)."""
+
+    class Off(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.base, self.adapter = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3)
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.scale * self.adapter(x)
+
+    inputs, targets = torch.randn(5, 4), torch.arange(5) % 3
+    for scale in (1.0, 0.0):
+        engine = GradientEngine(Off(scale), cross_entropy, clipping=FlatClipping(1.0))
+        if scale:
+            assert engine.clipped_sum(inputs, targets).flat.any()
+            continue
+        with pytest.raises(UserError, match="gradient of every trained parameter is zero for all"):
+            engine.clipped_sum(inputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("output_router_logits", True, "router's balance loss, which is computed over the batch"),
+        ("expert_capacity", 64, r"expert_capacity must be absent or None, got 64: with a capacity"),
+    ],
+)
+def test_mixtures_of_experts_that_couple_records_are_refused(key, value, said):
+    model = nn.Linear(4, 3)
+    model.config = SimpleNamespace(**{key: value})
+    with pytest.raises(UserError, match=said):
+        GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    setattr(model.config, key, None)
+    GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from support.networks import cross_entropy
 from torch import Tensor, nn
 
+from dpdist.gradients import per_example
 from dpdist.gradients.clipping import FlatClipping, rounding_slack, sum_slack
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.per_example import (
@@ -22,6 +23,7 @@ from dpdist.gradients.per_example import (
     embedding_squared_norms,
     outer_squared_norms,
     squared_row_norms,
+    tied_squared_norms,
 )
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
@@ -265,3 +267,80 @@ def test_cross_terms_between_forms_are_in_the_norm(order):
         for p in pieces
     )
     assert torch.allclose(found, true.flatten(1).norm(dim=1), rtol=1e-4)
+
+
+class _Tied(nn.Module):
+    """A table of tokens that is also the output layer, as GPT-2 has it."""
+
+    def __init__(self, tokens: int = 11, width: int = 4) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(tokens, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.words(tokens)))).mean(1)
+
+
+@pytest.mark.parametrize("large", [0, 1 << 18])  # of numbers, beyond which forms are kept
+@pytest.mark.parametrize("wide", [64, 32 << 20])  # bytes that are widened at once
+def test_a_table_that_is_also_the_output_layer_has_its_cross_terms_in_the_norm(
+    large, wide, monkeypatch
+):
+    """Added before the norm is taken, without per-example gradients of the table's size."""
+    monkeypatch.setattr(per_example, "_LARGE", large)
+    monkeypatch.setattr(per_example, "_WIDE_BYTES", wide)
+    monkeypatch.setattr(per_example, "_TRAFFIC_COST", 1e9)  # Gram matrices, however small
+    if large == 0:
+        monkeypatch.setattr(EmbeddingGradient, "to_dense", None)
+        monkeypatch.setattr(OuterProductGradient, "to_dense", None)
+    torch.manual_seed(0)
+    model = _Tied().double()
+    tokens, targets = torch.randint(0, 11, (6, 5)), torch.arange(6)
+    trained = list(model.parameters())
+    each = []
+    for row, target in zip(tokens, targets, strict=True):
+        found = torch.autograd.grad(cross_entropy(model(row[None]), target[None])[0], trained)
+        each.append(torch.cat([part.flatten() for part in found]))
+    norms = torch.stack([one.norm() for one in each])
+    clip = float(norms.median())
+    expected = sum(one * min(1.0, clip / float(one.norm())) for one in each)
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(clip), micro_batch=4)
+    assert [p.shape for p in engine.parameters] == [p.shape for p in trained]
+    found = engine.clipped_sum(tokens, targets).flat
+    assert float((found - expected).norm()) <= 1e-9 * clip
+
+
+def test_a_tied_norm_is_never_below_the_true_one():
+    """Rows that the output layer's gradient nearly takes back: their sum is far below either."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.tensor([[2, 5, -1, 2]])
+    values = torch.rand(1, 4, 3, generator=generator)
+    left = torch.zeros(1, 3, 9)
+    left[0, 0, 2], left[0, 1, 5], left[0, 2, 2] = -1.0, -1.0, -1.0
+    for gap in (0.0, 2.0**-12):
+        right = values[:, [0, 1, 3]] * (1 + gap)
+        outer, rows = OuterProductGradient(left, right), EmbeddingGradient(ids, values, 9)
+        exact = outer.to_dense().double() + rows.to_dense().double()
+        found = tied_squared_norms(outer, rows)
+        assert bool((found >= exact.square().sum((1, 2)) * (1 - 2.0**-50)).all())
+        largest = left.norm(dim=2).mul(right.norm(dim=2)).sum() + values.norm(dim=2).sum()
+        assert float(found) <= float(exact.square().sum()) + 1e-9 * float(largest) ** 2
+
+
+def test_gradients_as_wide_as_a_vocabulary_are_never_made():
+    """A vocabulary of 50,257 words, as GPT-2 has: one gradient of it would take 64 MB a record."""
+    torch.manual_seed(0)
+    gradient = PerExampleGradient(torch.Size((50257, 320)), shared=True)
+    left, right = torch.randn(2, 3, 50257), torch.randn(2, 3, 320)
+    ids, values = torch.randint(0, 50257, (2, 4)), torch.randn(2, 4, 320)
+    gradient.add(EmbeddingGradient(ids, values, 50257))
+    gradient.add(OuterProductGradient(left, right))
+    norms = gradient.squared_norms()
+    assert max(tensor.nbytes for tensor in gradient.stored_tensors()) <= left.nbytes
+    total = torch.zeros(50257, 320, dtype=torch.float64)
+    gradient.add_weighted_sum(torch.tensor([0.0, 2.0], dtype=torch.float64), total, 1)
+    exact = left[1].double().t() @ right[1].double()
+    exact.index_add_(0, ids[1], values[1].double())
+    assert float((total - 2 * exact).norm() / exact.norm()) < 1e-12
+    assert float(norms[1]) == pytest.approx(float(exact.square().sum()), rel=1e-6)

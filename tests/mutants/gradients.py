@@ -19,6 +19,20 @@ FAULTS: list[Fault] = [
         ("    if targets.dim() != 2:", "    if False:", "one label is taken for many"),
     ),
     *group(
+        "dpdist/gradients/objective.py", "models/test_language_models",
+        ("counted = (labels >= 0) & real", "counted = real", "prompts are learned"),
+        ("/ counted.sum(1).clamp(min=1)", "/ counted.shape[1]",
+         "a document's loss is divided by the length of its row"),
+        ("(~real).to(torch.int64).argsort(dim=1, stable=True)", "torch.zeros_like(tokens).argsort(dim=1, stable=True)",
+         "a causal model sees what fills a document up"),
+    ),
+    *group(
+        "dpdist/data/text.py", "models/test_language_models",
+        ("first <= start and start < stop <= last for", "start < stop <= last for",
+         "prompts of a chat are learned"),
+        ("np.where(tokens.learned, ids, PROMPT - ids)", "ids", "prompts of a table are learned"),
+    ),
+    *group(
         "dpdist/gradients/hooks.py", "gradients/test_objective",
         ("or losses.shape != (count,)", "or losses.dim() > 1", "a mean over the batch is taken for each record's loss"),
         ("        return self.loss.function(self.model, (*several, targets))", "        return self.loss.function(self.model, (several[0], targets))",
@@ -32,7 +46,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/models/transformers.py", "models/test_transformer",
-        ("attention_mask=self._mask(real, dtype)", "attention_mask=None",
+        ("input_ids=tokens, attention_mask=self._mask(real, dtype)\n", "input_ids=tokens, attention_mask=None\n",
          "what fills a document up is attended to"),
         ("(states * real[..., None]).sum(1) / count.clamp(min=1)", "states.mean(1)",
          "what fills a document up is in the mean"),
@@ -236,7 +250,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/per_example.py", "gradients/test_norms",
-        ("    wide = factor.double()", "    wide = factor", "Gram matrices are float32"),
+        ("        wide = part.double()", "        wide = part", "Gram matrices are float32"),
         ("(widths + positions**2 + 8) * 2.0**-52", "8 * 2.0**-52",
          "the bound on a norm's rounding does not grow with the widths"),
         ("_CANCELLATION_FLOOR = 2.0**-42", "_CANCELLATION_FLOOR = 0.0",
@@ -244,6 +258,26 @@ FAULTS: list[Fault] = [
         ("_BLOCK = 128", "_BLOCK = 1 << 30", "long gradients are added up in float32"),
         ("target += part @ other", "target.addmm_(part, other)",
          "a pass is rounded by what was summed before"),
+    ),
+    *group(
+        "dpdist/gradients/per_example.py", "gradients/test_norms",
+        ("            return tied_squared_norms(self._outer[0], self._rows[0])",
+         "            return outer_squared_norms(self._outer[0]) + embedding_squared_norms(self._rows[0])",
+         "the norm of a tied table lacks its cross terms"),
+        ("picked = picked * (ids >= 0)[:, None, :]", "picked = picked * 1.0",
+         "padding of a tied table has cross terms"),
+    ),
+    *group(
+        "dpdist/gradients/hooks.py", "gradients/test_clipping_rules",
+        ("        and len(output) in current.flat_lengths",
+         "        and len(output) % current.batch == 0",
+         "the positions that an expert sees are taken for examples"),
+    ),
+    *group(
+        "dpdist/gradients/validation.py", "gradients/test_clipping_rules",
+        ("        if not largest:", "        if False:", "a model that learns nothing is trained"),
+        ("if getattr(config, \"output_router_logits\", False):", "if False:",
+         "a router's balance loss over the batch is trained"),
     ),
     *group(
         "dpdist/gradients/per_example.py", "gradients/test_norms",

@@ -30,7 +30,7 @@ FAULTS: list[Fault] = [
          "documents of words are longer than they may be"),
         ("tokens = f\"words {self.words.digest}\"", "tokens = \"words\"",
          "rows of another list of words are taken for these"),
-        ("    after[:, :-1] = rows[:, 1:]", "    after[:, :] = rows",
+        ("    after[:, :-1] = np.maximum(rows[:, 1:], PADDING)", "    after[:, :] = rows",
          "what is to be said is what was read"),
     ),
     *group(

@@ -1,0 +1,533 @@
+"""Language models with their own head: gradients by document, masks, refusals, whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import language_models as lm
+from support.datasets import write_split
+from support.optional_extras import needs_hf
+from support.training import execute
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dpdist
+from dpdist import data, models
+from dpdist.core.errors import UserError
+from dpdist.core.fields import PADDING, PROMPT
+from dpdist.data.text import next_tokens
+from dpdist.evaluation import evaluate_stage
+from dpdist.gradients.clipping import FlatClipping, rounding_slack
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.hooks import OwnLoss, take
+from dpdist.gradients.objective import language_model_loss
+from dpdist.gradients.row_independence import find_mixing_operation
+from dpdist.models import ModelSpec
+from dpdist.models.transformers import read_tokens
+from dpdist.publishing import write_release
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse_recipe
+from dpdist.training.job import prepare
+from dpdist.training.model_setup import initial_model, model_spec
+
+pytestmark = pytest.mark.whole
+
+needs_hf(whole_file=True)
+
+CLIP = 0.5
+LORA = {"kind": "lora", "r": 3, "target_modules": "all-linear"}
+NONE = torch.zeros(6, dtype=torch.int64)
+BOTH = ("llama", "gpt2", "bert")  # the others are long: they are made of the same parts
+CASES = [
+    pytest.param(family, marks=[] if family in BOTH else [pytest.mark.long])
+    for family in lm.FAMILIES
+]
+
+
+def engine_of(model: nn.Module, **more) -> GradientEngine:
+    settings = {"clipping": FlatClipping(CLIP), "micro_batch": 4, **more}
+    return GradientEngine(model, OwnLoss(language_model_loss), **settings)
+
+
+def clipped(model: nn.Module, fields: dict[str, Tensor], **more) -> Tensor:
+    return engine_of(model, **more).clipped_sum(fields, NONE).flat
+
+
+def defined(model: nn.Module, fields: dict[str, Tensor], clip: float = CLIP) -> Tensor:
+    """By autograd of each document alone, without what fills it up."""
+    return lm.one_at_a_time(
+        model, lambda row: language_model_loss(model, lm.row_of(fields, row))[0], 6, clip
+    )
+
+
+# --- gradients by document
+
+
+@pytest.mark.parametrize("trained", ["adapters", "all"])
+@pytest.mark.parametrize("family", CASES)
+def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monkeypatch):
+    """Tied tables of tokens, positions and norms among what is trained."""
+    if family == "gemma":  # its norms and their gradients are float32 in every model
+        monkeypatch.setattr(Tensor, "float", lambda tensor: tensor)
+    model = lm.make(family)
+    model = lm.stirred(lm.with_lora(model) if trained == "adapters" else model).double()
+    fields = lm.batch()
+    engine = engine_of(model)
+    found = engine.clipped_sum(fields, NONE).flat
+    assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
+    if trained == "adapters":
+        assert engine.fallback_layers == []
+        assert all("lora_" in name for name in engine._named)
+    else:
+        assert len(engine._shared) == int(family in ("gemma", "gpt2", "opt", "bert"))
+    assert find_mixing_operation(model, OwnLoss(language_model_loss), fields, NONE) is None
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_single_precision(family):
+    """But for the slack that the engine clips harder by (`rounding_slack`)."""
+    model = lm.stirred(lm.with_lora(lm.make(family)))
+    fields = lm.batch()
+    lowered = CLIP / (1 + rounding_slack(torch.float32))
+    assert float((clipped(model, fields) - defined(model, fields, lowered)).norm()) <= 1e-5 * CLIP
+
+
+class _Roundings(TorchDispatchMode):
+    """Counts the operations whose results are rounded to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        outputs = found if isinstance(found, tuple | list) else [found]
+        self.count += any(isinstance(t, Tensor) and t.dtype == torch.bfloat16 for t in outputs)
+        return found
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_base_in_bfloat16(family):
+    """Held against float64 on the same weights.
+
+    Each of n rounded operations adds a relative error of u = 2^-9 at most, of either sign. By the
+    rule of thumb of Higham's Accuracy and Stability (section 2.8) they make up sqrt(n) u, taken
+    four times, in a vector that is clipped: so much of the clip for each document.
+    """
+    model = lm.stirred(lm.with_lora(lm.make(family).to(torch.bfloat16)))
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
+    fields, counter = lm.batch(), _Roundings()
+    with counter:
+        language_model_loss(model, lm.row_of(fields, 0))[0].backward()
+    assert 50 < counter.count < 1000
+    bound = 6 * 4 * math.sqrt(counter.count) * 2.0**-9 * CLIP
+    found, alone = clipped(model, fields), defined(model, fields)
+    exact = defined(model.double(), fields)
+    assert float((found - exact).norm()) <= bound
+    assert float((found - alone).norm()) <= bound
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_own_head_of_a_recipe_s_model(family):
+    """Rows as a data set has them, prompts among them, and SDPA's kernels."""
+    causal = family != "bert"
+    rows = torch.full((6, 9), float(PADDING))
+    fields = lm.batch()
+    for row in range(6):
+        size = int(fields["attention_mask"][row].sum())
+        tokens = fields["input_ids"][row, :size]
+        learned = fields["labels"][row, :size] >= 0
+        rows[row, :size] = torch.where(learned, tokens, PROMPT - tokens).float()
+    options = {"config": {"model_type": family, **lm.FAMILIES[family]}, "adapter": LORA}
+    classes = 40 if causal else 3
+    spec = ModelSpec("transformer", (9,), classes, {**options, "head": "own"}, following=causal)
+    model = models.initialise(spec, 1)
+    models.check_outputs(model, spec)
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert model.base.config._attn_implementation == "sdpa"
+    model, rows = lm.stirred(model).double(), rows.double()
+    targets = torch.from_numpy(next_tokens(rows.numpy())) if causal else torch.arange(6) % 3
+    if causal:
+        wanted = fields["labels"][:, 1:].clamp(min=PADDING)
+        torch.testing.assert_close(targets[:, :-1], wanted, rtol=0, atol=0)
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(CLIP), micro_batch=4)
+
+    def alone(row: int) -> Tensor:
+        size = int((rows[row] != PADDING).sum())
+        wanted = targets[row : row + 1]
+        wanted = wanted[:, :size] if causal else wanted
+        return cross_entropy(model(rows[row : row + 1, :size]), wanted)[0]
+
+    expected = lm.one_at_a_time(model, alone, 6, CLIP)
+    assert float((engine.clipped_sum(rows, targets).flat - expected).norm()) <= 1e-9 * CLIP
+    assert find_mixing_operation(model, cross_entropy, rows, targets) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_isolated_documents(family):
+    model = lm.stirred(lm.with_lora(lm.make(family))).double()
+    fields = lm.batch()
+    found = clipped(model, fields, isolate=True)
+    assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
+
+
+@pytest.mark.parametrize("trained", ["adapters", "all"])
+def test_checkpoints_of_activations_change_nothing(trained):
+    model = lm.make("llama")
+    model = lm.stirred(lm.with_lora(model) if trained == "adapters" else model).double().train()
+    fields, engine = lm.batch(), engine_of(model)
+    without = engine.clipped_sum(fields, NONE).flat
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert torch.equal(engine.clipped_sum(fields, NONE).flat, without)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if trained == "adapters":  # what is frozen before them gives no gradient to start from
+        model.enable_input_require_grads()
+        with pytest.raises(UserError, match=r"must run with gradients, got .*use_reentrant=False"):
+            engine.clipped_sum(fields, NONE)
+
+
+# --- records stay apart
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bert"])
+def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
+    model = lm.stirred(lm.with_lora(lm.make(family))).double()
+    fields = lm.batch()
+    engine, whole = engine_of(model), clipped(model, fields)
+    for left in range(6):
+        others = torch.tensor([row for row in range(6) if row != left])
+        moved = whole - engine.clipped_sum(take(fields, others), NONE[:5]).flat
+        alone = engine.clipped_sum(take(fields, [left]), NONE[:1]).flat
+        assert float((moved - alone).norm()) <= 1e-9 * CLIP
+        assert float(moved.norm()) <= CLIP * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "bert"])
+def test_no_kernel_is_chosen_by_another_document(family):
+    """Whatever fills the others up: the same bits, in single precision and with SDPA."""
+    model = lm.stirred(lm.with_lora(lm.make(family)))
+    engine, fields = engine_of(model), lm.batch()
+    full = {name: each.clone() for name, each in fields.items()}
+    for row in range(1, 6):
+        full["input_ids"][row], full["attention_mask"][row] = 7, 1
+        full["labels"][row] = 7
+    empty = {name: each.clone() for name, each in fields.items()}
+    empty["attention_mask"][1:, 1:], empty["labels"][1:] = 0, -100
+    found = []
+    for each in (fields, full, empty):
+        gradients, _ = engine._per_example_gradients(each, NONE, b"", None, {})
+        found.append([t[0].clone() for g in gradients for t in g.stored_tensors()])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bert"])
+def test_where_a_document_is_filled_up_says_nothing(family):
+    """At its end, before its beginning, or within: opacus #792 and #808 counted what fills up."""
+    model = lm.stirred(lm.with_lora(lm.make(family))).double()
+    fields = lm.batch()
+    loss = language_model_loss(model, fields)
+    assert float(loss[4].detach()) == 0.0  # nothing of it is learned
+    careless = {**fields, "labels": fields["labels"].clone()}
+    careless["labels"][fields["attention_mask"] == 0] = 5  # as labels = input_ids has it
+    torch.testing.assert_close(language_model_loss(model, careless), loss, rtol=1e-12, atol=0)
+    longer = {name: nn.functional.pad(each, (0, 5)) for name, each in fields.items()}
+    torch.testing.assert_close(language_model_loss(model, longer), loss, rtol=1e-9, atol=1e-12)
+    for row in range(6):
+        one = lm.row_of(fields, row)
+        torch.testing.assert_close(
+            language_model_loss(model, one)[0], loss[row], rtol=1e-9, atol=1e-12
+        )
+        if family != "bert":  # whose positions are those in the row
+            shift = {name: nn.functional.pad(each, (4, 0)) for name, each in one.items()}
+            torch.testing.assert_close(
+                language_model_loss(model, shift)[0], loss[row], rtol=1e-9, atol=1e-12
+            )
+
+
+def test_the_loss_is_a_mean_over_the_own_tokens():
+    """By hand: the length of the row does not divide, and prompts are no part of it."""
+    model, fields = lm.make("llama").double(), lm.batch()
+    found = language_model_loss(model, fields)
+    logits = model(input_ids=fields["input_ids"][:1]).logits[0]
+    wanted = [
+        nn.functional.cross_entropy(logits[place - 1], fields["labels"][0, place])
+        for place in range(1, 9)
+        if fields["labels"][0, place] >= 0
+    ]
+    assert len(wanted) == 5
+    assert float(found[0]) == pytest.approx(float(sum(wanted)) / 5, rel=1e-12)
+
+
+# --- what is refused
+
+
+def test_eval_mode_keeps_nothing_off(tmp_path):
+    """`from_pretrained` gives eval mode, which peft's wrapper hides: opacus #820, opake #1121."""
+    library = lm.transformers()
+    folder = lm.save_model(tmp_path / "base")
+    sums = []
+    for train in (False, True):
+        base = library.AutoModelForCausalLM.from_pretrained(folder)
+        assert not base.training
+        torch.manual_seed(1)
+        model = lm.with_lora(base)
+        sums.append(clipped(model.train(train), lm.batch()))
+    assert bool(sums[0].any()) and torch.equal(*sums)
+
+
+@pytest.mark.parametrize("why", ["scaled by 0", "switched off", "frozen"])
+def test_adapters_that_would_learn_nothing_are_refused(why):
+    model = lm.with_lora(lm.make("llama"))
+    if why == "scaled by 0":
+        for layer in model.modules():
+            if isinstance(getattr(layer, "scaling", None), dict):
+                layer.scaling = {"default": 0.0}
+    elif why == "switched off":
+        model.base_model.disable_adapter_layers()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    else:
+        model.requires_grad_(False)
+    said = {
+        "scaled by 0": "gradient of every trained parameter is zero for all checked",
+        "switched off": "loss does not depend on|zero for all checked|no trainable|missed",
+        "frozen": "has no trainable parameters",
+    }
+    with pytest.raises(UserError, match=said[why]):
+        clipped(model, lm.batch())
+
+
+def test_router_losses_and_other_models_are_refused():
+    library = lm.transformers()
+    config = library.MixtralConfig(
+        **{**lm.WIDTHS, "num_key_value_heads": 1}, num_local_experts=2, output_router_logits=True
+    )
+    with pytest.raises(UserError, match=r"config\.output_router_logits must be False"):
+        engine_of(lm.with_lora(library.MixtralForCausalLM(config), target_modules=["q_proj"]))
+    with pytest.raises(UserError, match=r"\.\.\.ForCausalLM.*got Linear"):
+        language_model_loss(nn.Linear(2, 2), lm.batch())
+    with pytest.raises(UserError, match="must have the fields input_ids and labels"):
+        language_model_loss(nn.Linear(2, 2), {"x": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"head": "old"}, r"options\.head: must be one of new, own, got 'old'"),
+        ({"adapter": None}, r"options\.adapter: must be given with .*head: own, which is frozen"),
+        ({"pool": "mean"}, r"options\.pool: must be left out with model\.options\.head: own"),
+        ({"classes": 7}, r"data\.classes: must be 40, the tokens of the base's own head, got 7"),
+        ({"config": {"model_type": "vit"}}, r"must be of a base that reads tokens, got ViT"),
+    ],
+)
+def test_refused_options_of_the_own_head(more, said):
+    config = {"model_type": "llama", **lm.FAMILIES["llama"]}
+    options = {"config": config, "adapter": LORA, "head": "own", **more}
+    classes, shape = options.pop("classes", 40), (1, 8, 8) if "vit" in str(more) else (9,)
+    with pytest.raises(UserError, match=said):
+        models.initialise(ModelSpec("transformer", shape, classes, options, following=True), 1)
+
+
+# --- documents in a script's own loop
+
+
+CHAT = [
+    {"role": "user", "content": "what is 1"},
+    {"role": "assistant", "content": "it is 2"},
+    {"role": "user", "content": "and 2?"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+def told(records, tokenizer, row: int = 0) -> tuple[str, str]:
+    """What is read of a document, and what is learned."""
+    fields = records.batch(slice(row, row + 1))
+    ids, labels = fields["input_ids"][0], fields["labels"][0]
+    assert bool((labels[labels >= 0] == ids[labels >= 0]).all())
+    assert bool((labels[fields["attention_mask"][0] == 0] == -100).all())
+    real = ids[fields["attention_mask"][0] == 1]
+    return tokenizer.decode(real), tokenizer.decode(labels[labels >= 0])
+
+
+def test_only_answers_are_learned():
+    chats, plain = lm.chat_tokenizer(), lm.chat_tokenizer(template=None)
+    records = dpdist.documents([{"messages": CHAT}], chats, length=128)
+    begin, end = "<|im_start|>", "<|im_end|>"
+    whole = "".join(f"{begin}{m['role']}\n{m['content']}{end}\n" for m in CHAT)
+    assert told(records, chats) == (whole, f"it is 2{end}\n3{end}\n")
+    pair = [{"prompt": "what is 1", "answer": "it is 2"}]
+    asked = f"{begin}user\nwhat is 1{end}\n{begin}assistant\nit is 2{end}\n"
+    assert told(dpdist.documents(pair, chats, length=64), chats) == (asked, f"it is 2{end}\n")
+    shown = told(dpdist.documents(pair, plain, length=64), plain)
+    assert shown == ("what is 1it is 2<|end|>", "it is 2<|end|>")
+    assert told(dpdist.documents([{"text": "all of it"}], plain, length=64), plain) == (
+        "all of it", "all of it",
+    )  # fmt: skip
+    cut = dpdist.documents(pair, plain, length=11)
+    assert told(cut, plain) == ("what is 1it", "it")
+    assert cut.batch(slice(0, 1))["input_ids"].shape == (1, 11)
+
+
+def test_documents_that_are_refused():
+    tokenizer, plain = lm.chat_tokenizer(), lm.chat_tokenizer(template=None)
+    make = partial(dpdist.documents, length=64)
+    for rows, cutter, said in (
+        ([], tokenizer, "must be rows with named fields"),
+        ([{"text": "SECRET"}, {"other": "SECRET"}], tokenizer, "record 1: must have messages, pr"),
+        ([{"messages": CHAT}], plain, "record 0: tokenizer: must have a chat template"),
+        ([{"messages": CHAT[:1]}], tokenizer, "must have one of the role assistant"),
+        ([{"messages": ["SECRET"]}], tokenizer, "must be a list of messages, each with a role"),
+        ([{"text": ""}], tokenizer, "must have a token at least"),
+        ([{"text": "SECRET"}], object(), "must be a fast tokenizer"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            make(rows, cutter)
+        assert "SECRET" not in str(caught.value)
+    fickle = lm.chat_tokenizer("{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}"
+                               "{% endfor %}")  # fmt: skip
+    with pytest.raises(UserError, match="must show a message in the same way whatever follows"):
+        make([{"messages": CHAT}], fickle)
+    with pytest.raises(UserError, match=r"chat template cannot show a conversation \(Undefined"):
+        make([{"messages": CHAT}], lm.chat_tokenizer("{{ messages[0].nothing.at }}"))
+
+
+@pytest.mark.slow
+def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path):
+    folder = lm.save_model(tmp_path / "base")
+    model = lm.with_lora(lm.transformers().AutoModelForCausalLM.from_pretrained(folder))
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {n}"},
+                      {"role": "assistant", "content": f"it is {n + 1}"}], "who": n // 2}
+        for n in range(40)
+    ]  # fmt: skip
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = dpdist.PrivateTraining(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        dpdist.documents(rows, folder, length=64, unit="who"),
+        loss=dpdist.language_model_loss,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, group_size=2),
+        batch_size=8,
+        steps=2,
+        folder=tmp_path / "run",
+    )
+    training.run_all()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p.detach(), before[n])}
+    assert moved == {name for name in before if "lora_" in name}
+    learned = "no private document is among what the tokenizer was learned from"
+    assert learned in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+# --- whole runs by a recipe
+
+
+def write_chats(root: Path) -> None:
+    for split, count in (("train", 40), ("test", 8)):
+        says = [
+            [{"role": "user", "content": f"what is {n}"},
+             {"role": "assistant", "content": f"it is {split[:2]} {n + 1}"}]
+            for n in range(count)
+        ]  # fmt: skip
+        asked, said = ([m[place]["content"] for m in says] for place in (0, 1))
+        write_split(root / "chats", split, messages=says, asked=asked, said=said)
+
+
+def recipe_of(tmp_path: Path, base: Path, **sections):
+    raw = {
+        "name": "x",
+        "data": {
+            "name": "chats", "root": str(tmp_path / "data"), "classes": 259,
+            "text": {
+                "length": 80, "predict": "next", "tokenizer": str(base), "messages": "messages",
+            },
+        },
+        "model": {
+            "name": "transformer",
+            "options": {"head": "own", "adapter": LORA},
+            "initial": {"folder": str(base), "saw": "nothing: random weights"},
+        },
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+        "training": {"batch_size": 8, "steps": 2, "learning_rate": 0.1},
+    }  # fmt: skip
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values}
+    return parse_recipe(raw, "test")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family):
+    """Tied or not: adapters move, and nothing else; what is released says what was trained."""
+    write_chats(tmp_path / "data")
+    base = lm.save_model(tmp_path / "base", family)
+    recipe, folder = recipe_of(tmp_path, base), RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    records = job.records()
+    shown = records.batch(slice(0, 1))[0]
+    tokens, real = read_tokens(shown[None], 259)
+    tokenizer, targets = lm.chat_tokenizer(), records.targets(slice(0, 1))[0]
+    assert tokenizer.decode(tokens[real]).startswith("<|im_start|>user\nwhat is ")
+    answer = tokenizer.decode(targets[targets >= 0])
+    assert answer.startswith("it is tr ") and answer.endswith("<|im_end|>\n")
+    before = initial_model(recipe, model_spec(recipe, records))
+    theirs = lm.transformers().AutoModelForCausalLM.from_pretrained(base)
+    expected = theirs(input_ids=tokens[:, : int(real.sum())]).logits
+    found = before(shown[None])[:, : int(real.sum())]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    execute(job)
+    after = load_file(folder.model_folder / "model.safetensors")
+    moved = {n for n, value in before.state_dict().items() if not torch.equal(after[n], value)}
+    assert moved and all("lora_" in name for name in moved)
+    evaluate_stage(recipe, folder)
+    measured = json.loads(folder.evaluation.read_text())
+    assert measured["next_tokens"] == int((data.load(job.source, "test").targets(slice(None)) >= 0)
+                                          .sum())  # fmt: skip
+    write_release(folder)
+    released = models.load(folder.release_folder)
+    assert torch.equal(released(shown[None]), models.load(folder.model_folder)(shown[None]))
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
+    assert any("the tokenizer, " in line and "was learned from" in line
+               for line in card["assumptions"])  # fmt: skip
+
+
+def test_prompts_and_answers_of_a_table(tmp_path):
+    write_chats(tmp_path / "data")
+    base = lm.save_model(tmp_path / "base")
+    text = {"length": 80, "predict": "next", "tokenizer": str(base)}
+    columns = {"prompt": "asked", "answer": "said"}
+    found = [
+        prepare(recipe_of(tmp_path, base, data={"text": {**text, **more}}),
+                RunFolder(tmp_path / f"run{place}"), "test").records()
+        for place, more in enumerate((columns, {"messages": "messages"}))
+    ]  # fmt: skip
+    assert torch.equal(found[0].batch(slice(None)), found[1].batch(slice(None)))
+
+
+def test_wrong_settings_of_prompts(tmp_path):
+    base = lm.save_model(tmp_path / "base")
+    write_chats(tmp_path / "data")
+    other = recipe_of(tmp_path, base, model={"name": "next-word-lstm", "options": {}})
+    other = other.model_copy(update={"model": other.model.model_copy(update={"initial": None})})
+    with pytest.raises(UserError, match=r"model\.name: must be transformer with data\.text"):
+        prepare(other, RunFolder(tmp_path / "run"), "test")
+    text = {"length": 80, "predict": "next", "tokenizer": str(base)}
+    for more, said in (
+        ({"prompt": "a"}, r"data\.text\.prompt: must be given together with answer"),
+        ({"prompt": "a", "answer": "b", "messages": "c"}, r"must be given .* or messages alone"),
+        (
+            {"messages": "c", "tokenizer": None},
+            r"prompt, answer, messages: need tokenizer and predict",
+        ),
+        (
+            {"messages": "c", "predict": "label"},
+            r"prompt, answer, messages: need tokenizer and predict",
+        ),
+    ):
+        with pytest.raises(UserError, match=said):
+            recipe_of(tmp_path, base, data={"text": {**text, **more}})
