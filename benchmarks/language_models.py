@@ -75,7 +75,7 @@ def opacus_step(model: nn.Module, fields: dict[str, Tensor]) -> Callable[[], Non
     from opacus import GradSampleModule
 
     wrapped = GradSampleModule(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
         language_model_loss(wrapped._module, fields).sum().backward()
