@@ -137,7 +137,12 @@ def check_arguments(args: Any) -> None:
         )  # fmt: skip
     if getattr(args, "mixed_precision", "no") not in ("no", None):
         refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
-    if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
+    if args.per_device_train_batch_size < 1:
+        refuse(
+            "args.per_device_train_batch_size", "be >= 1", args.per_device_train_batch_size,
+            "it is the whole expected batch of a step",
+        )  # fmt: skip
+    if args.max_steps <= 0 and not float(args.num_train_epochs).is_integer():
         refuse(
             "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
         )
@@ -173,6 +178,11 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
 
 def _check_model_and_schedule(model: Any, schedule: Any) -> None:
     """Raise UserError for a model that runs its passes twice, or a schedule that follows losses."""
+    if not isinstance(model, nn.Module):
+        refuse(
+            "model", "be a torch.nn.Module", type(model).__name__,
+            "load it first, such as by AutoModelForCausalLM.from_pretrained(folder)",
+        )  # fmt: skip
     if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
         refuse(
             "model.gradient_checkpointing", "be off", True,
@@ -648,6 +658,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         if train_dataset is None:
             refuse("train_dataset", "be the private records", None, "give a map-style data set")
         self._public_eval, self._max_length = public_eval, max_length
+        self._apart: list[Any] = []  # public data sets without private records
         if eval_dataset is not None:
             self._check_declared("eval_dataset")
         super().__init__(
@@ -736,11 +747,14 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         parts = dataset if isinstance(dataset, dict) else {"": dataset}
         for key, each in parts.items():
             at = f"{name}[{key!r}]" if key else name
+            if any(each is known for known in self._apart):
+                continue
             if common := count_common(self._inputs_of(each, at), self._private_inputs):
                 refuse(
                     at, "share no record with train_dataset", f"{common:,} in common",
                     "metrics on private records would be logged without noise",
                 )  # fmt: skip
+            self._apart.append(each)
 
     def _inputs_of(self, dataset: Any, name: str) -> Records:
         """Return the records of a data set without their labels, to be recognised by."""
@@ -760,9 +774,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             UserError: nobody said that they are public, or one of them is in train_dataset.
         """
         self._check_declared("eval_dataset")
-        known = eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
-        if eval_dataset is not None and not known:  # a text names a part of the trainer's own
-            self._check_apart(eval_dataset, "eval_dataset")
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(given, str):  # names a part of the trainer's own, which a script may replace
+            given = self.eval_dataset[given]
+        self._check_apart(given, "eval_dataset")
         with kept_modes(self.model):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found

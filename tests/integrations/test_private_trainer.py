@@ -358,12 +358,31 @@ def test_private_records_are_not_evaluated(tmp_path, trained):
         with pytest.raises(UserError, match="_dataset: must be public records"):
             call(texts())
     relabelled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
-    t = trainer(tmp_path / "run", public_eval=True)
+    t = trainer(tmp_path / "run", public_eval=True,
+                args=arguments(tmp_path / "run", per_device_eval_batch_size=1))  # fmt: skip
     for call in (t.evaluate, t.predict):
         with pytest.raises(UserError, match=r"share no record with train_dataset, got 1 in common"):
             call([*texts(3, seed=9), relabelled])
     with pytest.raises(UserError, match=r"eval_dataset\['a'\]: must share no record"):
         t.evaluate({"a": texts()})
+    t.eval_dataset = {"a": texts(3, seed=9), "b": texts()}  # as a script may, later
+    assert t.evaluate("a").keys() >= {"eval_loss"}
+    for given in ("b", None):
+        with pytest.raises(UserError, match="must share no record with train_dataset"):
+            t.evaluate(given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"per_device_train_batch_size": 0}, {"num_train_epochs": np.nan}]
+)
+def test_numbers_that_no_step_can_have_are_refused(tmp_path, given):
+    with pytest.raises(UserError, match=f"args.{next(iter(given))}: must be"):
+        trainer(tmp_path / "run", args=arguments(tmp_path / "run", max_steps=-1, **given))
+
+
+def test_a_name_in_place_of_a_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"model: must be a torch.nn.Module, got str: load it"):
+        PrivateTrainer("gpt2", arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
 def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
