@@ -239,6 +239,8 @@ class ModelLoss:
         if hasattr(model, "get_base_model"):
             base = base.get_base_model()
         kind = str(getattr(base, "loss_type", None))
+        if type(base).__name__.endswith("LMHeadModel"):  # GPT-2's, which has no such word
+            kind = "ForCausalLM"
         config: Any = getattr(base, "config", None)
         if kind not in _TASKS or getattr(config, "is_encoder_decoder", False):
             refuse(
@@ -252,7 +254,17 @@ class ModelLoss:
             )  # fmt: skip
         self.task = _TASKS[kind]
         self.problem = getattr(config, "problem_type", None)
-        self.causal = any(getattr(each, "is_causal", False) is True for each in base.modules())
+        # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
+        known = [getattr(each, "is_causal", None) for each in base.modules()]
+        self.causal = True in known
+        if kind == "ForCausalLM" and not self.causal:
+            if False in known:
+                refuse(
+                    "model", "not see the tokens that follow", type(base).__name__,
+                    "it would be trained to repeat them; load it with config.is_decoder=True",
+                )  # fmt: skip
+            self.causal = True
+        self.says_tokens = kind in ("ForCausalLM", "ForMaskedLM")
         self.numbers_positions = _trains_positions(base)
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -422,6 +434,9 @@ class ScheduleArguments:
 # --- adapters ---------------------------------------------------------------------------------
 
 
+# What peft calls the layers of a base within its own, and the copies that it trains beside them.
+_WITHIN_ADAPTERS = ("base_layer", "original_module")
+_TRAINED_COPIES = "modules_to_save"
 BASE = "base.json"  # name and digest of the base that an adapter belongs to
 CARD, CARD_TEXT = "privacy_card.json", "privacy_card.md"
 _ADAPTER_PAGE = """# Adapter of {base}
@@ -453,11 +468,14 @@ def base_digest(model: nn.Module) -> str:
     prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
     marks = tuple(prefix for prefix in prefixes if prefix)
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
-    for name, tensor in sorted(base.state_dict().items()):
-        if any(part.startswith(marks) for part in name.split(".")):
-            continue
+    found: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        parts = name.split(".")
+        if _TRAINED_COPIES not in parts and not any(part.startswith(marks) for part in parts):
+            found[".".join(part for part in parts if part not in _WITHIN_ADAPTERS)] = tensor
+    for name, tensor in sorted(found.items()):
         plain = tensor.detach().cpu().contiguous()
-        told = name.replace(".base_layer.", "."), str(plain.dtype), tuple(plain.shape)
+        told = name, str(plain.dtype), tuple(plain.shape)
         digest.update(repr(told).encode())
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -685,9 +703,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         tokens = not isinstance(self._loss, ModelLoss) or self._loss.task != "record"
         config: Any = getattr(self.model, "config", None)
         classes = getattr(config, "num_labels", None)
-        if isinstance(self._loss, ModelLoss) and getattr(self.model, "loss_type", "") in (
-            "ForCausalLM", "ForMaskedLM",
-        ):  # fmt: skip
+        if isinstance(self._loss, ModelLoss) and self._loss.says_tokens:
             classes = vocabulary
         elif not isinstance(self._loss, ModelLoss):
             classes = None

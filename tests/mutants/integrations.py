@@ -29,6 +29,16 @@ FAULTS: list[Fault] = [
             "private records are evaluated and the metric is logged",
         ),
         (
+            "                )  # fmt: skip\n            self.causal = True\n",
+            "                )  # fmt: skip\n",
+            "a model learns to repeat the token that it should foresee",
+        ),
+        (
+            "        if _TRAINED_COPIES not in parts and not any(",
+            "        if not any(",
+            "a base is told apart from itself beside a trained copy of its head",
+        ),
+        (
             '        self._check_apart(given, "eval_dataset")\n',
             "        if given is not self.eval_dataset:\n"
             '            self._check_apart(given, "eval_dataset")\n',
