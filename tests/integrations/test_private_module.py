@@ -216,6 +216,27 @@ def test_private_records_are_not_validated(tmp_path):
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
+def test_batches_in_which_private_records_would_hide_are_not_validated(tmp_path):
+    inputs, labels = records(20)
+    batches = [(inputs[:10], labels[:10]), (inputs[10:], labels[10:])]
+    unbatched = torch.utils.data.DataLoader(batches, batch_size=None)
+    for number, each in enumerate((unbatched, batches, {"a": loader(records(20, seed=9))})):
+        with pytest.raises(UserError, match="val_dataloaders: must be DataLoaders that make"):
+            trainer().fit(module(tmp_path / str(number), public_eval=True), val_dataloaders=each)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"batch_size": 0}, {"batch_size": "8"}, {"data": None}, {"score": {"often": 1}}],
+    ids=lambda given: next(iter(given)),
+)
+def test_values_of_another_kind_are_refused(tmp_path, given):
+    options = {"data": records(), "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 8,
+               "steps": 3, "folder": tmp_path / "run", **given}  # fmt: skip
+    with pytest.raises(UserError, match=f"{next(iter(given))}: must be"):
+        PrivateModule(Net(), **options)
+
+
 def test_scores_are_paid_for_and_may_stop_the_fit(tmp_path):
     held = records(40, seed=9)
     private = module(tmp_path / "run", score={"held_out": held, "every": 2, "noise": 5.0})
