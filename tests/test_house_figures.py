@@ -21,8 +21,8 @@ pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "files without package faces": 186,
-    "arrows": 1512,
+    "files without package faces": 189,  # three, and their arrows, came with language models
+    "arrows": 1545,
     "circles": 0,
     "files for one training step": 16,
     "files for a Cohen certificate": 12,

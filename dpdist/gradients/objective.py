@@ -265,7 +265,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
     if _is_a(inner, _MASKED):
         logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
         return _mean_loss(logits, labels, real)
-    if _is_a(inner, _CLASSIFIER) and not getattr(inner.config, "use_cache", False):
+    if _is_a(inner, _CLASSIFIER) and hasattr(inner, "classifier"):
         logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
         return _mean_loss(logits[:, None], labels[:, None], torch.ones_like(labels)[:, None] > 0)
     raise UserError(

@@ -35,7 +35,7 @@ _overriding: Any = import_extra(
 _PAID_SCORES = "take scores that the plan pays for: the option score of PrivateModule"
 _CALLBACKS = {  # of Lightning, which may see what there is: released values and public metrics
     "ProgressBar", "TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary",
-    "Timer", "LambdaCallback", "EarlyStopping",
+    "Timer", "LambdaCallback", "EarlyStopping", "Callback",
 }  # fmt: skip
 _LOGGERS = ("CSVLogger", "TensorBoardLogger")
 _INSTEAD = {
@@ -110,11 +110,15 @@ def check_trainer(trainer: Any, *, public_eval: bool) -> None:
 def _check_callback(callback: Any, public_eval: bool) -> None:
     """Raise UserError for a callback of Lightning that trains, saves or reads metrics."""
     kind = type(callback)
-    foreign = kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
     parents = {each.__name__ for each in kind.__mro__}
+    foreign = {
+        each.__name__
+        for each in kind.__mro__
+        if each.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    }
     if found := [name for name in _INSTEAD if name in parents]:
         refuse("trainer.callbacks", f"be without a {found[0]}", kind.__name__, _INSTEAD[found[0]])
-    if foreign and kind.__name__ not in _CALLBACKS:
+    if foreign - _CALLBACKS:
         refuse("trainer.callbacks", "be yours", kind.__name__, _UNREAD)
     monitor = getattr(callback, "monitor", None)
     if "EarlyStopping" in parents and monitor != "score" and not public_eval:

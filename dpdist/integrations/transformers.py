@@ -156,9 +156,10 @@ def _is_unset(name: str, value: Any) -> bool:
 
 def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
     """Raise UserError for callbacks of transformers that choose by metrics or report to others."""
-    usual = (
-        "DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback",
-    )  # fmt: skip
+    usual = {
+        "TrainerCallback", "ExportableState", "DefaultFlowCallback", "ProgressCallback",
+        "PrinterCallback", "NotebookProgressCallback",
+    }  # fmt: skip
     for each in callbacks or ():
         kind = each if isinstance(each, type) else type(each)
         if issubclass(kind, transformers.EarlyStoppingCallback):
@@ -167,7 +168,10 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
                 "stop by scores that the plan pays for: trainer.training.score(...), and a "
                 "callback of your own that sets control.should_training_stop",
             )  # fmt: skip
-        if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ not in usual:
+        if any(
+            parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
+            for parent in kind.__mro__
+        ):
             refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
 
 

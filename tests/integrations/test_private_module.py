@@ -246,11 +246,14 @@ REFUSED = {
     "limit_train_batches": {"limit_train_batches": 2},
     "limit_train_batches ": {"limit_train_batches": 1},
     "profiler": {"profiler": "simple"},
-    "devices": {"devices": 2},
     "callbacks": {"enable_checkpointing": True},
     "callbacks ": {"callbacks": [SWA(0.1)]},
     "callbacks  ": {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]},
     "callbacks   ": {"callbacks": [pl.callbacks.LearningRateMonitor()], "logger": True},
+    "callbacks      ": {
+        "callbacks": [type("Mine", (pl.callbacks.DeviceStatsMonitor,), {})()],
+        "logger": True,
+    },
     "callbacks    ": {"callbacks": [pl.callbacks.BatchSizeFinder()]},
     "callbacks     ": {"callbacks": [pl.callbacks.LearningRateFinder()]},
 }
@@ -264,6 +267,14 @@ def test_settings_that_private_steps_do_not_honour_are_refused(tmp_path, monkeyp
     with pytest.raises(UserError, match=rf"^trainer\.{key.strip()}: must .*, got .*: .+"):
         driver.fit(module(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_several_devices_are_refused():
+    """Lightning starts its other processes before it asks the module: each refuses by this."""
+    driver = trainer(devices=2)
+    driver.state.fn = pl.trainer.states.TrainerFn.FITTING
+    with pytest.raises(UserError, match=r"^trainer\.devices: must be 1, .*, got 2 \(DDPStrategy\)"):
+        integration.check_trainer(driver, public_eval=True)
 
 
 def test_finders_are_refused(tmp_path, monkeypatch):

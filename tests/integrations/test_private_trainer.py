@@ -447,6 +447,7 @@ def test_options_callbacks_and_calls_are_refused(tmp_path, trained):
     for name, given, said in (
         ("callbacks", [transformers.EarlyStoppingCallback()], "must not stop by metrics"),
         ("callbacks", [transformers.integrations.WandbCallback], "must be yours"),
+        ("callbacks", [type("Mine", (transformers.integrations.WandbCallback,), {})], "must be y"),
         ("compute_loss_func", len, "num_items_in_batch"),
         ("model_init", llama, "must be left out"),
         ("training_options", {"private_metrics": True}, "must have resources"),

@@ -103,7 +103,7 @@ FAULTS: list[Fault] = [
             "finders, checkpoints, scalers and clips of the Trainer's pass",
         ),
         (
-            "    if foreign and kind.__name__ not in _CALLBACKS:\n",
+            "    if foreign - _CALLBACKS:\n",
             "    if False:\n",
             "a callback of Lightning that nobody has read passes",
         ),
