@@ -124,8 +124,8 @@ def as_records(
 
     Returns:
         `dpdist.Records`: their `batch(indices)` returns inputs (B, ...), a tensor or a tuple or
-        dict of tensors, and `targets(indices)` returns (B,) or (B, ...). `Records` are returned
-        as they are.
+        dict of tensors, and `targets(indices)` returns a tensor (B,) or (B, ...). For `data` that
+        are `Records` already, the same object.
 
     Raises:
         UserError: the data have no length or no records by position, or their records do not fit
@@ -1087,7 +1087,8 @@ def documents(
         name: name of the data in complaints and on cards.
 
     Returns:
-        Records for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`.
+        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
+        `batch(indices)` returns a dict of int64 tensors (B, length) by name, such as `input_ids`.
 
     Raises:
         UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.

@@ -239,8 +239,8 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         batch: dict of `input_ids`, `labels`, and `attention_mask` where documents are filled up.
 
     Returns:
-        (B,), in float32 at least. Of a causal model token t is compared with what the model says
-        at t - 1; labels are not moved beforehand.
+        A tensor (B,) of losses in nats, float32 or float64: one mean for each document. A causal
+        model's output at t - 1 is compared with token t; labels are not moved beforehand.
 
     Raises:
         UserError: the module is another one, or the batch lacks a field.

@@ -81,12 +81,12 @@ class Estimate:
 
     @property
     def epsilon(self) -> float:
-        """Return epsilon of the whole training."""
+        """Return epsilon of the whole training, a float; infinite where nothing is proved."""
         return self.guarantee.epsilon
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all steps; None where no examples told the shapes."""
+        """Return the time of all steps in seconds, a float; None where it was not measured."""
         return None if self.seconds_per_step is None else self.steps * self.seconds_per_step
 
     def __str__(self) -> str:
