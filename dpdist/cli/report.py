@@ -1,10 +1,7 @@
 """``dpdist report``, ``compare``, ``log``, ``release``, ``verify`` and ``generate``: publish.
 
-report: write the HTML page again, from the files of a run, or one page over all runs. compare:
-runs side by side, as Markdown tables and one picture. log: a finished run's figures for
-TensorBoard, MLflow or W&B. release: the only writer of a run's release/ folder. verify: whether a
-release is whole, and its epsilon follows from the phases that it names. generate: texts sampled
-from a released model of next tokens, with its card beside them.
+Only `release` writes a run's folder release/, and `verify` reads one. All other figures that these
+commands show or send are those that may be published, and `generate` is post-processing.
 """
 
 from __future__ import annotations
