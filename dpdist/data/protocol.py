@@ -123,8 +123,7 @@ class Records(ABC):
         """Return a fingerprint of all records, in order, before random transforms.
 
         It is a MAC, never a plain hash: without the key nobody can test a guess of the records
-        against
-        it. It is kept in private/ all the same.
+        against it. It is kept in private/ all the same.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
