@@ -39,13 +39,13 @@ class Records(ABC):
     the same position must return the same record. Nobody can check that: say so in `assumed`, which
     the run's card prints.
 
-    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
-    unit is whom a record belongs to (`unit_id`); with `Privacy(unit="group", ...)` it is what is
-    sampled, clipped and protected.
+    A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
+    a person or group that records belong to (`unit_id`); with `Privacy(unit="group", ...)` units
+    are sampled, clipped and protected.
 
     Attributes:
         name: name of the records in complaints and on cards.
-        has_targets: whether `targets` says anything; a loss of one's own may need none.
+        has_targets: whether the records have targets; a loss that you write may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
 
