@@ -140,7 +140,7 @@ def estimate(
 
     Returns:
         An `Estimate`: guarantee, noise_multiplier, steps, sample_rate, and seconds_per_step and
-        memory_bytes, which are None for a number of records without `examples`. It prints as one line.
+        memory_bytes, which are None for a number of records without `examples`. Prints as one line.
 
     Raises:
         UserError: the settings make no plan, or the model cannot be trained so.
