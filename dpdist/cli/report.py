@@ -6,6 +6,7 @@ commands show or send are those that may be published, and `generate` is post-pr
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -335,7 +336,10 @@ def generate_command(
     from dpdist.release.bundle import load
     from dpdist.release.generation import PAGE, Sampling, write_texts
 
-    prompts = [""] if prompt_file is None else read_text(prompt_file).splitlines()
+    # Of the ends of lines that Python knows, only these are those of a file.
+    prompts = [""] if prompt_file is None else re.split("\r?\n", read_text(prompt_file))
+    if prompt_file is not None and not prompts[-1]:
+        del prompts[-1]
     if not prompts:
         raise UserError(f"--prompt-file: must have a prompt a line, got none in {prompt_file}")
     sampling = Sampling(

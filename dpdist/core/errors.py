@@ -52,8 +52,8 @@ class DocumentedError(Exception):
 class UserError(DocumentedError):
     """Report a fault of an input, a file or a setting, which the user can mend.
 
-    The message names the key or file, says what it must be and what it is, and then what to do. A
-    command prints it in one line and ends with exit code 2.
+    The message names the key or file, its rule and its value, and then a remedy. A command
+    prints it in one line and ends with exit code 2.
 
     Example:
         >>> import dpdist

@@ -1093,7 +1093,17 @@ def documents(
     Raises:
         UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.
 
-    Example: `documents([{"prompt": "2 + 2 = ", "answer": "4"}], "my-model", length=64)`.
+    Example:
+        >>> import dpdist, tokenizers, transformers
+        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "end": 5}
+        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(
+        ...     tokenizer_object=cutter, eos_token="end"
+        ... )
+        >>> rows = [{"prompt": "2 + 2 = ", "answer": "4"}]
+        >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
+        [[-100, -100, -100, -100, 4, 5, -100, -100]]
     """
     if not (isinstance(length, int) and length >= 2):
         raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")

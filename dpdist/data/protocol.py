@@ -39,13 +39,13 @@ class Records(ABC):
     the same position must return the same record. Nobody can check that: say so in `assumed`, which
     the run's card prints.
 
-    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
-    unit is whom a record belongs to (`unit_id`); with `Privacy(unit="group", ...)` it is what is
-    sampled, clipped and protected.
+    A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
+    a person or group that records belong to (`unit_id`); with `Privacy(unit="group", ...)` units
+    are sampled, clipped and protected.
 
     Attributes:
         name: name of the records in complaints and on cards.
-        has_targets: whether `targets` says anything; a loss of one's own may need none.
+        has_targets: whether the records have targets; a loss that you write may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
 
@@ -123,8 +123,7 @@ class Records(ABC):
         """Return a fingerprint of all records, in order, before random transforms.
 
         It is a MAC, never a plain hash: without the key nobody can test a guess of the records
-        against
-        it. It is kept in private/ all the same.
+        against it. It is kept in private/ all the same.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.

@@ -245,8 +245,15 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
     Raises:
         UserError: the module is another one, or the batch lacks a field.
 
-    Example: `dpdist.PrivateTraining(model, optimizer, dpdist.documents(rows, tokenizer,
-    length=512), loss=dpdist.language_model_loss, ...)`.
+    Example:
+        >>> import torch, types, dpdist
+        >>> class UniformForCausalLM(torch.nn.Module):  # in place of one from transformers
+        ...     def forward(self, input_ids, **other):
+        ...         return types.SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8))
+        >>> tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        >>> batch = {"input_ids": tokens, "labels": tokens}
+        >>> dpdist.language_model_loss(UniformForCausalLM(), batch)  # log 8 for each document
+        tensor([2.0794, 2.0794])
     """
     if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
         got = ", ".join(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"

@@ -794,8 +794,7 @@ class Release:
         """Return the network, a torch module in evaluation mode.
 
         It maps float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Noise of its own
-        is
-        not in its forward pass (`dpdist.randomness.noise_location`).
+        is not in its forward pass (`dpdist.randomness.noise_location`).
 
         Raises:
             ReleaseError: the model's files are damaged, or are of another model than the release
@@ -820,7 +819,9 @@ class Release:
 
     @cached_property
     def text_answerer(self) -> TextAnswerer:
-        """Return a `TextAnswerer`, which answers texts by a class or by the next tokens.
+        """Return a `TextAnswerer`: called with a str, it returns a `TextAnswer`.
+
+        An answer has the class or the next token, or the outputs of a model without classes.
 
         Raises:
             UserError: inputs are no texts, or no tokenizer was released with the model.

@@ -329,6 +329,20 @@ class Facts:
     Each is read from a named file of the run folder by `dpdist.read_facts`; printed, they are the
     run's summary.
 
+    Attributes:
+        folder: the `RunFolder`.
+        recipe: the `Recipe` of the run.
+        plan: the `PrivacyPlan` that was executed.
+        guarantee: the `Guarantee` of the run; of a search, of training and search together.
+        ledger: the `Ledger` of its releases.
+        search: terms of the private search that chose it; None without one.
+        group_guarantee: the `Guarantee` for `privacy.group_size` records; None for one record.
+        data_set_guarantee: the `Guarantee` of all runs on the data set; None without a budget.
+        training_summary: private/trained.json, a dict.
+        evaluation: evaluation.json, a dict; None where nothing was evaluated.
+        tables: one `CertificateTable` for each finished certification.
+        evaluations: lists of results by kind of attack or audit.
+
     Example:
         After `dpdist.run` made runs/small:
 

@@ -373,8 +373,7 @@ class RunFolder:
         """Return a digest of the recipe in `start_record`, for the ledger.
 
         It is a digest of the file's own text, so that a later version, with more defaults, finds
-        the
-        same; `check_recipe_identity` compares it.
+        the same; `check_recipe_identity` compares it.
 
         Returns:
             A dict of one entry, {"begun with": 32 hex digits}; empty where no recipe is kept.
@@ -390,7 +389,7 @@ class RunFolder:
 
         Returns:
             A dict of one entry, {"searched by": 32 hex digits}; empty where the run is no trial
-            (`check_search_identity`).
+            or its search keeps no terms (`check_search_identity`).
         """
         whole = self.parent_run
         return {} if whole is None else whole._search_digest

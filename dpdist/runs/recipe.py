@@ -147,8 +147,7 @@ class Recipe(BaseRecipe):
         """Return the recipe as YAML text, a str, with the defaults of its options.
 
         `training.loss` and `data.targets` are left out at their defaults. Reading the text back
-        gives
-        an equal recipe.
+        gives an equal recipe.
         """
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

@@ -158,8 +158,13 @@ FAULTS: list[Fault] = [
             "unknown words stand in texts",
         ),
         (
-            "    shares = (scores / temperature).softmax(-1)\n",
-            "    shares = scores.softmax(-1)\n",
+            "    if folder.resolve().is_relative_to(release.path.resolve()):\n",
+            "    if False:\n",
+            "texts within a release make it unreadable",
+        ),
+        (
+            "    shares = ((scores - scores.max()) / temperature).softmax(-1)",
+            "    shares = scores.softmax(-1)",
             "the temperature is not used",
         ),
         (
