@@ -110,10 +110,8 @@ def compare(first: np.ndarray, second: np.ndarray, error: float = ERROR) -> Comp
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p value that both succeed equally often.
 
-    It is computed from the discordant counts.
-
-    Of a number of inputs fixed in advance. At most u with probability at most u, whatever the share
-    of discordant inputs: the test is Binomial(discordant, 1/2), given how many there are.
+    The number of inputs must be fixed in advance. At most u with probability at most u, for every
+    share of discordant inputs: the test is Binomial(discordant, 1/2), given their number.
     """
     return two_sided_p_value(only_second, only_first + only_second)
 
@@ -121,9 +119,7 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 def difference_interval(
     only_first: int, only_second: int, inputs: int, error: float = ERROR
 ) -> tuple[float, float]:
-    """Return an interval of the second's share less the first's.
-
-    It is wrong with probability at most ``error``.
+    """Return an interval of the second's share less the first's, wrong at most with ``error``.
 
     The difference is d (2 s - 1), with d the share of discordant inputs and s the second's share of
     those. Clopper-Pearson intervals of d (a tenth of the error) and of s given their number (nine
@@ -163,9 +159,8 @@ def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return each p value, corrected for all of them (Holm).
 
-    That at least one p value of a true hypothesis is at most u has probability at most u.
-
-    Whatever their dependence. Source: Holm, Scandinavian Journal of Statistics 1979.
+    The probability that any true hypothesis has a corrected p value of at most u is at most u, for
+    every dependence. Source: Holm, Scandinavian Journal of Statistics 1979.
     """
     p = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(p, kind="stable")
@@ -185,9 +180,8 @@ _ROUNDING = 1e-12  # outwards
 class PopulationBound:
     """Bounds at one radius: low <= A(radius), and C(radius) <= certifiable.
 
-    So at least 1 - certifiable of the population cannot be certified by certificates of this kind,
-    with any number of draws. None where the counts of all classes were not kept. As in a band of
-    the set, no attack is in it: an input that is not certifiable may be robust all the same.
+    At least 1 - certifiable of the population cannot be certified by certificates of this kind,
+    with any number of draws, but may be robust. None where counts of all classes were not kept.
     """
 
     radius: float
@@ -200,8 +194,8 @@ def population_bounds(
 ) -> list[PopulationBound]:
     """Bound from below the certified accuracy on the population that the inputs were drawn from.
 
-    The bounds of all radii hold together, with probability at least 1 - error over the choice of
-    inputs and all their draws. Each bound has an equal part of the error (union bound).
+    All bounds hold together, with probability at least 1 - error over the choice of inputs and
+    all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
         certificates: a table of certificates, as `dpdist.read_facts` reads it.
