@@ -38,7 +38,7 @@ from dpdist import models
 from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import as_records, check_classes, check_targets
+from dpdist.data.adapters import as_records, check_classes, check_targets, check_tokens
 from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
@@ -46,7 +46,12 @@ from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take, tensors_of
-from dpdist.gradients.objective import checked_losses, objective_of
+from dpdist.gradients.objective import (
+    checked_losses,
+    language_model_loss,
+    objective_of,
+    token_limits,
+)
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
@@ -754,6 +759,8 @@ class PrivateTraining:
         self._spec = _spec_of(model, factory, examples[0], loss)
         if isinstance(loss, str):
             check_targets(self._records, loss, self._spec.classes)
+        if loss is language_model_loss and (limits := token_limits(model)) is not None:
+            check_tokens(self._records, *limits)
         self._recipe = recipe = self._recipe_of(
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,

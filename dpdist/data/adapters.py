@@ -335,6 +335,23 @@ def check_classes(records: Records, classes: int) -> None:
         check_labels(records.targets(rows), options)
 
 
+def check_tokens(records: Records, tokens: int, labels: int) -> None:
+    """Raise UserError for a token or a label that a language model does not have, whose value
+    torch's own error would tell in the middle of a run.
+    """
+    for start in range(0, len(records), _AT_ONCE):
+        found = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+        for name, low, count in (("input_ids", 0, tokens), ("labels", None, labels)):
+            values = found.get(name) if isinstance(found, dict) else None
+            if values is None or not values.numel():
+                continue
+            if int(values.max()) >= count or (low is not None and int(values.min()) < low):
+                Options(records.name).refuse(
+                    f"{name} must be 0 to {count - 1:,}, as the model knows them, got others",
+                    "take the tokenizer of the model, or resize_token_embeddings",
+                )
+
+
 def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
     """Take the units out of the columns, or from the values given."""
     if options.unit is None:

@@ -266,6 +266,11 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
     there = batch.get("attention_mask")
     real = torch.ones_like(tokens, dtype=torch.bool) if there is None else there != 0
     if _is_a(inner, _CAUSAL):
+        if looks_ahead(inner):
+            raise UserError(
+                f"model: must not see the tokens that follow, got a {type(inner).__name__} that "
+                "does: it would learn to repeat them; load it with config.is_decoder=True"
+            )
         tokens, labels, real = _moved_to_the_left(tokens, labels, real)
         logits = inner(input_ids=tokens, use_cache=False).logits
         return _mean_loss(logits[:, :-1], labels[:, 1:], real[:, 1:])
@@ -280,6 +285,25 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: give a "
         "loss of your own, a function of module and batch that returns one value a record"
     )
+
+
+def looks_ahead(model: nn.Module) -> bool:
+    """Return whether a model of next tokens sees them, as an encoder without `is_decoder` does.
+
+    Some models (MPT, XGLM) say nothing of their masks, and are causal.
+    """
+    known = [getattr(each, "is_causal", None) for each in model.modules()]
+    return False in known and True not in known
+
+
+def token_limits(model: nn.Module) -> tuple[int, int] | None:
+    """Return how many tokens a model reads and how many labels it has; None where unknown."""
+    inner = _without_wrapper(model)
+    tokens = getattr(getattr(inner, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
+    if tokens is None:
+        return None
+    labels = inner.config.num_labels if _is_a(inner, _CLASSIFIER) else inner.config.vocab_size
+    return int(tokens), int(labels)
 
 
 def _without_wrapper(module: nn.Module) -> Any:

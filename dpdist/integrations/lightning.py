@@ -222,6 +222,20 @@ _SCORE = {"held_out", "every", "noise", "value"}
 _MODULE: Any = pytorch.LightningModule
 
 
+def _check_given(batch_size: Any, score: Any) -> None:
+    """Raise UserError for a batch size or arguments of a score that are none."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        refuse(
+            "batch_size", "be a whole number >= 1", repr(batch_size),
+            "it is the expected number of records in a step",
+        )  # fmt: skip
+    if score is not None and not (isinstance(score, Mapping) and set(score) <= _SCORE):
+        refuse(
+            "score", f"be a dict of {', '.join(sorted(_SCORE))}", repr(score),
+            "they are the arguments of PrivateTraining.score",
+        )  # fmt: skip
+
+
 class PrivateModule(_MODULE):  # type: ignore[misc]
     """Train a `LightningModule` privately, driven by Lightning's Trainer.
 
@@ -314,16 +328,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 "data", "be the private records", None,
                 "give (X, y), a data set, or a module with a train_dataloader",
             )  # fmt: skip
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            refuse(
-                "batch_size", "be a whole number >= 1", repr(batch_size),
-                "it is the expected number of records in a step",
-            )  # fmt: skip
-        if score is not None and not (isinstance(score, Mapping) and set(score) <= _SCORE):
-            refuse(
-                "score", f"be a dict of {', '.join(sorted(_SCORE))}", repr(score),
-                "they are the arguments of PrivateTraining.score",
-            )  # fmt: skip
+        _check_given(batch_size, score)
         self._records = as_records(module.train_dataloader() if data is None else data)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)

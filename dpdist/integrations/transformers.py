@@ -260,14 +260,12 @@ class ModelLoss:
         self.problem = getattr(config, "problem_type", None)
         # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
         known = [getattr(each, "is_causal", None) for each in base.modules()]
-        self.causal = True in known
-        if kind == "ForCausalLM" and not self.causal:
-            if False in known:
-                refuse(
-                    "model", "not see the tokens that follow", type(base).__name__,
-                    "it would be trained to repeat them; load it with config.is_decoder=True",
-                )  # fmt: skip
-            self.causal = True
+        if kind == "ForCausalLM" and False in known and True not in known:
+            refuse(
+                "model", "not see the tokens that follow", type(base).__name__,
+                "it would be trained to repeat them; load it with config.is_decoder=True",
+            )  # fmt: skip
+        self.causal = kind == "ForCausalLM" or True in known
         self.says_tokens = kind in ("ForCausalLM", "ForMaskedLM")
         self.numbers_positions = _trains_positions(base)
 

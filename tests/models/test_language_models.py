@@ -313,6 +313,33 @@ def test_adapters_that_would_learn_nothing_are_refused(why):
         clipped(model, lm.batch())
 
 
+@pytest.mark.parametrize(("field", "value"), [("input_ids", 40), ("input_ids", -1), ("labels", 40)])
+def test_tokens_that_a_model_does_not_know_are_refused_without_their_value(tmp_path, field, value):
+    ids = torch.randint(40, (30, 6), generator=torch.Generator().manual_seed(0))
+    fields = {"input_ids": ids, "labels": ids.clone()}
+    fields[field][17, 3] = value
+    model = lm.make("llama")
+    options = {
+        "loss": language_model_loss, "batch_size": 10, "steps": 1, "folder": tmp_path / "run",
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=rf"^data: {field} must be 0 to 39, .* got others"):
+        dpdist.PrivateTraining(
+            model, optimizer, dpdist.as_records((fields, torch.zeros(30))), **options
+        )
+    assert not (tmp_path / "run" / "private").exists()
+
+
+def test_an_encoder_does_not_learn_to_repeat_what_it_sees():
+    fields = {name: torch.randint(40, (2, 6)) for name in ("input_ids", "labels")}
+    for kind in ("BertLMHeadModel", "RobertaForCausalLM"):
+        with pytest.raises(UserError, match=rf"must not see the tokens that follow, got a {kind}"):
+            language_model_loss(lm.make("bert", kind), fields)
+    decoder = lm.make("bert", "BertLMHeadModel", is_decoder=True)
+    assert language_model_loss(decoder, fields).shape == (2,)
+
+
 def test_router_losses_and_other_models_are_refused():
     library = lm.transformers()
     config = library.MixtralConfig(

@@ -25,6 +25,13 @@ FAULTS: list[Fault] = [
          "a document's loss is divided by the length of its row"),
         ("(~real).to(torch.int64).argsort(dim=1, stable=True)", "torch.zeros_like(tokens).argsort(dim=1, stable=True)",
          "a causal model sees what fills a document up"),
+        ("        if looks_ahead(inner):\n", "        if False:\n",
+         "an encoder learns to repeat the token that it should foresee"),
+    ),
+    *group(
+        "dpdist/private_training.py", "models/test_language_models",
+        ("            check_tokens(self._records, *limits)\n", "            pass\n",
+         "a label that is none stands in an error in the middle of a run"),
     ),
     *group(
         "dpdist/data/text.py", "models/test_language_models",

@@ -29,8 +29,8 @@ FAULTS: list[Fault] = [
             "private records are evaluated and the metric is logged",
         ),
         (
-            "                )  # fmt: skip\n            self.causal = True\n",
-            "                )  # fmt: skip\n",
+            '        self.causal = kind == "ForCausalLM" or True in known\n',
+            "        self.causal = True in known\n",
             "a model learns to repeat the token that it should foresee",
         ),
         (
