@@ -160,7 +160,8 @@ def connect(
         worker_setup: runs once in every worker process.
 
     Yields:
-        The session, which knows its address, CPUs, GPUs and nodes.
+        A `Session`: `address` (str; None for a new local session), `cpus`, `gpus` and `nodes`
+        (numbers), and `local` (bool).
 
     Raises:
         ClusterError: nothing answers at RAY_ADDRESS.

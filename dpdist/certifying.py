@@ -84,7 +84,19 @@ class CertificateTable(table.CertificateTable):
         """Bound the certified accuracy of the population that the inputs were drawn from.
 
         The bounds of all radii hold together with probability at least 1 - error, if the inputs are
-        an independent sample. Arguments and result: `dpdist.population_bounds`.
+        an independent sample.
+
+        Args:
+            radii: radii in input units, not chosen by the results; None: `reported_radii`.
+            error: error probability of all bounds together.
+
+        Returns:
+            A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound`
+            (float in [0, 1]) and `certifiable_upper_bound` (float, or None where the table has no
+            counts of all classes).
+
+        Raises:
+            UserError: the inputs share one noise bank, so their draws are not independent.
         """
         return statistics.population_bounds(self, radii, error)
 

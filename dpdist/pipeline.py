@@ -74,7 +74,7 @@ def run(
             size of each stage (`dpdist.cluster.executor`). No bit of the results depends on it.
 
     Returns:
-        The run's folder.
+        The `RunFolder` of the finished run.
 
     Raises:
         UserError: the recipe, its data or the folder cannot be used.

@@ -597,7 +597,10 @@ class StepReport:
 
     @cached_property
     def epsilon(self) -> float:
-        """Return epsilon of all that was released up to this step, computed when it is asked."""
+        """Return epsilon of all that was released up to this step, a float at the plan's delta.
+
+        It is computed when it is first asked for; infinite where nothing is proved.
+        """
         return self._so_far().epsilon
 
 
@@ -1112,23 +1115,29 @@ class PrivateTraining:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the statement of the run folder about this training, noise as it was given."""
+        """Return the `Recipe` that the run folder keeps of this training, noise as given."""
         return self._recipe
 
     @property
     def records(self) -> Records:
-        """Return the private records, by group where a group is the unit."""
+        """Return the private data, `Records`; with a group as the unit, one entry is one group."""
         return self._records
 
     @property
     def is_untouched(self) -> bool:
-        """Return whether no step was taken and no checkpoint restored, and no state is held."""
+        """Return whether the training is at its very start, a bool.
+
+        True: no step was taken, no checkpoint restored, and the optimizer holds no state.
+        """
         return not (self._started or self._begun or self._done or self.optimizer.state)
 
     def state_digest(self) -> str:
-        """Return a digest of model, optimizer and `state` as they are. Raises UserError.
+        """Return a hash of the current model, optimizer and `state`, a str of 32 hex digits.
 
         Plain attributes of the model's layers are covered, too.
+
+        Raises:
+            UserError: an object's state cannot be kept in a checkpoint.
         """
         form = {name: each for name, each in form_of(self.model).items() if isinstance(each, str)}
         parts = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
@@ -1141,14 +1150,15 @@ class PrivateTraining:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps of the plan that are not done."""
+        """Return the number of steps of the plan that are not done, an int; 0 at the end."""
         return self.plan.steps - self._done
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return the guarantee of everything that was released so far, over all attempts.
+        """Return the `Guarantee` of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
+        Before the first step it is that of 0 steps.
         """
         if not self._started:  # nothing was released: scores alone are charged
             return self.plan.guarantee(steps=0)
@@ -1163,7 +1173,8 @@ class PrivateTraining:
         Several workers take it together: each calls it, in the same order.
 
         Returns:
-            Public and released values alone (`StepReport`).
+            A `StepReport` of this step: its number, learning rate, noisy norm, epsilon so far, and
+            the private metrics and score where they were asked for.
 
         Raises:
             UserError: nothing is left, parts of the model were frozen or exchanged since the last
@@ -1193,7 +1204,15 @@ class PrivateTraining:
         return report
 
     def run_all(self) -> RunFolder:
-        """Take all steps that are left, with nothing in between, and return the run's folder."""
+        """Take all steps that are left, with nothing in between.
+
+        Returns:
+            The `RunFolder` of the finished run.
+
+        Raises:
+            UserError: parts of the model were frozen or exchanged, a scheduler is not in `state`,
+                or the training diverged.
+        """
         while self.steps_left:
             self.step()
         return self.run
@@ -1296,7 +1315,7 @@ class PrivateTraining:
         return scored
 
     def close(self) -> None:
-        """Let go of the run, which another process may then continue."""
+        """Close the run folder, so that another process may continue the run. Returns nothing."""
         self._started = True
         self._step = None
         self._stack.close()
@@ -1562,11 +1581,11 @@ def fit(
         options: further options of `PrivateTraining`, such as `held_out` and `factory`.
 
     Returns:
-        The folder of the run, trained; a finished run is returned as it is.
+        The `RunFolder` of the trained run; of a finished run without another step.
 
     Raises:
-        UserError: the optimizer's name is unknown, or as `PrivateTraining`; or the training
-            diverged.
+        UserError: the optimizer's name is unknown, `PrivateTraining` refuses an argument, or the
+            training diverged.
 
     Source:
         Abadi et al., CCS 2016 (DP-SGD).

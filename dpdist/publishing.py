@@ -69,7 +69,7 @@ def write_release(
             trained.
 
     Returns:
-        The files, which are all that release/ holds.
+        A list of `Path`: all files in release/.
 
     Raises:
         UserError: training never finished, canaries were trained on, the run's models never leave,

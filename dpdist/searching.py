@@ -1065,25 +1065,27 @@ class SearchResult:
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Return the guarantee of training and search together."""
+        """Return the `Guarantee` of training and search together."""
         return read_facts(self.best).guarantee
 
     @property
     def law(self) -> str:
-        """Return the law of the number of trials, in words."""
+        """Return the law of the number of trials in words, a str."""
         return self._terms.law
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the winner's values, by searched name."""
+        """Return the winner's values, a dict by searched name such as "training.learning_rate"."""
         return self._terms.values_of(self.best.read_recipe())
 
     @property
     def trials(self) -> tuple[PublishedTrial, ...]:
-        """Return all trials, where their number is fixed.
+        """Return all trials where their number is fixed, a tuple of `PublishedTrial`.
+
+        An entry has `values`, `noise_multiplier`, `scores`, `failed` (None or why) and `chosen`.
 
         Raises:
-            UserError: their number is secret.
+            UserError: the number of trials is secret.
         """
         if not self._terms.trials:
             raise UserError(
@@ -1151,8 +1153,8 @@ def tune(
         sweep: further options of an ordinary sweep.
 
     Returns:
-        The winner's run, the price, and the trials where they may be shown. Of an ordinary sweep
-        its own results.
+        A `SearchResult`: the winner's run, the guarantee, and the trials where they may be shown.
+        With `private=False`, Ray Tune's `ResultGrid`.
 
     Raises:
         UserError: one line that names what cannot be searched; nothing was released.

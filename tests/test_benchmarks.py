@@ -81,6 +81,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "| ...-4 | # | # | # | # | # | # | # |": 2,
     },
     "many_run_audits": {"| # | 1 | 100 | # (#) | # | # | # | # |": 1},
+    "language_models": {
+        f"{way} # parameters, # tokens/s, peak memory # MiB": 1
+        for way in ("ordinary", "private", "opacus")
+    },
     "membership": {"| digits-membership | ... | inf | # [#, #] | # | # | # [#, #] | # |": 2},
     "noise": {
         "| ... | # | # |": 7,

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "files without package faces": 186,
-    "arrows": 1512,
+    "files without package faces": 189,  # three, and their arrows, came with language models
+    "arrows": 1542,
     "circles": 0,
     "files for one training step": 16,
     "files for a Cohen certificate": 12,
     "files for a search trial": 6,
     "files for an epsilon from recipe to report": 14,
-    "files without rules for docstrings": 115,
+    "files without rules for docstrings": 113,
     "'what' in 1,000 words of docstrings": 6.0,
     "docstrings that begin with Of": 9,
     "docstrings that begin with What": 26,

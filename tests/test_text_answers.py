@@ -266,6 +266,23 @@ def test_sampled_texts_end_where_the_model_does(following, in_bytes):
     )
 
 
+def test_scores_that_are_no_numbers_are_refused():
+    scores = torch.tensor([0.0, float("-inf"), 1.0], dtype=torch.float64)
+    assert generation._draw(scores, 1e-320, torch.Generator()) == 2
+    for bad in (float("inf"), float("nan")):
+        scores[0] = bad
+        with pytest.raises(UserError, match="scores of the next token must be finite"):
+            generation._draw(scores, 1.0, torch.Generator())
+
+
+def test_a_prompt_is_a_line_of_the_file(following, tmp_path):
+    (tmp_path / "prompts").write_bytes("the\u2028cat\r\ndog\x0cran\n".encode())
+    said("generate", following.release_folder, "--prompt-file", tmp_path / "prompts",
+         "--to", tmp_path / "out")  # fmt: skip
+    lines = (tmp_path / "out" / "texts.jsonl").read_text().split("\n")
+    assert [json.loads(each)["prompt"] for each in lines if each] == ["the\u2028cat", "dog\x0cran"]
+
+
 def test_generated_texts_lie_beside_the_card(following, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the cat\nthe dog\n")
@@ -292,8 +309,11 @@ def test_generated_texts_lie_beside_the_card(following, tmp_path):
 def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
     release, new = following.release_folder, tmp_path / "new"
     (tmp_path / "empty").write_text("")
+    (tmp_path / "link").symlink_to(new)
     for given, complaint in (
         ((release, "--to", tmp_path), "--to: must be a new folder"),
+        ((release, "--to", tmp_path / "link"), "--to: must be a new folder"),
+        ((release, "--to", release / "texts"), "--to: must be outside of the release"),
         ((release, "--to", new, "--prompt-file", tmp_path / "empty"), "a prompt a line, got none"),
         ((labelled.release_folder, "--to", new), "a model of next tokens, got one that tells"),
     ):

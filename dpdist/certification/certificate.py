@@ -286,13 +286,17 @@ class Certificate(Section):
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a section of a recipe asks for this certificate."""
+        """Return whether a recipe's section asks for this kind of certificate, a bool.
+
+        Args:
+            section: settings by name, as in a recipe's section `certify`.
+        """
         return section.get("mode") == cls.mode_name()
 
     @classmethod
     @final
     def mode_name(cls) -> str:
-        """Return the name of the mode in tables and folders."""
+        """Return the name of the mode in tables and folders, a str such as "fixed"."""
         result: str = cls.model_fields["mode"].default if "mode" in cls.model_fields else cls.mode  # type: ignore[attr-defined]
         return result
 
@@ -300,27 +304,74 @@ class Certificate(Section):
 
     @abstractmethod
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
-        """Return the place where the model is random under this certificate.
+        """Return the sampler of the noise under which this certificate runs a model.
 
-        Raises UserError where there is none.
+        Args:
+            model: the classifier, float32 inputs (B, *input_shape) to logits (B, classes).
+            input_shape: shape of one input.
+
+        Returns:
+            A `NoiseSampler`, the argument `sampler` of `sample`, `predict` and `decide`.
+
+        Raises:
+            UserError: the model has no noise where this certificate needs it, or has noise that
+                this certificate cannot use.
         """
 
     def num_units(self, batch: int) -> int:
-        """Return the number of parts into which the work on one input can be cut."""
+        """Return the number of units into which the work on one input is cut: an int >= 1.
+
+        Args:
+            batch: draws in a block; by default a unit is a block, and there are ceil(n / batch).
+        """
         return -(-self.n // batch)
 
     @abstractmethod
     def sample(
         self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int, sampler: Any
     ) -> PartialCounts:
-        """Count units low..high-1 of one input: a pure function of its random units, as JSON."""
+        """Draw units low..high-1 of one input and count their answers.
+
+        The result depends on the keys of these units alone, never on the order of the calls.
+
+        Args:
+            counter: runs the model on blocks of noisy copies of an input (`ClassCounter`).
+            x: the input, float32 of the input's shape.
+            index: position of the input in the data; it is in the keys of its noise.
+            low: first unit.
+            high: one after the last unit, at most `num_units(batch)`.
+            batch: draws in a block.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A dict of JSON values, to be given to `decide`: whole-number counts by name, and from
+            unit 0 "selected", the class that n0 other draws chose.
+        """
 
     @abstractmethod
     def decide(self, partials: Sequence[PartialCounts], sampler: Any) -> Any:
-        """Return the certificate, from partial results that together cover every unit once."""
+        """Return the certificate of one input from the counts of all its units.
+
+        Args:
+            partials: results of `sample` that together cover every unit once.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A `Verdict`, of `dpdist.ExpectedScores` a `ScoreVerdict`: an object with `prediction`
+            (int, the certified class; -1: abstains), `radius` (float, input units; 0 where the
+            verdict abstains), `p_lower` (float, lower bound of the class's probability or score)
+            and the counts.
+        """
 
     def predict(self, counter: Any, x: Tensor, index: int, batch: int, sampler: Any) -> int:
-        """The class alone, -1 where it is undecided; as sure as a certificate."""
+        """Predict the class of one input, without a radius.
+
+        Arguments are those of `sample`, which draws all units here.
+
+        Returns:
+            Index of the class, an int; -1 where the classifier abstains. Another class than the
+            smoothed classifier's is returned with probability at most `alpha`.
+        """
         whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
         result: int = self.decide([whole], sampler).prediction
         return result
@@ -328,14 +379,29 @@ class Certificate(Section):
     def certify_other_class(
         self, counter: Any, x: Tensor, index: int, excluded_class: int, batch: int, sampler: Any
     ) -> Any:
-        """A verdict that may stop where no class but ``excluded_class`` can be certified."""
+        """Certify one input for any class but `excluded_class`, and stop early where none is left.
+
+        Arguments are those of `sample`, which draws all units here.
+
+        Returns:
+            A verdict as `decide` returns it. It may have prediction -1 and radius 0 where only
+            `excluded_class` could have been certified; otherwise its prediction may be any class.
+        """
         whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
         return self.decide([whole], sampler)
 
     def verdict_for_classifier(self, predicts_by_vote: bool, verdict: Any, sampler: Any) -> Any:
-        """Return what the draws of a verdict certify of one classifier.
+        """Return the verdict that the same draws give for one of the two classifiers they define.
 
-        predicts_by_vote: whether it is the classifier by votes, or that by mean scores.
+        Args:
+            predicts_by_vote: True for the classifier that answers the class of most draws, False
+                for the one that answers the class of the largest mean score.
+            verdict: a result of `decide`.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A `Verdict` or `ScoreVerdict`; `verdict` itself where it is already of that classifier,
+            or this kind of certificate knows only one.
         """
         return verdict
 
@@ -344,20 +410,26 @@ class Certificate(Section):
     @property
     @final
     def identity(self) -> dict[str, Any]:
-        """All that results depend on, as JSON."""
+        """Return the settings by name, a dict of JSON values: "mode" and all fields but the seed.
+
+        "generator" is there only where it was given.
+        """
         unsaid = {"seed"} | ({"generator"} if self.generator is None else set())
         return {**self.model_dump(mode="json", exclude=unsaid), "mode": self.mode_name()}
 
     @final
     def with_seed(self, seed: str) -> Certificate:
-        """Return these settings with noise of their own, for inputs that come one by one."""
+        """Return a copy of these settings with another seed, for inputs that come one by one.
+
+        The copy has no noise bank, and its generator is chosen by the device.
+        """
         own_noise = {"noise_bank": False} if "noise_bank" in type(self).model_fields else {}
         return self.model_copy(update={"seed": seed, "generator": None} | own_noise)
 
     @property
     @final
     def folder_name(self) -> str:
-        """Return the default folder of its table.
+        """Return the default name of the table's folder, a str: "sigma-0.25-fixed-n-100".
 
         The name tells two certifications of one model apart.
         """
@@ -372,18 +444,26 @@ class Certificate(Section):
 
     @abstractmethod
     def name_parts(self) -> list[str]:
-        """Return the part of the folder's name that is of this certificate."""
+        """Return the kind's parts of `folder_name`, a list of str: ["sigma-0.25", "fixed", ...]."""
 
     @final
     def executed_batch_size(self, numbers: int) -> int:
-        """Rows of the executed batch, for so many numbers in each row."""
+        """Return the number of rows in an executed batch, an int from 1 to n.
+
+        Args:
+            numbers: numbers in one row, which is one input.
+        """
         if self.batch is not None:
             return min(self.batch, self.n)
         return max(1, min(self.default_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
 
     @final
     def indices(self, count: int) -> range:
-        """Return the indices of the certified inputs of a data set of ``count``."""
+        """Return the positions of the inputs to certify, a range; empty where `start` is beyond.
+
+        Args:
+            count: number of inputs in the data set.
+        """
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 

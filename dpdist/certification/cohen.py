@@ -95,21 +95,27 @@ class Smoothing(Certificate):
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a section asks for noise on the input, and for this mode."""
+        """Return whether a recipe's section gives sigma and this mode, a bool; default "fixed"."""
         mode = section.get("mode") or "fixed"
         return section.get("sigma") is not None and mode == cls.mode_name()
 
     @property
     @final
     def smoothing_noise(self) -> Noise:
-        """The noise."""
+        """Return the noise on the input: a `Gaussian`, `Laplace` or `Uniform` of `sigma`."""
         return NOISES[self.noise](self.sigma)
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
-        """Return the sampler of noise on the input.
+        """Return the sampler of the noise on the input.
 
         Noise that the model has further inside is drawn too: behind an affine first layer it
         certifies with the input's, elsewhere it is post-processing.
+
+        Returns:
+            A `VoteSampler`, the argument `sampler` of `sample`, `predict` and `decide`.
+
+        Raises:
+            UserError: the model has noise inside, and this noise is another or is a noise bank.
         """
         from dpdist.certification.worker import VoteSampler, combined_noise_of_model
         from dpdist.randomness.noise_location import find_noise_location
@@ -128,12 +134,16 @@ class Smoothing(Certificate):
     def predict(
         self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: VoteSampler
     ) -> int:
-        """PREDICT, from n draws, whatever the certificate's own draws are."""
+        """Predict the class of one input by PREDICT, from n draws; arguments are those of `sample`.
+
+        Returns:
+            Index of the class, an int; -1 where the classifier abstains, at error `alpha`.
+        """
         counts = sample_under_noise(counter, x, index, range(-(-self.n // batch)), batch, self.n)
         return predict(counts, self.alpha, self.n)
 
     def name_parts(self) -> list[str]:
-        """Return sigma, mode, draws, and the noise where it is not Gaussian."""
+        """Return the kind's parts of `folder_name`, a list of str: ["sigma-0.25", "fixed", ...]."""
         parts = [f"sigma-{self.sigma:g}", self.mode, f"n-{self.n}"]
         return parts if self.noise == "gaussian" else [*parts, self.noise]
 
@@ -203,7 +213,15 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-        """SampleUnderNoise: blocks low..high-1 of the n draws; the first also chooses the class."""
+        """Draw blocks low..high-1 of one input and count each class, by SampleUnderNoise.
+
+        Arguments are those of `Certificate.sample`; a unit is a block of `batch` draws.
+
+        Returns:
+            A dict of JSON values for `decide`: "histogram", the draws of each class, a list of int;
+            where low is 0 "selected", the class that n0 other draws chose; where there are any
+            "undefined", a list of one int, the draws without a class.
+        """
         partial: PartialCounts = {}
         if low == 0:
             partial["selected"] = select_class(counter, self.n0, x, index)
@@ -211,7 +229,13 @@ class Cohen(Smoothing):
         return partial | counts_to_json(counts, min(high * batch, self.n) - low * batch)
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
-        """CERTIFY, from the counts of all blocks."""
+        """Return the certificate of one input by CERTIFY, from the counts of all blocks.
+
+        Returns:
+            A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float,
+            input units; 0 where it abstains), `p_lower` (float, lower bound of the class's
+            probability), `selected`, `k` of `n` draws for it, and `histogram`.
+        """
         counts = total_counts(partials, "histogram", self.n)
         return certify(
             selected_class(partials),
@@ -231,7 +255,13 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> Verdict:
-        """Only the selected class can be certified: where it is ``excluded_class``, no other is."""
+        """Certify one input for any class but `excluded_class`, and stop early where none is left.
+
+        Only the class that n0 draws select can be certified. Arguments are those of `sample`.
+
+        Returns:
+            A `Verdict`; of prediction -1 and radius 0 where `excluded_class` was selected.
+        """
         selected = select_class(counter, self.n0, x, index)
         if selected == excluded_class:
             return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
@@ -242,7 +272,20 @@ class Cohen(Smoothing):
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
-        """LowerConfBound: Clopper-Pearson, Pr[p < bound] <= alpha. Numbers, or arrays alike."""
+        """Return the lower confidence bound of Clopper and Pearson for a class's probability.
+
+        Args:
+            hits: draws that answered the class, 0 <= hits <= draws: an int, or an array of counts.
+            draws: all draws, at least 1: an int, or an array that broadcasts with hits.
+            alpha: probability, over the draws, with which a bound may exceed the true probability.
+
+        Returns:
+            A float64 in [0, 1]; of arrays, a float64 array of the broadcast shape of hits and
+            draws.
+
+        Raises:
+            ValueError: a count or alpha is out of range.
+        """
         return clopper_pearson_lower(hits, draws, alpha)
 
 

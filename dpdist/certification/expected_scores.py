@@ -92,6 +92,18 @@ class HiddenNoiseCertificate(Certificate):
     max_device_batch: ClassVar[int] = 32768
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
+        """Return the sampler of the noise behind the model's first layer.
+
+        Args:
+            model: the classifier, float32 inputs (B, *input_shape) to logits (B, classes).
+            input_shape: shape of one input.
+
+        Returns:
+            A `ScoreSampler`, the argument `sampler` of `sample`, `predict` and `decide`.
+
+        Raises:
+            UserError: the model has no such noise.
+        """
         from dpdist.certification.worker import ScoreSampler
 
         return ScoreSampler.from_model(model, input_shape)
@@ -158,6 +170,7 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:
+        """Return whether a recipe's section gives no sigma, a bool."""
         return section.get("sigma") is None
 
     def sample(
@@ -170,7 +183,17 @@ class ExpectedScores(HiddenNoiseCertificate):
         batch: int,
         sampler: ScoreSampler,
     ) -> PartialCounts:
-        """Blocks low..high-1 of one input; the first also chooses the class for the vote."""
+        """Draw blocks low..high-1 of the n draws of one input, and add up the scores of each class.
+
+        Arguments are those of `Certificate.sample`: counter, x (one input), index, the blocks,
+        batch (draws in a block) and sampler (the result of `build_sampler`).
+
+        Returns:
+            A dict of JSON values for `decide`: "sums", "squares" and "histogram", lists of int of
+            length classes (scores and their squares in whole units, added up; draws with the
+            largest score); where low is 0 "selected", the class of the vote by n0 other draws;
+            where there are any "undefined", a list of one int, the draws without a class.
+        """
         partial: PartialCounts = {}
         if low == 0:
             partial["selected"] = select_class(counter, self.n0, x, index)
@@ -192,6 +215,17 @@ class ExpectedScores(HiddenNoiseCertificate):
         return partial | counts_to_json(np.asarray(partial["histogram"]), draws)
 
     def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
+        """Return all certificates of one input, from the sums of all blocks.
+
+        Args:
+            partials: results of `sample` that together cover every block once.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A `ScoreVerdict`: `prediction` (int, the certified class; -1: abstains), `radius`
+            (float, input units of `norm`; 0 where it abstains), `sizes` (dict of float by column,
+            such as "exact_l2"), and the bounds and sums that they follow from.
+        """
         sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
         histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
         return certify_scores(
@@ -201,6 +235,18 @@ class ExpectedScores(HiddenNoiseCertificate):
     def verdict_for_classifier(
         self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> ScoreVerdict | Verdict:
+        """Return the verdict that the same draws give for one of the two classifiers they define.
+
+        Args:
+            predicts_by_vote: True for the classifier that answers the class of most draws, False
+                for the one that answers the class of the largest mean score.
+            verdict: a result of `decide`.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A `Verdict` for votes or a `ScoreVerdict` for mean scores; `verdict` itself where it is
+            already of that classifier.
+        """
         if predicts_by_vote == (self.bound == COUNTS_BOUND):
             return verdict
         if predicts_by_vote:
@@ -213,6 +259,7 @@ class ExpectedScores(HiddenNoiseCertificate):
         )
 
     def name_parts(self) -> list[str]:
+        """Return the kind's parts of `folder_name`, a list of str: ["scores", "hoeffding", ...]."""
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
 

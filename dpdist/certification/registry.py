@@ -172,12 +172,12 @@ def settings_of(section: Mapping[str, Any], defaults: Certificate | None = None)
     expected scores of the model's own noise.
 
     Args:
-        section: settings by name, as in a recipe's section `certify`; None is as good as not given.
+        section: settings by name, as in a recipe's section `certify`; None counts as not given.
         defaults: gives those that are not given, such as the recipe's. Where another kind of
             certificate is asked for, its defaults that this kind does not have are left out.
 
     Returns:
-        The checked settings, an instance of the certificate's class.
+        The checked settings, an instance of a certificate's class such as `dpdist.Cohen`.
 
     Raises:
         UserError: a value cannot be used, or belongs to another certificate.

@@ -268,14 +268,20 @@ class SequentialSmoothing(Smoothing):
 
     @final
     def num_units(self, batch: int) -> int:
-        """Return 1: a test is not cut."""
+        """Return 1, an int: a sequential test is one unit of work, for any `batch`."""
         return 1
 
     @final
     def hypotheses(self, noise: Noise) -> tuple[float, ...]:
-        """Return p0 of each radius under what certifies.
+        """Return the class probability that the test of each radius must exceed.
 
-        It is a hair above the exact one, so that rounding favours no radius.
+        Args:
+            noise: the noise that certifies.
+
+        Returns:
+            A tuple of floats, one for each of `radii` in order: the probability from which on the
+            radius is certified, moved up by 1e-9 of its distance to 1 against rounding. Empty
+            without radii.
         """
         exact = [noise.probability_for_radius(radius) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
@@ -595,7 +601,21 @@ class Anytime(SequentialSmoothing):
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
-        """LowerConfBound, valid at all numbers of draws together."""
+        """Return a lower confidence bound of a class's probability, valid at all numbers of draws.
+
+        Args:
+            hits: draws that answered the class, 0 <= hits <= draws: an int, or an array of counts.
+            draws: all draws so far: an int, or an array that broadcasts with hits.
+            alpha: probability that any bound of the whole sequence of draws exceeds the true
+                probability; below 1/4.
+
+        Returns:
+            A float64 in [0, 1]; of arrays, a float64 array of the broadcast shape of hits and
+            draws.
+
+        Raises:
+            ValueError: a count or alpha is out of range.
+        """
         return anytime_lower(hits, draws, alpha)
 
 

@@ -205,14 +205,13 @@ def population_bounds(
 
     Args:
         certificates: a table of certificates, as `dpdist.read_facts` reads it.
-        radii: radii, not chosen by the results. By default all that are printed of the table, so
-            that
-            every place states the same.
-        error: of all bounds together.
+        radii: radii in input units, not chosen by the results; None: `reported_radii` of the table.
+        error: error probability of all bounds together.
 
     Returns:
-        One entry per radius: `low`, a lower bound of the certified accuracy there, and where votes
-        are counted `certifiable`, an upper bound of what more draws could certify.
+        A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound` (float in
+        [0, 1]), and `certifiable_upper_bound`, an upper bound of the share that more draws could
+        certify (float; None where the table has no counts of all classes).
 
     Raises:
         UserError: the inputs share one noise bank, so their draws are not independent.

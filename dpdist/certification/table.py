@@ -383,17 +383,21 @@ class CertificateTable:
 
     @property
     def name(self) -> str:
-        """The folder's name: sigma, mode and what else tells it apart."""
+        """Return the name of the table's folder, a str: "sigma-0.25-fixed-n-100"."""
         return self.path.parent.name
 
     @property
     def certificate_class(self) -> type[Certificate]:
-        """Return the class of its settings."""
+        """Return the class of the table's settings, a subclass of `Certificate` such as `Cohen`."""
         return self.kind.settings
 
     @property
     def title(self) -> str:
-        """Return the settings that tell it apart, wherever it lies; else the folder's name."""
+        """Return a short name made of the table's settings, a str: "sigma-0.25-fixed-n-100".
+
+        It does not depend on the folder; the folder's name is returned only where the settings are
+        of another version.
+        """
         settings = self.job_record.get("settings", {})
         given = {
             key: settings[key]
@@ -405,9 +409,13 @@ class CertificateTable:
             return self.name
 
     def read_settings(self) -> Certificate:
-        """Return the settings by which the table says that it was made, its seed included.
+        """Return the settings with which the table was made, their seed included.
 
-        Raises UserError where they are none of its kind.
+        Returns:
+            An instance of `certificate_class`, such as `dpdist.Cohen`.
+
+        Raises:
+            UserError: the table's file is damaged: the settings are not valid for its kind.
         """
         settings = {**self.job_record["settings"], "seed": self.job_record["seed"]}
         mode = settings.pop("mode", self.mode)
@@ -424,40 +432,70 @@ class CertificateTable:
 
     @property
     def description(self) -> str:
-        """Return the kind of certification, as people say it."""
+        """Return a line about noise and draws, a str: "Smoothing by Gaussian noise 0.25, ..."."""
         return self.kind.description.describe(self)
 
     @property
     def correct(self) -> np.ndarray:
-        """Whether the certified answer is the label; an abstention is not."""
+        """Return bool (N,): whether each certified class is the label; False for an abstention."""
         result: np.ndarray = self.prediction == self.label
         return result
 
     @cached_property
     def sizes(self) -> tuple[CertifiedSizes, ...]:
-        """All that the table states of its inputs."""
+        """Return the sizes of every certificate in the table, a tuple of `CertifiedSizes`.
+
+        Each entry is one certificate in one norm, with arrays (N,) `prediction` and `size` (input
+        units).
+        """
         return self.kind.table_format.read_sizes(self.table)
 
     @property
     def predicts_by_vote(self) -> bool:
-        """Whether its radii are of the classifier by votes of draws, or by their mean scores."""
+        """Return whether the radii are of the classifier by votes of draws, a bool.
+
+        False: they are of the classifier by mean scores.
+        """
         return self.sizes[0].predicts_by_vote
 
     @property
     def attack_noise(self) -> tuple[str, float | None] | None:
-        """The place and sigma of an attack on the same classifier; None where there is none."""
+        """Return where an attack on the same classifier puts noise, or None where none is possible.
+
+        Returns:
+            ("input", sigma in input units) for Gaussian noise on the input, ("hidden", None) for
+            the model's own noise behind its first layer, None for other noise on the input.
+        """
         return attack_noise(self.noise, self.sigma)
 
     def sizes_in_norm(self, norm: str, dimension: int) -> list[CertifiedSizes]:
-        """Return the certified sizes in that norm, for inputs of so many numbers."""
+        """Return the certified sizes in a norm, a list of `CertifiedSizes`; it may be empty.
+
+        Args:
+            norm: the norm, such as "l2" or "linf".
+            dimension: numbers in one input. In another norm than its own a vote has the size of the
+                largest ball inside the certified one.
+        """
         return self.kind.table_format.sizes_in_norm(self.table, norm, dimension)
 
     def summary_rows(self, radii: Sequence[float]) -> list[tuple[str, str]]:
-        """Return name and value of what a summary shows at these sizes."""
+        """Return the lines of a summary, a list of (name, value) pairs of str, values in percent.
+
+        Args:
+            radii: sizes at which certified accuracy is shown, in input units.
+        """
         return self.kind.description.summary_rows(self, radii)
 
     def select_sizes(self, certificate: str, norm: str | None) -> CertifiedSizes:
-        """Return the sizes of one of its certificates. Raises UserError where it has none such."""
+        """Return the sizes of one certificate of the table, a `CertifiedSizes` with arrays (N,).
+
+        Args:
+            certificate: name of the certificate, such as "exact" or "cohen".
+            norm: its norm, such as "l2".
+
+        Raises:
+            UserError: the table has no such certificate; the message lists all that it has.
+        """
         for sizes in self.sizes:
             if (sizes.name, sizes.norm) == (certificate, norm):
                 return sizes
@@ -468,9 +506,10 @@ class CertificateTable:
 
     @property
     def comparison_key(self) -> dict[str, Any]:
-        """Return the terms of its certificates: sizes on other terms are not compared with these.
+        """Return the terms by name, a dict of JSON values, on which two tables can be compared.
 
-        The scale of noise of a model's own, which its scores are certified under, is none of them.
+        They are mode, noise, alpha, n0, n, noise_bank and terms of the kind of certificate; tables
+        with other terms are not compared. The scale of a model's own noise is not among them.
         """
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
@@ -481,10 +520,14 @@ class CertificateTable:
     def size_if_correct(
         self, certificate: str | None = None, norm: str | None = None
     ) -> np.ndarray:
-        """Certified size of every input with the right answer, -1 of all others: float64 (N,).
+        """Return float64 (N,): each input's certified size, or -1 where its answer is not right.
 
-        certificate, norm: one of several that the table has; None: the table's radius. Raises as
-        `select_sizes`.
+        Args:
+            certificate: name of one of several certificates in the table; None: the table's radius.
+            norm: norm of that certificate.
+
+        Raises:
+            UserError: the table has no such certificate.
         """
         if certificate is None:
             return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
@@ -493,18 +536,31 @@ class CertificateTable:
     def certified_accuracy(
         self, size: float, certificate: str | None = None, norm: str | None = None
     ) -> float:
-        """Share of all inputs that are right and certified at this size at least."""
+        """Return the share of inputs that are right and certified at a size, a float in [0, 1].
+
+        Args:
+            size: the size in input units; an input counts if its certified size is at least that.
+            certificate: name of one of several certificates in the table; None: the table's radius.
+            norm: norm of that certificate.
+
+        Raises:
+            UserError: the table has no such certificate.
+        """
         return float(np.mean(self.size_if_correct(certificate, norm) >= size))
 
     def to_arrow(self) -> pa.Table:
-        """Return all columns, one row for each certified input, with what was executed as metadata.
+        """Return all columns as a pyarrow Table, one row for each certified input.
 
-        docs/how-to/certification.md names the columns.
+        Its metadata holds the executed settings. docs/how-to/certification.md names the columns.
         """
         return self.table
 
     def to_pandas(self) -> Any:
-        """Return all columns as a pandas DataFrame. Raises UserError without pandas."""
+        """Return all columns as a pandas DataFrame, one row for each certified input.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
         try:
             return self.table.to_pandas()
         except ImportError as error:
@@ -512,17 +568,21 @@ class CertificateTable:
 
     @property
     def abstention_rate(self) -> float:
-        """Return the share of inputs without a certified answer."""
+        """Return the share of inputs on which the classifier abstains, a float in [0, 1]."""
         return float(np.mean(self.prediction == ABSTAIN))
 
     @property
     def average_radius(self) -> float:
-        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
+        """Return the mean of radius * 1[correct] over all inputs, a float (Zhai et al. 2020)."""
         return float(np.mean(np.maximum(self.size_if_correct(), 0.0)))
 
     @property
     def radii(self) -> tuple[float, ...]:
-        """The radii that were asked for."""
+        """Return the radii of the settings, a tuple of floats in input units; empty if none.
+
+        Raises:
+            UserError: the table's file is damaged: radii are not numbers >= 0.
+        """
         radii = self.job_record.get("settings", {}).get("radii", ())
         if not isinstance(radii, list | tuple) or not all(
             type(radius) in (int, float) and radius >= 0 for radius in radii
@@ -532,10 +592,13 @@ class CertificateTable:
 
     @property
     def reported_radii(self) -> tuple[float, ...]:
-        """Return the radii at which anything is printed of the table, ascending.
+        """Return the radii that reports show, a tuple of floats in input units, ascending.
 
-        0, and those that were asked for; where none were, multiples of sigma. Bounds that hold at
-        all of them together share one error, so every place prints these.
+        They are 0 and `radii`, or, without `radii`, 0 and sigma times 0.5, 1 and 2. Every report
+        shows the same radii, since bounds that hold at all of them together share one error.
+
+        Raises:
+            UserError: the table's file is damaged: radii are not numbers >= 0.
         """
         usual = tuple(round(self.sigma * times, 4) for times in (0.5, 1.0, 2.0))
         return tuple(sorted({0.0, *(self.radii or usual)}))

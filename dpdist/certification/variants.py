@@ -74,14 +74,21 @@ class HoeffdingVotes(Cohen):
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a section asks for Hoeffding's bound of votes."""
+        """Return whether a recipe's section gives sigma and asks for Hoeffding's bound, a bool."""
         mode, bound = section.get("mode") or "fixed", section.get("bound")
         asked = bound == "hoeffding" and mode in ("fixed", "hoeffding")
         return section.get("sigma") is not None and (asked or (mode == "hoeffding" and not bound))
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
-        """LowerConfBound: Hoeffding, Pr[p < bound] <= alpha."""
+        """Return Hoeffding's lower confidence bound of a class's probability.
+
+        Arguments, shapes and errors are those of `dpdist.Cohen.lower_bound`.
+
+        Returns:
+            A float64 in [0, 1], never above Clopper and Pearson's; of arrays, a float64 array of
+            the broadcast shape of hits and draws.
+        """
         return hoeffding_lower(hits, draws, alpha)
 
 
@@ -129,7 +136,17 @@ class TwoClass(Cohen):
         return self
 
     def decide(self, partials: Sequence[PartialCounts], sampler: Any) -> Verdict:
-        """Return the certificate by both bounds, from the counts of all blocks."""
+        """Return the certificate of one input by both bounds, from the counts of all blocks.
+
+        Args:
+            partials: results of `sample` that together cover every block once.
+            sampler: the result of `build_sampler`.
+
+        Returns:
+            A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float, L2
+            in input units; 0 where it abstains), `p_lower` (float, lower bound of the class's
+            probability), `p_upper` (float, upper bound of every other class's) and the counts.
+        """
         counts = total_counts(partials, "histogram", self.n)
         return certify_against_runner_up(
             selected_class(partials), counts, self.alpha, sampler.equivalent_noise, self.n

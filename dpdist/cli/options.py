@@ -235,7 +235,7 @@ ArchivePrivate = Annotated[
 
 # Of the commands that take inputs of the test split, on Ray actors.
 Start = Annotated[int | None, option("First input.", CountOrZero)]
-Every = Annotated[int | None, option("Each how-manieth input.", Count)]
+Every = Annotated[int | None, option("Every k-th input.", Count)]
 MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
 Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]

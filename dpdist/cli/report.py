@@ -1,14 +1,12 @@
 """``dpdist report``, ``compare``, ``log``, ``release``, ``verify`` and ``generate``: publish.
 
-report: write the HTML page again, from the files of a run, or one page over all runs. compare:
-runs side by side, as Markdown tables and one picture. log: a finished run's figures for
-TensorBoard, MLflow or W&B. release: the only writer of a run's release/ folder. verify: whether a
-release is whole, and its epsilon follows from the phases that it names. generate: texts sampled
-from a released model of next tokens, with its card beside them.
+Only `release` writes a run's folder release/, and `verify` reads one. All other figures that these
+commands show or send are those that may be published, and `generate` is post-processing.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -338,7 +336,10 @@ def generate_command(
     from dpdist.release.bundle import load
     from dpdist.release.generation import PAGE, Sampling, write_texts
 
-    prompts = [""] if prompt_file is None else read_text(prompt_file).splitlines()
+    # Of the ends of lines that Python knows, only these are those of a file.
+    prompts = [""] if prompt_file is None else re.split("\r?\n", read_text(prompt_file))
+    if prompt_file is not None and not prompts[-1]:
+        del prompts[-1]
     if not prompts:
         raise UserError(f"--prompt-file: must have a prompt a line, got none in {prompt_file}")
     sampling = Sampling(

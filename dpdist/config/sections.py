@@ -528,15 +528,15 @@ class PrivacyRecipe(Section):
 
     @property
     def sensitivity(self) -> float:
-        """Return the most that one record adds to a sum.
+        """Return the largest L2 norm that one record adds to a sum of gradients, a float.
 
-        The clip norm, infinite without clipping.
+        It is the clip norm, or infinity without clipping.
         """
         return math.inf if self.clipping == "none" else self.clip_norm
 
     @property
     def clipping_description(self) -> str:
-        """Return how a record's gradient g is bounded, in words; "" for the usual, flat clip."""
+        """Return how a record's gradient g is bounded, a str; "" for the usual, flat clip."""
         norm = f"{self.clip_norm:g}"
         return {
             "automatic": f"automatic: every gradient g becomes {norm} g / (|g| + 0.01) (Bu et al. "
@@ -547,7 +547,7 @@ class PrivacyRecipe(Section):
 
 
 class Privacy(PrivacyRecipe):
-    """The recipe's section `privacy`, made in Python: `Privacy(epsilon=3, delta=1e-5)`.
+    """Hold the recipe's section `privacy`, made in Python: `Privacy(epsilon=3, delta=1e-5)`.
 
     Guarantee: a training with it costs at most `epsilon` at `delta`; its noise is calibrated. With
     `noise_multiplier` in place of `epsilon`, the plan states what it costs.
@@ -812,7 +812,7 @@ class BaseRecipe(Section):
 
     @property
     def canary_audit(self) -> CanaryAudit | None:
-        """Return the canaries behind the records of an audited training, or None."""
+        """Return the settings of a training with canaries, a `CanaryAudit`; None without one."""
         return None if self.audit is None else self.audit.canary_audit
 
     @model_validator(mode="after")

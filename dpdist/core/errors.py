@@ -50,10 +50,10 @@ class DocumentedError(Exception):
 
 
 class UserError(DocumentedError):
-    """Something that the user can mend.
+    """Report a fault of an input, a file or a setting, which the user can mend.
 
-    The message names the key or file, says what it must be and what it is, and then what to do. A
-    command prints it in one line and ends with exit code 2.
+    The message names the key or file, its rule and its value, and then a remedy. A command
+    prints it in one line and ends with exit code 2.
 
     Example:
         >>> import dpdist
@@ -66,7 +66,7 @@ class UserError(DocumentedError):
 
 
 class ClusterError(DocumentedError):
-    """A fault of the cluster or of Ray rather than of an input.
+    """Report a fault of the cluster or of Ray rather than of an input.
 
     The message says the fault, its place and a remedy; the same command may be run again.
 

@@ -124,8 +124,8 @@ def as_records(
 
     Returns:
         `dpdist.Records`: their `batch(indices)` returns inputs (B, ...), a tensor or a tuple or
-        dict of tensors, and `targets(indices)` returns (B,) or (B, ...). `Records` are returned
-        as they are.
+        dict of tensors, and `targets(indices)` returns a tensor (B,) or (B, ...). For `data` that
+        are `Records` already, the same object.
 
     Raises:
         UserError: the data have no length or no records by position, or their records do not fit
@@ -1087,12 +1087,23 @@ def documents(
         name: name of the data in complaints and on cards.
 
     Returns:
-        Records for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`.
+        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
+        `batch(indices)` returns a dict of int64 tensors (B, length) by name, such as `input_ids`.
 
     Raises:
         UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.
 
-    Example: `documents([{"prompt": "2 + 2 = ", "answer": "4"}], "my-model", length=64)`.
+    Example:
+        >>> import dpdist, tokenizers, transformers
+        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "end": 5}
+        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(
+        ...     tokenizer_object=cutter, eos_token="end"
+        ... )
+        >>> rows = [{"prompt": "2 + 2 = ", "answer": "4"}]
+        >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
+        [[-100, -100, -100, -100, 4, 5, -100, -100]]
     """
     if not (isinstance(length, int) and length >= 2):
         raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")

@@ -39,13 +39,13 @@ class Records(ABC):
     the same position must return the same record. Nobody can check that: say so in `assumed`, which
     the run's card prints.
 
-    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
-    unit is whom a record belongs to (`unit_id`); with `Privacy(unit="group", ...)` it is what is
-    sampled, clipped and protected.
+    A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
+    a person or group that records belong to (`unit_id`); with `Privacy(unit="group", ...)` units
+    are sampled, clipped and protected.
 
     Attributes:
         name: name of the records in complaints and on cards.
-        has_targets: whether `targets` says anything; a loss of one's own may need none.
+        has_targets: whether the records have targets; a loss that you write may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
 
@@ -87,38 +87,49 @@ class Records(ABC):
 
     @abstractmethod
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return the right answers for the records at these positions: (B,) or (B, ...)."""
+        """Return the targets of the records at these positions.
+
+        Args:
+            indices: (B,) positions, B >= 0.
+
+        Returns:
+            A tensor (B,) of classes or numbers, or (B, ...), of the same shape behind B for all
+            records.
+        """
 
     def unit_id(self, index: int) -> Hashable:
-        """Return whom the record at this position belongs to; by default the record is its own
-        unit.
+        """Return the unit that a record belongs to, such as a patient's number: any hashable value.
+
+        Args:
+            index: position of the record. By default the unit is this position: each record is its
+                own unit.
         """
         return index
 
     def for_step(self, key: bytes) -> Records:
-        """Return these records as the step of this key sees them.
+        """Return the records with the random transforms of one step.
 
         Args:
             key: 32 secret bytes of the run, the attempt and the step. Random transforms are seeded
                 by it and by the record's position, so that a replayed step sees the same.
 
         Returns:
-            Records whose `batch` and `targets` speak of one draw. The default, for records that
-            are the same in all steps, returns them themselves.
+            `Records` of the same length, whose `batch` and `targets` speak of one draw. The
+            default, for records that are the same in all steps, returns the object itself.
         """
         return self
 
     def keyed_fingerprint(self, key: bytes) -> str:
         """Return a fingerprint of all records, in order, before random transforms.
 
-        It is a MAC, never a plain hash: who does not hold the key cannot test a guess of the
-        records against it. It is kept in private/ all the same.
+        It is a MAC, never a plain hash: without the key nobody can test a guess of the records
+        against it. It is kept in private/ all the same.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
 
         Returns:
-            32 hex digits.
+            A str of 32 hex digits.
         """
         mac = _mac(key)
         for start in range(0, len(self), _CHUNK):
@@ -128,12 +139,16 @@ class Records(ABC):
         return finish_fingerprint(mac, self)
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield, for each record, MACs of its input; records with one in common are the same.
+        """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
 
-        Numbers count by their value, whatever their type.
+        Numbers of any type are compared by value.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
+
+        Yields:
+            For each record, in order, a tuple of at least one MAC (bytes). Two records count as the
+            same where their tuples share one.
         """
         for start in range(0, len(self), _CHUNK):
             count = min(_CHUNK, len(self) - start)
@@ -148,11 +163,14 @@ class Records(ABC):
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent examples of the shapes and types of these records, and of the declared ranges.
 
-        No record's value is in them, so a model may be checked on them in the open.
+        They hold no record's value, so a model may be checked on them in the open.
+
+        Args:
+            count: number of examples, B.
 
         Returns:
-            Inputs and targets, as `batch` and `targets` return them, of `count` examples; the same
-            ones each time.
+            A pair (inputs, targets): inputs (B, ...) as `batch` returns them, and a tensor of
+            targets as `targets` returns it. The same ones at each call.
         """
         few = np.arange(min(1, len(self)))
         return invented_like(self.batch(few), self.targets(few), count)

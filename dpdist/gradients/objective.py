@@ -239,14 +239,21 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         batch: dict of `input_ids`, `labels`, and `attention_mask` where documents are filled up.
 
     Returns:
-        (B,), in float32 at least. Of a causal model token t is compared with what the model says
-        at t - 1; labels are not moved beforehand.
+        A tensor (B,) of losses in nats, float32 or float64: one mean for each document. A causal
+        model's output at t - 1 is compared with token t; labels are not moved beforehand.
 
     Raises:
         UserError: the module is another one, or the batch lacks a field.
 
-    Example: `dpdist.PrivateTraining(model, optimizer, dpdist.documents(rows, tokenizer,
-    length=512), loss=dpdist.language_model_loss, ...)`.
+    Example:
+        >>> import torch, types, dpdist
+        >>> class UniformForCausalLM(torch.nn.Module):  # in place of one from transformers
+        ...     def forward(self, input_ids, **other):
+        ...         return types.SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8))
+        >>> tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        >>> batch = {"input_ids": tokens, "labels": tokens}
+        >>> dpdist.language_model_loss(UniformForCausalLM(), batch)  # log 8 for each document
+        tensor([2.0794, 2.0794])
     """
     if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
         got = ", ".join(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"
@@ -265,7 +272,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
     if _is_a(inner, _MASKED):
         logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
         return _mean_loss(logits, labels, real)
-    if _is_a(inner, _CLASSIFIER) and not getattr(inner.config, "use_cache", False):
+    if _is_a(inner, _CLASSIFIER) and hasattr(inner, "classifier"):
         logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
         return _mean_loss(logits[:, None], labels[:, None], torch.ones_like(labels)[:, None] > 0)
     raise UserError(

@@ -35,7 +35,7 @@ _overriding: Any = import_extra(
 _PAID_SCORES = "take scores that the plan pays for: the option score of PrivateModule"
 _CALLBACKS = {  # of Lightning, which may see what there is: released values and public metrics
     "ProgressBar", "TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary",
-    "Timer", "LambdaCallback", "EarlyStopping",
+    "Timer", "LambdaCallback", "EarlyStopping", "Callback",
 }  # fmt: skip
 _LOGGERS = ("CSVLogger", "TensorBoardLogger")
 _INSTEAD = {
@@ -110,11 +110,15 @@ def check_trainer(trainer: Any, *, public_eval: bool) -> None:
 def _check_callback(callback: Any, public_eval: bool) -> None:
     """Raise UserError for a callback of Lightning that trains, saves or reads metrics."""
     kind = type(callback)
-    foreign = kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
     parents = {each.__name__ for each in kind.__mro__}
+    foreign = {
+        each.__name__
+        for each in kind.__mro__
+        if each.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    }
     if found := [name for name in _INSTEAD if name in parents]:
         refuse("trainer.callbacks", f"be without a {found[0]}", kind.__name__, _INSTEAD[found[0]])
-    if foreign and kind.__name__ not in _CALLBACKS:
+    if foreign - _CALLBACKS:
         refuse("trainer.callbacks", "be yours", kind.__name__, _UNREAD)
     monitor = getattr(callback, "monitor", None)
     if "EarlyStopping" in parents and monitor != "score" and not public_eval:
@@ -214,6 +218,7 @@ PUBLIC_VALIDATION = (
     "the Trainer's validation data are public: no private record, and nothing made of one, is there"
 )
 _OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible", "held_out")
+_SCORE = {"held_out", "every", "noise", "value"}
 _MODULE: Any = pytorch.LightningModule
 
 
@@ -302,6 +307,23 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 refuse("options", f"be {', '.join(_OPTIONS)}", name, "leave it out")
         self.automatic_optimization = False
         self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch
+        if data is None and not _overriding.is_overridden(
+            "train_dataloader", module, parent=pytorch.LightningModule
+        ):
+            refuse(
+                "data", "be the private records", None,
+                "give (X, y), a data set, or a module with a train_dataloader",
+            )  # fmt: skip
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            refuse(
+                "batch_size", "be a whole number >= 1", repr(batch_size),
+                "it is the expected number of records in a step",
+            )  # fmt: skip
+        if score is not None and not (isinstance(score, Mapping) and set(score) <= _SCORE):
+            refuse(
+                "score", f"be a dict of {', '.join(sorted(_SCORE))}", repr(score),
+                "they are the arguments of PrivateTraining.score",
+            )  # fmt: skip
         self._records = as_records(module.train_dataloader() if data is None else data)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)
@@ -432,6 +454,13 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 )  # fmt: skip
             if any(each is known for known in self._apart):
                 continue
+            if not isinstance(each, torch_data.DataLoader) or each.batch_sampler is None:
+                refuse(
+                    "val_dataloaders", "be DataLoaders that make batches of single records",
+                    f"a {type(each).__name__}" + " with batch_size=None" * hasattr(each, "sampler"),
+                    "private records could not be recognised within other batches; give one "
+                    "DataLoader, or a list of them, with a batch_size",
+                )  # fmt: skip
             if common := count_common(as_records(each, name="val_dataloaders"), self._records):
                 refuse(
                     "val_dataloaders", "share no record with data", f"{common:,} in common",

@@ -137,7 +137,12 @@ def check_arguments(args: Any) -> None:
         )  # fmt: skip
     if getattr(args, "mixed_precision", "no") not in ("no", None):
         refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
-    if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
+    if args.per_device_train_batch_size < 1:
+        refuse(
+            "args.per_device_train_batch_size", "be >= 1", args.per_device_train_batch_size,
+            "it is the whole expected batch of a step",
+        )  # fmt: skip
+    if args.max_steps <= 0 and not float(args.num_train_epochs).is_integer():
         refuse(
             "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
         )
@@ -156,9 +161,10 @@ def _is_unset(name: str, value: Any) -> bool:
 
 def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
     """Raise UserError for callbacks of transformers that choose by metrics or report to others."""
-    usual = (
-        "DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback",
-    )  # fmt: skip
+    usual = {
+        "TrainerCallback", "ExportableState", "DefaultFlowCallback", "ProgressCallback",
+        "PrinterCallback", "NotebookProgressCallback",
+    }  # fmt: skip
     for each in callbacks or ():
         kind = each if isinstance(each, type) else type(each)
         if issubclass(kind, transformers.EarlyStoppingCallback):
@@ -167,12 +173,20 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
                 "stop by scores that the plan pays for: trainer.training.score(...), and a "
                 "callback of your own that sets control.should_training_stop",
             )  # fmt: skip
-        if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ not in usual:
+        if any(
+            parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
+            for parent in kind.__mro__
+        ):
             refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
 
 
 def _check_model_and_schedule(model: Any, schedule: Any) -> None:
     """Raise UserError for a model that runs its passes twice, or a schedule that follows losses."""
+    if not isinstance(model, nn.Module):
+        refuse(
+            "model", "be a torch.nn.Module", type(model).__name__,
+            "load it first, such as by AutoModelForCausalLM.from_pretrained(folder)",
+        )  # fmt: skip
     if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
         refuse(
             "model.gradient_checkpointing", "be off", True,
@@ -229,6 +243,8 @@ class ModelLoss:
         if hasattr(model, "get_base_model"):
             base = base.get_base_model()
         kind = str(getattr(base, "loss_type", None))
+        if type(base).__name__.endswith("LMHeadModel"):  # GPT-2's, which has no such word
+            kind = "ForCausalLM"
         config: Any = getattr(base, "config", None)
         if kind not in _TASKS or getattr(config, "is_encoder_decoder", False):
             refuse(
@@ -242,7 +258,17 @@ class ModelLoss:
             )  # fmt: skip
         self.task = _TASKS[kind]
         self.problem = getattr(config, "problem_type", None)
-        self.causal = any(getattr(each, "is_causal", False) is True for each in base.modules())
+        # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
+        known = [getattr(each, "is_causal", None) for each in base.modules()]
+        self.causal = True in known
+        if kind == "ForCausalLM" and not self.causal:
+            if False in known:
+                refuse(
+                    "model", "not see the tokens that follow", type(base).__name__,
+                    "it would be trained to repeat them; load it with config.is_decoder=True",
+                )  # fmt: skip
+            self.causal = True
+        self.says_tokens = kind in ("ForCausalLM", "ForMaskedLM")
         self.numbers_positions = _trains_positions(base)
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -412,6 +438,9 @@ class ScheduleArguments:
 # --- adapters ---------------------------------------------------------------------------------
 
 
+# What peft calls the layers of a base within its own, and the copies that it trains beside them.
+_WITHIN_ADAPTERS = ("base_layer", "original_module")
+_TRAINED_COPIES = "modules_to_save"
 BASE = "base.json"  # name and digest of the base that an adapter belongs to
 CARD, CARD_TEXT = "privacy_card.json", "privacy_card.md"
 _ADAPTER_PAGE = """# Adapter of {base}
@@ -443,11 +472,14 @@ def base_digest(model: nn.Module) -> str:
     prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
     marks = tuple(prefix for prefix in prefixes if prefix)
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
-    for name, tensor in sorted(base.state_dict().items()):
-        if any(part.startswith(marks) for part in name.split(".")):
-            continue
+    found: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        parts = name.split(".")
+        if _TRAINED_COPIES not in parts and not any(part.startswith(marks) for part in parts):
+            found[".".join(part for part in parts if part not in _WITHIN_ADAPTERS)] = tensor
+    for name, tensor in sorted(found.items()):
         plain = tensor.detach().cpu().contiguous()
-        told = name.replace(".base_layer.", "."), str(plain.dtype), tuple(plain.shape)
+        told = name, str(plain.dtype), tuple(plain.shape)
         digest.update(repr(told).encode())
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -648,6 +680,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         if train_dataset is None:
             refuse("train_dataset", "be the private records", None, "give a map-style data set")
         self._public_eval, self._max_length = public_eval, max_length
+        self._apart: list[Any] = []  # public data sets without private records
         if eval_dataset is not None:
             self._check_declared("eval_dataset")
         super().__init__(
@@ -674,9 +707,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         tokens = not isinstance(self._loss, ModelLoss) or self._loss.task != "record"
         config: Any = getattr(self.model, "config", None)
         classes = getattr(config, "num_labels", None)
-        if isinstance(self._loss, ModelLoss) and getattr(self.model, "loss_type", "") in (
-            "ForCausalLM", "ForMaskedLM",
-        ):  # fmt: skip
+        if isinstance(self._loss, ModelLoss) and self._loss.says_tokens:
             classes = vocabulary
         elif not isinstance(self._loss, ModelLoss):
             classes = None
@@ -736,11 +767,14 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         parts = dataset if isinstance(dataset, dict) else {"": dataset}
         for key, each in parts.items():
             at = f"{name}[{key!r}]" if key else name
+            if any(each is known for known in self._apart):
+                continue
             if common := count_common(self._inputs_of(each, at), self._private_inputs):
                 refuse(
                     at, "share no record with train_dataset", f"{common:,} in common",
                     "metrics on private records would be logged without noise",
                 )  # fmt: skip
+            self._apart.append(each)
 
     def _inputs_of(self, dataset: Any, name: str) -> Records:
         """Return the records of a data set without their labels, to be recognised by."""
@@ -760,9 +794,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             UserError: nobody said that they are public, or one of them is in train_dataset.
         """
         self._check_declared("eval_dataset")
-        known = eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
-        if eval_dataset is not None and not known:  # a text names a part of the trainer's own
-            self._check_apart(eval_dataset, "eval_dataset")
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(given, str):  # names a part of the trainer's own, which a script may replace
+            given = self.eval_dataset[given]
+        self._check_apart(given, "eval_dataset")
         with kept_modes(self.model):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found

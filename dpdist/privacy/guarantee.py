@@ -41,7 +41,7 @@ def format_delta(delta: float) -> str:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta)-differential privacy of one mechanism, with everything needed to read it.
+    """State the (epsilon, delta)-differential privacy of one mechanism, and how to read it.
 
     Args:
         epsilon: >= 0; infinity where nothing is proved.
@@ -85,7 +85,7 @@ class Guarantee:
 
     @property
     def relation(self) -> str:
-        """Return the neighbouring relation in words.
+        """Return the neighbouring relation in words, a str such as "replace-one".
 
         A sampling rate or divisor made from the true number of records does not follow when a
         record comes or goes: what is then proved is that a record may be blanked out, the number
@@ -98,7 +98,7 @@ class Guarantee:
         return self.neighbours
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the guarantee as plain JSON types; an infinite epsilon becomes "inf"."""
+        """Return all fields and "relation" as a dict of JSON values; infinite epsilon is "inf"."""
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
@@ -109,7 +109,10 @@ class Guarantee:
         return record
 
     def to_output_dict(self) -> dict[str, Any]:
-        """Return the entries that a command prints as JSON."""
+        """Return the entries that a command prints, a dict with epsilon as a float.
+
+        Its keys are epsilon, delta, neighbours, relation and accountant (the `source`).
+        """
         return {
             "epsilon": self.epsilon,
             "delta": self.delta,

@@ -108,7 +108,7 @@ _IN_GROUPS = (
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Everything that the privacy of a training run depends on.
+    """Hold everything that the privacy of a training run depends on.
 
     The plan that is executed is the plan that is accounted: the training loop takes sampling rate,
     clip, noise and steps from `step` and nowhere else.
@@ -197,7 +197,7 @@ class PrivacyPlan:
             group: the unit where it is a group of records; `records` and `batch_size` count groups.
 
         Returns:
-            The plan.
+            A `PrivacyPlan` of one phase.
 
         Raises:
             ValueError: a value is out of range.
@@ -215,23 +215,30 @@ class PrivacyPlan:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that the training loop executes."""
+        """Return the number of steps that the training loop executes, an int; 0 without a loop."""
         return sum(phase.steps for phase in self._training_phases)
 
     @property
     def num_queries(self) -> int:
-        """Return the number of answers that may be given beside the loop."""
+        """Return the number of answers that may be given beside the loop, an int; 0 if none."""
         return sum(phase.num_queries for phase in self.phases)
 
     @property
     def relies_on_clipping(self) -> bool:
-        """Return whether a price rests on clipped contributions of records to steps."""
+        """Return whether the guarantee needs records' contributions to be clipped, a bool."""
         loops = (phase.training_steps for phase in walk_phases(self.phases))
         steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
 
     def training_phase_index(self, step: int) -> int:
-        """Return the index of a step's phase among those of the loop, 0 <= step < steps."""
+        """Return the index of a step's phase among the phases of the loop, an int from 0 on.
+
+        Args:
+            step: number of the step, 0 <= step < steps.
+
+        Raises:
+            ValueError: the plan has no such step.
+        """
         if step >= 0:
             end = 0
             for index, phase in enumerate(self._training_phases):
@@ -241,14 +248,32 @@ class PrivacyPlan:
         raise ValueError(f"the plan has steps 0 to {self.steps - 1}, got step {step}")
 
     def phase_index(self, step: int) -> int:
-        """Return the index of a step's phase among all phases, 0 <= step < steps."""
+        """Return the index of a step's phase in `phases`, an int from 0 on.
+
+        Args:
+            step: number of the step, 0 <= step < steps.
+
+        Raises:
+            ValueError: the plan has no such step.
+        """
         places = [
             place for place, phase in enumerate(self.phases) if phase.training_steps is not None
         ]
         return places[self.training_phase_index(step)]
 
     def step(self, t: int) -> StepPlan:
-        """Return the settings of step t, 0 <= t < steps. Raises ValueError outside that range."""
+        """Return the settings of one step.
+
+        Args:
+            t: number of the step, 0 <= t < steps.
+
+        Returns:
+            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm and batch_cap
+            (None: no cap).
+
+        Raises:
+            ValueError: the plan has no such step.
+        """
         phase = self._training_phases[self.training_phase_index(t)]
         return StepPlan(
             noise_multiplier=phase.noise_multiplier,
@@ -260,7 +285,7 @@ class PrivacyPlan:
 
     @property
     def max_expected_batch(self) -> float:
-        """Return the largest expected batch of any step; 0 without steps."""
+        """Return the largest expected batch of any step, a float in records; 0 without steps."""
         return max(map(self._expected_batch, self._training_phases), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
@@ -271,7 +296,18 @@ class PrivacyPlan:
     # --- accounting
 
     def step_counts(self, steps: int | None = None) -> list[int]:
-        """Return the executed steps of each phase of the loop after `steps` (default: all)."""
+        """Return how many steps each phase of the loop executes within the first `steps` steps.
+
+        Args:
+            steps: number of steps taken; None for all.
+
+        Returns:
+            A list of int, one for each phase of the loop in order, which add up to `steps`; 0 for a
+            phase not reached.
+
+        Raises:
+            ValueError: the plan has fewer steps.
+        """
         left = self.steps if steps is None else steps
         if not 0 <= left <= self.steps:
             raise ValueError(f"steps must be between 0 and {self.steps}, got {steps}")
@@ -282,7 +318,14 @@ class PrivacyPlan:
         return counts
 
     def executed_phases(self, counts: Sequence[int]) -> tuple[Phase, ...]:
-        """Return the phases as released with counts[j] steps taken of the j-th one of the loop."""
+        """Return the phases with the steps of the loop that were really taken.
+
+        Args:
+            counts: steps taken of each phase of the loop, as `step_counts` returns them.
+
+        Returns:
+            A tuple of phases in the plan's order. Phases outside the loop are unchanged.
+        """
         given = iter(counts)
         phases: list[Phase] = []
         for phase in self.phases:
@@ -290,21 +333,43 @@ class PrivacyPlan:
         return tuple(phases)
 
     def path_events(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:
-        """Return one event per path of a record through phases run on this plan's data."""
+        """Return one event for each path that a record may take through phases.
+
+        Args:
+            phases: phases run on this plan's data, as `executed_phases` returns them.
+
+        Returns:
+            A list of dp_accounting `DpEvent`; several where a record lies in one of parallel parts.
+        """
         return dataset_path_events(phases, self.records, self.neighbours)
 
     def _events_of_first(self, steps: int | None) -> list[dpa.DpEvent]:
         return self.path_events(self.executed_phases(self.step_counts(steps)))
 
     def event(self, steps: int | None = None) -> dpa.DpEvent:
-        """Return the dp_accounting event of the first `steps` steps (default: all).
+        """Return the event of the first steps, for dp_accounting.
 
-        With parallel parts, the event of the part that costs most at the plan's delta.
+        Args:
+            steps: number of steps taken; None for all.
+
+        Returns:
+            A dp_accounting `DpEvent`. With parallel parts, the event of the part that costs most at
+            the plan's delta.
+
+        Raises:
+            ValueError: the plan has fewer steps.
         """
         return self.worst_event(self._events_of_first(steps))
 
     def worst_event(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
-        """Return the path that costs most at the plan's delta."""
+        """Return the event of the largest epsilon at the plan's delta.
+
+        Args:
+            paths: one dp_accounting `DpEvent` for each path of a record, at least one.
+
+        Returns:
+            One `DpEvent` of `paths`.
+        """
         from dpdist.privacy import accounting
 
         if len(paths) == 1:
@@ -318,15 +383,15 @@ class PrivacyPlan:
         """Return the proved guarantee of the first steps.
 
         Args:
-            steps: how many steps were taken; None for all.
-            delta: where to state it; None for the plan's delta.
+            steps: number of steps taken; None for all.
+            delta: the delta of the guarantee; None for the plan's delta.
 
         Returns:
-            The worst guarantee over the paths that a record may take; epsilon is infinite where no
-            theorem covers the plan.
+            A `Guarantee`, the worst over the paths that a record may take; its epsilon is infinite
+            where no theorem covers the plan.
 
         Raises:
-            ValueError: there are fewer steps than asked for.
+            ValueError: the plan has fewer steps.
         """
         return self.guarantee_for_events(self._events_of_first(steps), delta)
 
@@ -335,8 +400,15 @@ class PrivacyPlan:
     ) -> Guarantee:
         """Return the guarantee of given paths under this plan's neighbouring relation.
 
-        Raises dpdist.privacy.accounting.UnsupportedMechanismError when no implemented theorem
-        covers them.
+        Args:
+            paths: one dp_accounting `DpEvent` for each path that a record may take.
+            delta: the delta of the guarantee; None for the plan's delta.
+
+        Returns:
+            A `Guarantee`, the worst over the paths.
+
+        Raises:
+            dpdist.privacy.accounting.UnsupportedMechanismError: no implemented theorem covers them.
         """
         from dpdist.privacy import accounting
 
@@ -350,7 +422,10 @@ class PrivacyPlan:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Return the conditions of the guarantee; the training loop sees to each."""
+        """Return the conditions of the guarantee, a tuple of sentences (str), without repetitions.
+
+        The training loop ensures each condition. Empty where dpdist did not train the model.
+        """
         if self.trained_elsewhere:
             return ()
         lines = []
@@ -368,32 +443,46 @@ class PrivacyPlan:
 
     @property
     def counted(self) -> str:
-        """Return the word for the units that `records` counts."""
+        """Return the word for the units that `records` counts, a str: "records" or "groups"."""
         return "records" if self.group is None else "groups"
 
     def in_units(self, line: str) -> str:
-        """Return what a phase says of records, said of groups where these are the unit."""
+        """Return a sentence about records, a str; about groups where a group is the unit.
+
+        Args:
+            line: a sentence about records, such as an assumption of a phase.
+        """
         for of_records, of_groups in () if self.group is None else _IN_GROUPS:
             line = line.replace(of_records, of_groups)
         return line
 
     @property
     def trained_elsewhere(self) -> bool:
-        """Whether no phase reads the records: dpdist executed nothing, and knows no epsilon."""
+        """Return whether no phase reads records, a bool.
+
+        If True, dpdist executed no training and knows no epsilon. False for a plan without phases.
+        """
         return bool(self.phases) and not any(phase.reads_records for phase in self.phases)
 
     @property
     def unproved_reasons(self) -> list[str]:
-        """Return the reasons why no theorem covers the plan; empty where one does."""
+        """Return why no theorem covers the plan, a list of str; empty where a theorem does."""
         return [
             why for phase in walk_phases(self.phases) if (why := phase.unproved_reason) is not None
         ]
 
     def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
-        """Return (step, epsilon at the plan's delta) at up to `points` step counts, ending at all.
+        """Return how epsilon grows with the number of steps taken.
 
         Computed on a ten times coarser grid than `guarantee` and capped by the guarantee of the
-        whole plan, an upper bound for every prefix: non-decreasing, and it ends there.
+        whole plan, an upper bound for every prefix.
+
+        Args:
+            points: the most entries.
+
+        Returns:
+            A list of pairs (number of steps, epsilon at the plan's delta), ascending in both; the
+            last is of the whole plan. Empty without steps.
         """
         from dpdist.privacy import accounting
 
@@ -416,10 +505,7 @@ class PrivacyPlan:
     # --- identity
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON types, exact (floats round-trip).
-
-        `from_dict` inverts it.
-        """
+        """Return the plan as a dict of JSON values, exactly: `from_dict` inverts it."""
         record = {
             "records": self.records,
             "phases": [phase.to_dict() for phase in self.phases],
@@ -433,7 +519,14 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PrivacyPlan:
-        """Return the plan that `to_dict` wrote. Raises ValueError on unknown or missing fields."""
+        """Return the `PrivacyPlan` whose `to_dict` is given.
+
+        Args:
+            record: a result of `to_dict`.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range.
+        """
         fields = dict(record)
         try:
             phases = phases_from_dicts(fields.pop("phases"))
@@ -445,7 +538,7 @@ class PrivacyPlan:
             raise ValueError(f"not a privacy plan: {error}") from error
 
     def fingerprint(self) -> str:
-        """Return 64 hex digits, equal exactly for equal plans."""
+        """Return a hash of the plan, a str of 64 hex digits, equal exactly for equal plans."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()
 

@@ -663,7 +663,7 @@ def check_text_column(column: TextColumn, spec: ModelSpec, context: Path) -> Non
 
 @dataclass(frozen=True)
 class Release:
-    """A released model with its card and its noise, as `dpdist.load` opened it.
+    """Hold a released model with its card and its noise, as `dpdist.load` opened it.
 
     Args:
         path: the release's folder.
@@ -732,38 +732,50 @@ class Release:
 
     @property
     def name(self) -> str:
-        """Return the name that the publisher gave the release."""
+        """Return the name that the publisher gave the release, a str."""
         return self.description.name
 
     @property
     def epsilon(self) -> float:
-        """Return epsilon at `delta`, as the card states it; `dpdist verify` computes it again."""
+        """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
+
+        `dpdist verify` computes it again.
+        """
         return float(self.card["guarantee"]["epsilon"])
 
     def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
-        """Return a picture (C, H, W) as an input: resized as the test inputs of its run were.
+        """Resize a picture to the model's input shape, as the test inputs of its run were.
 
-        Where these were not resized, or the release does not say how, it stays as it is, and
-        `dpdist.certification.predict.to_model_input` refuses another size. Raises ValueError.
+        Args:
+            pixels: the picture, uint8 (C, H, W).
+
+        Returns:
+            A uint8 array of `spec.input_shape`. It is `pixels` itself where the picture has that
+            size and test inputs were not resized, or the release does not say how to resize.
+
+        Raises:
+            ValueError: the picture would have to be resized and is not uint8.
         """
         pictures = self.description.pictures
         return pixels if pictures is None else pictures.fit(pixels, self.spec.input_shape)
 
     @property
     def no_epsilon(self) -> str | None:
-        """Why the card states no epsilon at all; None where it states one."""
+        """Return why the card states no epsilon at all, a str; None where it states one."""
         return no_epsilon(self.card)
 
     @property
     def delta(self) -> float:
-        """Return delta of the guarantee that the card states."""
+        """Return delta of the guarantee that the card states, a float in [0, 1)."""
         return self.plan.delta
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Return the architecture.
+        """Return the architecture, a `ModelSpec` with `input_shape` and `classes` (their number).
 
-        Raises ReleaseError; UserError for a factory that is not trusted.
+        Raises:
+            ReleaseError: the model's file is damaged, or has another number of classes.
+            UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models
 
@@ -779,10 +791,15 @@ class Release:
 
     @cached_property
     def model(self) -> nn.Module:
-        """Return the network, in eval mode.
+        """Return the network, a torch module in evaluation mode.
 
-        float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Noise of its own is not
-        in its forward pass (`dpdist.randomness.noise_location`). Raises as `spec`.
+        It maps float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Noise of its own
+        is not in its forward pass (`dpdist.randomness.noise_location`).
+
+        Raises:
+            ReleaseError: the model's files are damaged, or are of another model than the release
+                names.
+            UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models
         from dpdist.randomness.noise_location import find_noise_location
@@ -802,10 +819,13 @@ class Release:
 
     @cached_property
     def text_answerer(self) -> TextAnswerer:
-        """Return the answerer of texts: a label, or what comes next.
+        """Return a `TextAnswerer`: called with a str, it returns a `TextAnswer`.
 
-        Raises UserError where inputs are no texts, or no tokenizer was released with the model;
-        ReleaseError where it is not that of the model.
+        An answer has the class or the next token, or the outputs of a model without classes.
+
+        Raises:
+            UserError: inputs are no texts, or no tokenizer was released with the model.
+            ReleaseError: the tokenizer is not that of the model.
         """
         text = self.description.text
         if text is None:
@@ -821,7 +841,7 @@ class Release:
         )
 
     def require_numeric_inputs(self) -> None:
-        """Raise UserError where inputs are tokens, which nothing certifies."""
+        """Raise UserError where inputs are tokens, which nothing certifies. Returns nothing."""
         if self.description.tokens:
             raise UserError(
                 f"{self.path}: takes tokens of text, which have no certificate",
@@ -829,20 +849,27 @@ class Release:
             )
 
     def need_label(self) -> None:
-        """Raise UserError where outputs are no classes, which nothing certifies."""
+        """Raise UserError where outputs are no classes: nothing certifies them. Returns nothing."""
         if (why := self.description.data.single_label_error(str(self.path))) is not None:
             raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
 
     def certificate_settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Certificate:
-        """Return the certificate of one input with noise `sigma`, n draws and error alpha.
+        """Return the settings by which the release certifies one input.
 
-        None for sigma takes the release's own. Raises UserError where there is no noise at
-        all.
+        Args:
+            sigma: standard deviation of the noise on the input, in input units; None: the release's
+                own, or none where the model's own noise certifies.
+            n: draws for each input.
+            alpha: error probability of each certificate.
 
-        Noise of `sigma` on it (None: what the release says), n draws and error alpha.
-        Raises UserError where there is no noise at all.
+        Returns:
+            A `dpdist.Cohen` with sigma, or a `dpdist.ExpectedScores` without.
+
+        Raises:
+            UserError: there is no noise at all, or nothing certifies such inputs or outputs.
+            ReleaseError: the model's files are damaged.
         """
         from dpdist.certification.registry import settings_of
         from dpdist.randomness.noise_location import resolve_smoothing_sigma
@@ -857,9 +884,24 @@ class Release:
     def answerer(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Answerer:
-        """Return an answerer: class and certified radius, or ABSTAIN, of one image after another.
+        """Return an answerer: a callable from one image to its class and certified radius.
 
-        The noise is fresh and secret. Raises as `certificate_settings`.
+        The noise is fresh and secret.
+
+        Args:
+            sigma: standard deviation of the noise on the input, in input units; None: the release's
+                own, or none where the model's own noise certifies.
+            n: draws for each image.
+            alpha: error probability of each certificate.
+
+        Returns:
+            An `Answerer`: called with an image of `spec.input_shape`, uint8 or in [0, 1], it
+            returns an `Answer` with `label` (int, -1: abstains), `name` (None: abstains), `radius`
+            and `norm`.
+
+        Raises:
+            UserError: there is no noise at all, or nothing certifies such inputs or outputs.
+            ReleaseError: the model's files are damaged.
         """
         return Answerer(self, self.certificate_settings(sigma, n, alpha))
 
@@ -882,7 +924,7 @@ def load(
             not looked at.
 
     Returns:
-        The release, which answers inputs.
+        A `Release`: its card, its model, and an answerer of inputs.
 
     Raises:
         ReleaseError: the release is not valid (a UserError).

@@ -122,11 +122,11 @@ def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
     """Draw a token by its scores (tokens,). Raises UserError where they are no numbers."""
     import torch
 
-    if bool(scores.isnan().any()) or not bool(scores.isfinite().any()):
+    if not bool(scores.max().isfinite()):  # of NaN it is NaN; -inf is no text
         raise UserError("generate: the scores of the next token must be finite; train again")
     if temperature == 0:
         return int(scores.argmax())
-    shares = (scores / temperature).softmax(-1)
+    shares = ((scores - scores.max()) / temperature).softmax(-1)  # 0 or less: no overflow
     return int(torch.multinomial(shares, 1, generator=generator))
 
 
@@ -170,8 +170,13 @@ def write_texts(release: Release, prompts: Sequence[str], sampling: Sampling, fo
     Raises:
         UserError: the folder exists, or as `sample_texts`; nothing is written then.
     """
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise UserError(f"--to: must be a new folder, got {folder}: name another one")
+    if folder.resolve().is_relative_to(release.path.resolve()):
+        raise UserError(
+            f"--to: must be outside of the release, got {folder}: it holds what its checksums "
+            "name, and would not be read any more; name another one"
+        )
     answerer = release.text_answerer
     rows = [
         {"prompt": prompt, "text": text}

@@ -324,10 +324,24 @@ _TABLES = "*/certificates.parquet"
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a run: guarantee, accuracies, certificates, attacks and audits.
+    """Hold the facts of a run: guarantee, accuracies, certificates, attacks and audits.
 
     Each is read from a named file of the run folder by `dpdist.read_facts`; printed, they are the
     run's summary.
+
+    Attributes:
+        folder: the `RunFolder`.
+        recipe: the `Recipe` of the run.
+        plan: the `PrivacyPlan` that was executed.
+        guarantee: the `Guarantee` of the run; of a search, of training and search together.
+        ledger: the `Ledger` of its releases.
+        search: terms of the private search that chose it; None without one.
+        group_guarantee: the `Guarantee` for `privacy.group_size` records; None for one record.
+        data_set_guarantee: the `Guarantee` of all runs on the data set; None without a budget.
+        training_summary: private/trained.json, a dict.
+        evaluation: evaluation.json, a dict; None where nothing was evaluated.
+        tables: one `CertificateTable` for each finished certification.
+        evaluations: lists of results by kind of attack or audit.
 
     Example:
         After `dpdist.run` made runs/small:
@@ -355,22 +369,31 @@ class Facts:
 
     @property
     def attacks(self) -> list[AttackTable]:
-        """Return the tables of attacks on the model."""
+        """Return the attacks on the model, a list of `AttackTable`, one for each finished attack.
+
+        A table has one row for each attack, size and input. Empty without attacks.
+        """
         return self.evaluations[AttackSettings]
 
     @property
     def certificate_checks(self) -> list[dict[str, Any]]:
-        """Return the verdicts of attacks on certificates."""
+        """Return the results of attacks on certificates, a list of dicts of JSON values.
+
+        Empty where no certificates were attacked.
+        """
         return self.evaluations[CheckSettings]
 
     @property
     def audits(self) -> list[AuditFinding]:
-        """Return the results of privacy audits."""
+        """Return the privacy audits, a list of `AuditFinding`; empty without audits.
+
+        The `epsilon` of an entry is a lower bound, measured on the trained mechanism.
+        """
         return self.evaluations[AuditResult]
 
     @property
     def canary_notice(self) -> str | None:
-        """Return a note that the run has an audit's canaries and is not for release, or None."""
+        """Return a note that an audit's canaries forbid a release, a str; None without canaries."""
         planted = self.recipe.canary_audit
         return (
             None if planted is None else planted.report_note(self.plan.records, self.plan.counted)
@@ -378,7 +401,7 @@ class Facts:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Return the input shape of the model."""
+        """Return the shape of one input of the model, a tuple of int such as (1, 8, 8)."""
         path = self.folder.model_folder / "model.json"
         shape = read_json(path, {"input_shape": list})["input_shape"]
         input_dimension(shape, path)
@@ -386,12 +409,12 @@ class Facts:
 
     @property
     def has_fixed_key(self) -> bool:
-        """Return whether the run key is fixed in the recipe, which is for tests only."""
+        """Return whether the recipe fixed the run key, a bool: such a run is for tests only."""
         return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
 
     @property
     def privacy_statement(self) -> str:
-        """Return the guarantee in one line, or why the run is not private."""
+        """Return the guarantee in one line, a str, or the reason why the run is not private."""
         if self.has_fixed_key:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
@@ -407,23 +430,29 @@ class Facts:
 
     @property
     def is_duration_secret(self) -> bool:
-        """Return whether the run's duration must stay hidden.
+        """Return whether the training's duration must stay hidden, a bool.
 
-        A search's trials keep it secret; it may also tell the number of records. Of a model from
-        elsewhere nobody knows it.
+        True for a search, whose number of trials is secret, for a secret number of records, and for
+        a model trained elsewhere, whose duration is unknown.
         """
         return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
     @property
     def budget_problem(self) -> str | None:
-        """Return why nothing can be said of all runs on the data set, or None."""
+        """Return why the cost of all runs on the data set is unknown, a str; None if it is known.
+
+        Also None for a recipe without a budget.
+        """
         if self.recipe.privacy.budget is None or self.data_set_guarantee is not None:
             return None
         return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
 
     @property
     def unproved_reason(self) -> str:
-        """Return why nothing is proved; empty where a guarantee is."""
+        """Return why nothing is proved, a str.
+
+        Only meaningful if the guarantee's epsilon is infinite: it is never empty.
+        """
         reasons = self.plan.unproved_reasons
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
@@ -431,17 +460,23 @@ class Facts:
 
     @property
     def claim(self) -> Claim | None:
-        """Return the privacy claim of the method's paper about this run, or None."""
+        """Return the claim of the method's paper about this run's privacy, a `Claim`, or None."""
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
     def reported_values(self) -> list[tuple[str, str]]:
-        """Return name and value of the method's measurements of its own assumptions."""
+        """Return the method's measurements of its own assumptions: a list of (name, value), str.
+
+        Empty for most methods.
+        """
         return self.recipe.method.reported_values(self.folder.private)
 
     @property
     def training_data_by_part(self) -> dict[str, str]:
-        """Return the data that each pretrained part saw; empty when all of it began at random."""
+        """Return the data that each pretrained part was trained on, a dict from part to data (str).
+
+        A key is such as "frozen denoiser trained on". Empty when all of the model began at random.
+        """
         if not self.folder.pretraining_record.exists():
             return {}
         about = read_json(self.folder.pretraining_record, {"part": str, "saw": str})
@@ -462,7 +497,9 @@ class Facts:
     def record_independence(self) -> str:
         """Return how sure it is that the model treats each record alone, in all starts of the run.
 
-        Empty where no noisy step rests on it.
+        Returns:
+            "assumed, screened", "by structure" or "isolated", from the least sure to the surest; ""
+            where no noisy step rests on it.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
@@ -475,7 +512,7 @@ class Facts:
 
     @property
     def assumptions(self) -> list[str]:
-        """Return the assumptions of the guarantee that nobody could check."""
+        """Return the assumptions of the guarantee that nobody could check, a list of str."""
         about = (
             read_json(self.folder.pretraining_record)
             if self.folder.pretraining_record.exists()
@@ -499,7 +536,10 @@ class Facts:
 
     @property
     def post_processed(self) -> list[str]:
-        """Return a line of a script's changes between steps, whose origin nobody checked."""
+        """Return the script's changes to the model between steps, a list of at most one line (str).
+
+        Nobody checked that they follow from released values. Empty without such changes.
+        """
         changes = " and ".join(self.ledger.changes)
         said = f"between two steps the script changed {changes} by released values alone"
         return [f"{POST_PROCESSED}: {said}"] if changes else []
@@ -543,7 +583,10 @@ class Facts:
         return notes
 
     def privacy_card(self) -> dict[str, Any]:
-        """Return the privacy card, as JSON types."""
+        """Return the privacy card, a dict of JSON values.
+
+        Its keys are those of privacy_card.json of a release, such as "guarantee" and "assumptions".
+        """
         plan = self.plan
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
@@ -594,7 +637,7 @@ class Facts:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of test inputs answered rightly.
+        """Return the share of test inputs answered rightly, a float in [0, 1].
 
         None where that was not measured, or where records have no class (`measures`).
         """
@@ -602,7 +645,10 @@ class Facts:
 
     @property
     def measures(self) -> dict[str, str]:
-        """Return the measures for targets that are no classes, by name, in words."""
+        """Return the test results for targets that are no classes, a dict of formatted str by name.
+
+        Shares are in percent. Empty for classes, or where nothing was measured.
+        """
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
         found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
         shares = kind == "labels"
@@ -614,12 +660,15 @@ class Facts:
 
     @property
     def next_token_count(self) -> int | None:
-        """Return the number of next tokens that the evaluation asked for; None for labels."""
+        """Return the number of next tokens in the evaluation, an int; None for labels."""
         return (self.evaluation or {}).get("next_tokens")
 
     @property
     def evaluation_scope(self) -> str:
-        """Return the subject of the evaluation; the bracket is left open."""
+        """Return the number and the source of the test inputs, a str such as "360 (digits, test".
+
+        Its bracket is left open, for callers to add to. Only for an evaluated run.
+        """
         about = self.evaluation or {}
         inputs = f"{about['inputs']:,} ({about['data']}"
         return (
@@ -629,7 +678,7 @@ class Facts:
         )
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return name and value of each line that a run prints at its end."""
+        """Return the lines that a run prints at its end, a list of (name, value) pairs of str."""
         rows = [("privacy", self.privacy_statement)]
         if self.claim is not None:
             rows.append(("claimed, not proved", self.claim.summary_line))
@@ -708,7 +757,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         folder: the run's folder, or its name under runs/.
 
     Returns:
-        Its facts, each from a named file of the folder.
+        The run's `Facts`, each from a named file of the folder.
 
     Raises:
         UserError: there is no such run, its training has not finished, or a file was changed.

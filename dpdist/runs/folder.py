@@ -182,7 +182,7 @@ class FileIn:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run: its files by name, `private/` apart from `release/`.
+    """Name the files of one run: each attribute is a `Path`, `private/` apart from `release/`.
 
     Nothing is read or written before a method is called.
 
@@ -241,11 +241,18 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Return the run's name, which is the folder's."""
+        """Return the run's name, a str: the last part of `path`."""
         return self.path.name
 
     def enclosing_run(self, path: Path) -> RunFolder | None:
-        """Return the run folder, this or another, in which a path lies; resolved."""
+        """Return the innermost run folder, this or another, that contains a path.
+
+        Args:
+            path: any path; links are resolved.
+
+        Returns:
+            A `RunFolder`; None where the path is in no run.
+        """
         inside = path.resolve()
         for parent in (inside, *inside.parents):
             if parent == self.path.resolve() or _is_run_folder(parent):
@@ -254,7 +261,10 @@ class RunFolder:
 
     @property
     def parent_run(self) -> RunFolder | None:
-        """Return the run in whose private/ this one lies, as a trial of its search does."""
+        """Return the `RunFolder` of the search that this run is a trial of; None for other runs.
+
+        A trial's folder lies in private/ of its search's run.
+        """
         around = self.path.resolve().parents
         found = (
             p.parent for p in around if p.name == self.private.name and _is_run_folder(p.parent)
@@ -263,14 +273,21 @@ class RunFolder:
 
     @property
     def anchor(self) -> Path:
-        """Return the file with the ledger's anchor, kept outside it (`dpdist.privacy.ledger`)."""
+        """Return the `Path` of the file with the ledger's anchor (`dpdist.privacy.ledger`)."""
         return anchor_path(self.ledger)
 
     def check_same_recipe(self, recipe: Recipe) -> bool:
-        """Return whether the run was begun before; write nothing.
+        """Return whether the run was begun before with this recipe, a bool; write nothing.
 
-        Raises OtherRun when the folder holds another recipe, and UserError when it holds something
-        else, or a newer format.
+        Args:
+            recipe: the recipe to compare; differences in `resources` are allowed.
+
+        Returns:
+            True to continue the run; False where the folder is empty or not there.
+
+        Raises:
+            DifferentRecipeError: the folder holds a run of another recipe.
+            UserError: the folder holds something else, or a run of a newer format.
         """
         if self.path.exists() and any(self.path.iterdir()):
             self.check_format()
@@ -285,9 +302,14 @@ class RunFolder:
         return False
 
     def create_or_open(self, recipe: Recipe) -> None:
-        """Create the folder, or open it to continue the same recipe.
+        """Create the folder with its recipe, or check that it holds the same one. Returns nothing.
 
-        Raises as `check_same_recipe`.
+        Args:
+            recipe: recipe of the run.
+
+        Raises:
+            DifferentRecipeError: the folder holds a run of another recipe.
+            UserError: the folder holds something else, or a run of a newer format.
         """
         if self.check_same_recipe(recipe):
             return
@@ -305,10 +327,13 @@ class RunFolder:
         search_recipe: Recipe | None = None,
         trained_run: RunFolder | None = None,
     ) -> None:
-        """Keep the recipe and terms of the run's beginning in a file that nobody edits.
+        """Write the recipe and terms of the run's beginning into `start_record`. Returns nothing.
 
-        noise_multiplier: of its plan; None before there is one. search_recipe: with its search.
-        trained: the folder whose training, and ledger, is this one's, where that is another.
+        Args:
+            recipe: recipe of the run.
+            noise_multiplier: noise multiplier of the plan; None before there is a plan.
+            search_recipe: the recipe with its search; None without a search.
+            trained_run: the run whose training and ledger this run uses; None for its own.
         """
         begun = {"recipe": recipe, "asked": search_recipe}
         said = {
@@ -330,7 +355,10 @@ class RunFolder:
 
     @property
     def start_noise_multiplier(self) -> float | None:
-        """Return the noise multiplier of the run's beginning, calibrated or not."""
+        """Return the noise multiplier of the run's beginning, given or calibrated, a float.
+
+        None before there is a plan, or where `start_record` is missing.
+        """
         kept = self._read_start_record()
         return None if kept is None else kept.noise_multiplier
 
@@ -342,10 +370,13 @@ class RunFolder:
 
     @property
     def recipe_identity(self) -> dict[str, str]:
-        """Return the digest of the recipe in `start_record` that a ledger keeps.
+        """Return a digest of the recipe in `start_record`, for the ledger.
 
-        `check_recipe_identity` compares them. It is a digest of the file's own text, so that a
-        later version, with more defaults, finds the same.
+        It is a digest of the file's own text, so that a later version, with more defaults, finds
+        the same; `check_recipe_identity` compares it.
+
+        Returns:
+            A dict of one entry, {"begun with": 32 hex digits}; empty where no recipe is kept.
         """
         kept = self._training_recipe
         if kept is None:
@@ -354,9 +385,11 @@ class RunFolder:
 
     @property
     def search_identity(self) -> dict[str, str]:
-        """Return the digest, for its ledger, of the search that this run is a trial of.
+        """Return a digest of the search that this run is a trial of, for the ledger.
 
-        None where the run is no trial (`check_search_identity`).
+        Returns:
+            A dict of one entry, {"searched by": 32 hex digits}; empty where the run is no trial
+            or its search keeps no terms (`check_search_identity`).
         """
         whole = self.parent_run
         return {} if whole is None else whole._search_digest
@@ -373,15 +406,14 @@ class RunFolder:
         return {SEARCH_IDENTITY: _digest([kept.asked, self.read_search_terms()])}
 
     def check_search_identity(self, recorded_digest: str | None) -> None:
-        """Check that the files of the run name the search that chose it.
+        """Check that the run's files name the search that chose it. Returns nothing.
 
         Args:
-            recorded_digest: what the winner's ledger keeps of the search; None where it keeps
-                nothing, as in
-                runs of earlier versions.
+            recorded_digest: digest of the search in the winner's ledger; None where the ledger
+                keeps none, as in runs of earlier versions, and nothing is checked.
 
         Raises:
-            UserError: the search was asked for something else, or fixed to something else.
+            UserError: the files say another search or other terms.
         """
         if (
             recorded_digest is not None
@@ -394,17 +426,21 @@ class RunFolder:
             )
 
     def read_search_terms(self) -> dict[str, Any]:
-        """Return the terms fixed before a search's first trial.
+        """Return the terms fixed before a search's first trial, a dict of JSON values by name.
 
-        Raises UserError where they are damaged or missing.
+        Its keys are data, plan, trial, score_noise, charge and assumed.
+
+        Raises:
+            UserError: the file of the terms is damaged or missing.
         """
         return SearchTermsRecord.read_keys(self.search_terms)
 
     def check_recipe_identity(self, recorded_digest: str | None) -> None:
-        """Raise UserError unless the recipe file is the one that the run was trained by.
+        """Raise UserError unless the recipe is the one that trained the run. Returns nothing.
 
-        recorded_digest: what the ledger's last attempt keeps of it (`recipe_identity`); None of an
-        old run.
+        Args:
+            recorded_digest: digest of the recipe in the ledger's last attempt (`recipe_identity`);
+                None in runs of earlier versions, and nothing is checked.
         """
         if recorded_digest is None:
             return
@@ -440,7 +476,7 @@ class RunFolder:
             )
 
     def check_format(self) -> None:
-        """Raise UserError unless this is a run folder that this version can read."""
+        """Raise UserError unless this version can read the run folder. Returns nothing."""
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such run")
         try:
@@ -449,10 +485,10 @@ class RunFolder:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
 
     def read_recipe(self) -> Recipe:
-        """Return the recipe that the run was begun with.
+        """Return the `Recipe` that the run was begun with.
 
-        Raises UserError when it was changed since: its sums and its plan would be those of
-        another one.
+        Raises:
+            UserError: the recipe is missing, damaged, or was changed since the beginning.
         """
         recipe = load_recipe(self.recipe_file)
         if self.canary_settings.exists():
@@ -466,16 +502,21 @@ class RunFolder:
         return recipe
 
     def read_search_recipe(self) -> Recipe:
-        """Return the recipe with its search, before the search chose values.
+        """Return the `Recipe` with its search, before the search chose values.
 
-        Raises UserError when it was changed since.
+        Raises:
+            UserError: the recipe is missing, damaged, or was changed since the beginning.
         """
         asked = load_recipe(self.search_recipe_file)
         self._check_unchanged("asked", self.search_recipe_file, asked)
         return asked
 
     def require_trained(self) -> dict[str, Any]:
-        """Return the summary of the finished training. Raises UserError when it never finished."""
+        """Return the summary of the finished training, a dict of JSON values such as "steps".
+
+        Raises:
+            UserError: the training never finished, or this is no run folder.
+        """
         self.check_format()
         if not self.training_summary.exists():
             command = (
@@ -490,17 +531,21 @@ class RunFolder:
         return TrainingSummary.read_keys(self.training_summary)
 
     def read_run_key(self) -> bytes:
-        """Return the secret run key. Raises UserError when it is missing or damaged."""
+        """Return the secret run key, 32 bytes.
+
+        Raises:
+            UserError: its file is missing or damaged.
+        """
         text = read_text(self.run_key, 1000)
         if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # and no less, which is easily guessed
             raise UserError(f"{self.run_key}: damaged: must be 64 hex digits")
         return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
-        """Return the plan that the run executes.
+        """Return the `PrivacyPlan` that the run executes.
 
-        Raises UserError when it is missing or damaged, or is not the one that the recipe
-        makes.
+        Raises:
+            UserError: it is missing or damaged, or is not the one that the recipe makes.
         """
         plan = parse_plan(read_json(self.plan), str(self.plan))
         recipe.check_plan(self.read_recipe(), plan, self.start_noise_multiplier, str(self.plan))

@@ -58,7 +58,7 @@ _MODEL_INDEPENDENT_KEYS: Any = {
 
 
 class Recipe(BaseRecipe):
-    """The schema of a recipe: one section a topic, with defaults and checks.
+    """Hold a checked recipe: one section a topic, with defaults.
 
     A recipe is never changed; `dpdist.run` executes it. Sections are `data`, `model`, `method`,
     `privacy`, `training`, `certify`, `tune`, `public`, `audit` and `resources`.
@@ -122,7 +122,7 @@ class Recipe(BaseRecipe):
 
     @property
     def group_unit(self) -> GroupUnit | None:
-        """Return the group of records that is the unit of privacy; None where a record is it."""
+        """Return the group that is the unit of privacy, a `GroupUnit`; None for a record."""
         most = self.privacy.max_records_per_group
         if self.privacy.unit == "record" or most is None:
             return None
@@ -130,12 +130,12 @@ class Recipe(BaseRecipe):
 
     @property
     def counted(self) -> str:
-        """Return the word for the units of privacy that are counted: "records" or "groups"."""
+        """Return the word for the units of privacy, a str: "records" or "groups"."""
         return "records" if self.group_unit is None else "groups"
 
     @property
     def privacy_unit(self) -> str:
-        """Return the unit of privacy that the guarantee protects, in words."""
+        """Return the unit that the guarantee protects in words, a str such as "one record"."""
         return self.data.privacy_unit if self.group_unit is None else self.group_unit.description
 
     @field_validator("method", mode="before")
@@ -144,29 +144,34 @@ class Recipe(BaseRecipe):
         return {"name": value} if isinstance(value, str) else value
 
     def to_yaml(self) -> str:
-        """Return the recipe as YAML with the defaults of its options.
+        """Return the recipe as YAML text, a str, with the defaults of its options.
 
-        `training.loss` and `data.targets` are left out at their defaults.
-
-        Reading it back gives an equal recipe.
+        `training.loss` and `data.targets` are left out at their defaults. Reading the text back
+        gives an equal recipe.
         """
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     @property
     def by_script(self) -> ScriptRecipe | None:
-        """Return the script's entries, where its own loop makes the run; None where commands do."""
+        """Return the arguments of a script's own training loop, a `ScriptRecipe`.
+
+        None where commands run the recipe.
+        """
         return None
 
     @property
     def score(self) -> ScriptScore | None:
-        """Return the script's scores on held-out private records; None where there are none."""
+        """Return the settings of a script's scores on held-out private records, a `ScriptScore`.
+
+        Its fields are every, noise, records and value. None for a recipe without such scores.
+        """
         return None if self.by_script is None else self.by_script.score
 
     @property
     def public_files(self) -> tuple[Path, ...]:
-        """Return the files and folders made by others that a run reads.
+        """Return the files and folders made by others that a run reads, a tuple of `Path`.
 
-        They are public weights of its models, and a tokenizer.
+        They are public weights of its models, and a tokenizer. Empty where the recipe names none.
         """
         parts = (self.model.initial, self.model.classifier, self.model.denoiser)
         found = [part.folder for part in parts if part is not None]
@@ -176,16 +181,19 @@ class Recipe(BaseRecipe):
         return tuple(found)
 
     def differing_keys(self, other: Recipe) -> list[str]:
-        """Return the dotted keys in which two recipes differ.
+        """Return the dotted keys in which two recipes differ, a list of str; empty if they agree.
 
-        Resources are left out, since they may change when a run is continued.
+        `resources` is left out, since it may change when a run is continued.
+
+        Args:
+            other: the recipe to compare with.
         """
         mine, others = (r.model_dump(mode="json", exclude={"resources"}) for r in (self, other))
         return [name for name, _, _ in iter_differences(mine, others)]
 
     @property
     def experiment_settings(self) -> dict[str, Any]:
-        """Return all settings that a model trained by it depends on, by dotted key."""
+        """Return all settings that the model depends on, a dict of JSON values by dotted key."""
         return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 
 

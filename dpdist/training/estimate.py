@@ -60,7 +60,7 @@ class Estimate:
         sample_rate: probability with which a record joins a step.
         seconds_per_step: time of an expected batch and its noise on this machine; None where no
             examples told the shapes.
-        memory_bytes: of the process, about; None where no examples told the shapes.
+        memory_bytes: memory that the process needs, about; None where no examples told the shapes.
 
     Example:
         >>> import torch, dpdist
@@ -81,12 +81,12 @@ class Estimate:
 
     @property
     def epsilon(self) -> float:
-        """Return epsilon of the whole training."""
+        """Return epsilon of the whole training, a float; infinite where nothing is proved."""
         return self.guarantee.epsilon
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all steps; None where no examples told the shapes."""
+        """Return the time of all steps in seconds, a float; None where it was not measured."""
         return None if self.seconds_per_step is None else self.steps * self.seconds_per_step
 
     def __str__(self) -> str:
@@ -139,7 +139,8 @@ def estimate(
         micro_batch: as in `PrivateTraining`'s resources.
 
     Returns:
-        An `Estimate`; printed, it is one line.
+        An `Estimate`: guarantee, noise_multiplier, steps, sample_rate, and seconds_per_step and
+        memory_bytes, which are None for a number of records without `examples`. Prints as one line.
 
     Raises:
         UserError: the settings make no plan, or the model cannot be trained so.

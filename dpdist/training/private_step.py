@@ -131,14 +131,21 @@ class PrivateStep:
         self.canaries, self.announced = canaries or Canaries(), announced
 
     def check_clip(self, clip_norm: float) -> None:
-        """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
+        """Raise UserError if one record may move a sum by more than `clip_norm`. Returns nothing.
+
+        Args:
+            clip_norm: L2 norm, in units of the gradient, that the plan accounts for.
+        """
         check_clip(self.engine, self.sharing, clip_norm)
 
     def attempt_of(self, step: int) -> str:
-        """Return the label in the keys of `step`.
+        """Return the attempt's label in the keys of a step, a str.
 
-        It is that of the process that announced the step, if one did, and this process's own for a
-        new step.
+        Args:
+            step: number of the step.
+
+        Returns:
+            For a replayed step the label in `announced`, for a new step this object's `attempt`.
         """
         replayed = (label for first, end, label in self.announced if first <= step < end)
         return next(replayed, self.attempt)
@@ -151,11 +158,12 @@ class PrivateStep:
         Args:
             step: number of the step; it is in all its keys.
             step_plan: rate, clip and noise; `PrivacyPlan.step(step)`.
-            flag: a question to the other workers.
+            flag: a bool for the other workers to see.
 
         Returns:
-            This worker's part of the gradient, float64, over which the next step's is written; what
-            it is made of, PRIVATE; and whether any worker's flag was up.
+            A tuple of three: this worker's part of the gradient, float64 (size,), which the next
+            step overwrites; `StepMetrics`, the counts and losses of the records, PRIVATE; and a
+            bool, True if any worker's flag was True.
         """
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
@@ -206,7 +214,18 @@ class PrivateStep:
         return seen
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
-        """Draw the positions in [begin, end) of the records that join."""
+        """Draw the records that join a step, by Poisson sampling.
+
+        Args:
+            key: 32 secret bytes of the step's sample.
+            begin: first position that may join.
+            end: one after the last position that may join.
+            step_plan: sampling rate and batch cap.
+
+        Returns:
+            int64 (B,), sorted positions in [begin, end); of groups where the data's positions are
+            groups. B is random, and may be 0.
+        """
         return poisson_sample(
             key, begin, end, step_plan.sample_rate,
             batch_cap=step_plan.batch_cap, records=len(self.data),
@@ -215,7 +234,7 @@ class PrivateStep:
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
     ) -> tuple[Tensor, bool]:
-        """Return this worker's part of the sum of all workers' rows with Gaussian noise.
+        """Return this worker's part of the sum of all workers' rows, with Gaussian noise.
 
         The ledger's entry is durable before worker 0's noise is drawn. A method that makes sums of
         its own calls it in place of `gradient`.
@@ -223,12 +242,12 @@ class PrivateStep:
         Args:
             step: number of the step.
             rows: float64 (rows, size), bounded as the plan says; written over.
-            noise_std: of the noise.
-            flag: a question to the other workers.
+            noise_std: standard deviation of the noise on each number of the sum.
+            flag: a bool for the other workers to see.
 
         Returns:
-            Float64 (size,) of this worker's part, where the noise was drawn; and whether any
-            worker's flag was up.
+            A pair: float64 (part,), this worker's part of the noisy sum, of all `size` numbers
+            where workers do not share the sum; and a bool, True if any worker's flag was True.
         """
         total, flagged = self.sharing.sum_rows(self.reducer, rows, self.shards, flag)
         summed, size = total.cpu().numpy(), rows.shape[1]

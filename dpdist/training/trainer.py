@@ -67,7 +67,7 @@ def train(
         log: hears of an archive that cannot be written, and of a cluster that has become too small.
 
     Returns:
-        The summary of the training.
+        The summary of the training, a dict of JSON values such as "steps", as in private/.
 
     Raises:
         RunBusy: another process trains the run; nothing was started or charged.

@@ -216,6 +216,27 @@ def test_private_records_are_not_validated(tmp_path):
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
+def test_batches_in_which_private_records_would_hide_are_not_validated(tmp_path):
+    inputs, labels = records(20)
+    batches = [(inputs[:10], labels[:10]), (inputs[10:], labels[10:])]
+    unbatched = torch.utils.data.DataLoader(batches, batch_size=None)
+    for number, each in enumerate((unbatched, batches, {"a": loader(records(20, seed=9))})):
+        with pytest.raises(UserError, match="val_dataloaders: must be DataLoaders that make"):
+            trainer().fit(module(tmp_path / str(number), public_eval=True), val_dataloaders=each)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"batch_size": 0}, {"batch_size": "8"}, {"data": None}, {"score": {"often": 1}}],
+    ids=lambda given: next(iter(given)),
+)
+def test_values_of_another_kind_are_refused(tmp_path, given):
+    options = {"data": records(), "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 8,
+               "steps": 3, "folder": tmp_path / "run", **given}  # fmt: skip
+    with pytest.raises(UserError, match=f"{next(iter(given))}: must be"):
+        PrivateModule(Net(), **options)
+
+
 def test_scores_are_paid_for_and_may_stop_the_fit(tmp_path):
     held = records(40, seed=9)
     private = module(tmp_path / "run", score={"held_out": held, "every": 2, "noise": 5.0})
@@ -246,11 +267,14 @@ REFUSED = {
     "limit_train_batches": {"limit_train_batches": 2},
     "limit_train_batches ": {"limit_train_batches": 1},
     "profiler": {"profiler": "simple"},
-    "devices": {"devices": 2},
     "callbacks": {"enable_checkpointing": True},
     "callbacks ": {"callbacks": [SWA(0.1)]},
     "callbacks  ": {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]},
     "callbacks   ": {"callbacks": [pl.callbacks.LearningRateMonitor()], "logger": True},
+    "callbacks      ": {
+        "callbacks": [type("Mine", (pl.callbacks.DeviceStatsMonitor,), {})()],
+        "logger": True,
+    },
     "callbacks    ": {"callbacks": [pl.callbacks.BatchSizeFinder()]},
     "callbacks     ": {"callbacks": [pl.callbacks.LearningRateFinder()]},
 }
@@ -264,6 +288,14 @@ def test_settings_that_private_steps_do_not_honour_are_refused(tmp_path, monkeyp
     with pytest.raises(UserError, match=rf"^trainer\.{key.strip()}: must .*, got .*: .+"):
         driver.fit(module(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_several_devices_are_refused():
+    """Lightning starts its other processes before it asks the module: each refuses by this."""
+    driver = trainer(devices=2)
+    driver.state.fn = pl.trainer.states.TrainerFn.FITTING
+    with pytest.raises(UserError, match=r"^trainer\.devices: must be 1, .*, got 2 \(DDPStrategy\)"):
+        integration.check_trainer(driver, public_eval=True)
 
 
 def test_finders_are_refused(tmp_path, monkeypatch):

@@ -358,12 +358,31 @@ def test_private_records_are_not_evaluated(tmp_path, trained):
         with pytest.raises(UserError, match="_dataset: must be public records"):
             call(texts())
     relabelled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
-    t = trainer(tmp_path / "run", public_eval=True)
+    t = trainer(tmp_path / "run", public_eval=True,
+                args=arguments(tmp_path / "run", per_device_eval_batch_size=1))  # fmt: skip
     for call in (t.evaluate, t.predict):
         with pytest.raises(UserError, match=r"share no record with train_dataset, got 1 in common"):
             call([*texts(3, seed=9), relabelled])
     with pytest.raises(UserError, match=r"eval_dataset\['a'\]: must share no record"):
         t.evaluate({"a": texts()})
+    t.eval_dataset = {"a": texts(3, seed=9), "b": texts()}  # as a script may, later
+    assert t.evaluate("a").keys() >= {"eval_loss"}
+    for given in ("b", None):
+        with pytest.raises(UserError, match="must share no record with train_dataset"):
+            t.evaluate(given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"per_device_train_batch_size": 0}, {"num_train_epochs": np.nan}]
+)
+def test_numbers_that_no_step_can_have_are_refused(tmp_path, given):
+    with pytest.raises(UserError, match=f"args.{next(iter(given))}: must be"):
+        trainer(tmp_path / "run", args=arguments(tmp_path / "run", max_steps=-1, **given))
+
+
+def test_a_name_in_place_of_a_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"model: must be a torch.nn.Module, got str: load it"):
+        PrivateTrainer("gpt2", arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
 def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
@@ -447,6 +466,7 @@ def test_options_callbacks_and_calls_are_refused(tmp_path, trained):
     for name, given, said in (
         ("callbacks", [transformers.EarlyStoppingCallback()], "must not stop by metrics"),
         ("callbacks", [transformers.integrations.WandbCallback], "must be yours"),
+        ("callbacks", [type("Mine", (transformers.integrations.WandbCallback,), {})], "must be y"),
         ("compute_loss_func", len, "num_items_in_batch"),
         ("model_init", llama, "must be left out"),
         ("training_options", {"private_metrics": True}, "must have resources"),
@@ -484,6 +504,52 @@ def test_models_without_a_loss_a_record_are_refused():
         UserError, match=r"model: must be a class that ends in ForCausalLM, .* got Lin"
     ):
         ModelLoss(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["Mpt", "XGLM", "GPT2"])
+def test_causal_models_that_do_not_say_so_see_no_token_that_follows(name):
+    small = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config, kind, sizes = {
+        "Mpt": ("MptConfig", "MptForCausalLM", {"d_model": 8, "n_heads": 2, "n_layers": 1}),
+        "XGLM": ("XGLMConfig", "XGLMForCausalLM",
+                 {"d_model": 8, "attention_heads": 2, "num_layers": 1, "ffn_dim": 8}),
+        "GPT2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 8, "n_head": 2, "n_layer": 1}),
+    }[name]  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**small, **sizes)).eval()
+    loss, one = ModelLoss(model), torch.tensor([[3, 4, 5, 6]])
+    batch = {"labels": torch.tensor([[-100, 4, -100, -100]]), "attention_mask": one * 0 + 1}
+    found = [
+        loss(model, {**batch, "input_ids": tokens}).item()
+        for tokens in (one, torch.tensor([[3, 4, 7, 8]]))
+    ]
+    assert loss.causal and found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+def test_models_that_see_what_follows_do_not_learn_to_say_it():
+    config = transformers.RobertaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"model: must not see .*config.is_decoder=True"):
+        ModelLoss(transformers.RobertaForCausalLM(config))
+
+
+def test_a_digest_is_that_of_the_base_beside_trained_copies():
+    base = llama()
+    wanted = integration.base_digest(base)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    assert integration.base_digest(model) == wanted
+    with torch.no_grad():
+        model.get_base_model().lm_head.original_module.weight[0, 0] += 1.0
+    assert integration.base_digest(model) != wanted
 
 
 def test_dropout_is_refused(tmp_path):

@@ -168,6 +168,16 @@ def test_the_own_head_of_a_recipe_s_model(family):
     assert find_mixing_operation(model, cross_entropy, rows, targets) is None
 
 
+def test_a_classifier_of_documents():
+    model = lm.make("bert", "BertForSequenceClassification", num_labels=3)
+    model = lm.stirred(lm.with_lora(model)).double()
+    fields = {**lm.batch(), "labels": torch.arange(6) % 3}
+    assert float((clipped(model, fields) - defined(model, fields)).norm()) <= 1e-9 * CLIP
+    causal = lm.make("llama", "LlamaForSequenceClassification", pad_token_id=0)
+    with pytest.raises(UserError, match=r"an encoder's .*got LlamaForSequenceClassification"):
+        language_model_loss(causal, fields)
+
+
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_isolated_documents(family):
     model = lm.stirred(lm.with_lora(lm.make(family))).double()

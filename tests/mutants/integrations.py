@@ -29,13 +29,29 @@ FAULTS: list[Fault] = [
             "private records are evaluated and the metric is logged",
         ),
         (
+            "                )  # fmt: skip\n            self.causal = True\n",
+            "                )  # fmt: skip\n",
+            "a model learns to repeat the token that it should foresee",
+        ),
+        (
+            "        if _TRAINED_COPIES not in parts and not any(",
+            "        if not any(",
+            "a base is told apart from itself beside a trained copy of its head",
+        ),
+        (
+            '        self._check_apart(given, "eval_dataset")\n',
+            "        if given is not self.eval_dataset:\n"
+            '            self._check_apart(given, "eval_dataset")\n',
+            "an eval_dataset that a script put into the trainer later is not looked at",
+        ),
+        (
             '        return {name: each for name, each in found.items() if name != "labels"}\n',
             "        return found\n",
             "a private record with another label is evaluated",
         ),
         (
-            '        self._check_declared("eval_dataset")\n        known',
-            "        known",
+            '        self._check_declared("eval_dataset")\n        given',
+            "        given",
             "records that nobody called public are evaluated",
         ),
         (
@@ -98,12 +114,17 @@ FAULTS: list[Fault] = [
             "private records are validated and the metric is logged",
         ),
         (
+            "            if not isinstance(each, torch_data.DataLoader) or each.batch_sampler is None:\n",
+            "            if False:\n",
+            "private records are validated in batches of the data set's own",
+        ),
+        (
             "        check_trainer(self.trainer, public_eval=self._public_eval)\n",
             "",
             "finders, checkpoints, scalers and clips of the Trainer's pass",
         ),
         (
-            "    if foreign and kind.__name__ not in _CALLBACKS:\n",
+            "    if foreign - _CALLBACKS:\n",
             "    if False:\n",
             "a callback of Lightning that nobody has read passes",
         ),
@@ -137,8 +158,13 @@ FAULTS: list[Fault] = [
             "unknown words stand in texts",
         ),
         (
-            "    shares = (scores / temperature).softmax(-1)\n",
-            "    shares = scores.softmax(-1)\n",
+            "    if folder.resolve().is_relative_to(release.path.resolve()):\n",
+            "    if False:\n",
+            "texts within a release make it unreadable",
+        ),
+        (
+            "    shares = ((scores - scores.max()) / temperature).softmax(-1)",
+            "    shares = scores.softmax(-1)",
             "the temperature is not used",
         ),
         (
