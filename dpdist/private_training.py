@@ -1229,11 +1229,12 @@ class PrivateTraining:
     ) -> None:
         """Declare noisy scores of the model on held-out PRIVATE records, before the first step.
 
-        Guarantee: after every so many steps `step` returns a score (`StepReport.score`): the
-        records' values, each in [0, 1], added up with Gaussian noise, and divided by the public
-        number of records. The plan pays for all scores from the beginning. No step trains on these
-        records, so a record pays for the steps or for the scores, and the guarantee is the worse of
-        both. With `privacy.epsilon` neither costs more than that.
+        Returns nothing; after every so many steps `step` returns a report with `score`, a float.
+
+        Guarantee: a score is the records' values, each in [0, 1], added up with Gaussian noise, and
+        divided by the public number of records. The plan pays for all scores from the beginning. No
+        step trains on these records, so a record pays for the steps or for the scores, and the
+        guarantee is the worse of both. With `privacy.epsilon` neither costs more than that.
 
         A loop may depend on scores, to choose a rate or when to stop. One that cannot be taken
         again to the bit after a crash is drawn afresh and counts as another: when all that the plan

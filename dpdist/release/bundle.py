@@ -739,7 +739,7 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
-        `dpdist verify` computes it again.
+        It is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes it.
         """
         return float(self.card["guarantee"]["epsilon"])
 
@@ -750,8 +750,8 @@ class Release:
             pixels: the picture, uint8 (C, H, W).
 
         Returns:
-            A uint8 array of `spec.input_shape`. It is `pixels` itself where the picture has that
-            size and test inputs were not resized, or the release does not say how to resize.
+            A uint8 array of `spec.input_shape`; `pixels` itself, of whatever shape and type, where
+            test inputs were not resized or the release does not say how.
 
         Raises:
             ValueError: the picture would have to be resized and is not uint8.

@@ -129,7 +129,7 @@ def test_shares_of_one_certification_differ_in_their_inputs_alone(
     assert shards_of_one_run([first, other]) == [] and unmerged_tables([first, other])[0][2] == [
         named
     ]
-    with pytest.raises(UserError, match=f"cannot merge results that differ in {named}$"):
+    with pytest.raises(UserError, match=f"cannot merge results that differ in {named} \\(docs/"):
         merge_tables([first, other])
     assert shards_of_one_run([first, second]) == [[0, 1]]
 
