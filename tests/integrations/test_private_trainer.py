@@ -370,6 +370,9 @@ def test_private_records_are_not_evaluated(tmp_path, trained):
     for given in ("b", None):
         with pytest.raises(UserError, match="must share no record with train_dataset"):
             t.evaluate(given)
+    t.eval_dataset = texts()
+    with pytest.raises(UserError, match="must share no record with train_dataset"):
+        t.evaluate()
 
 
 @pytest.mark.parametrize(
