@@ -1140,6 +1140,11 @@ def documents(
         size = len(found.ids)
         inputs[place, :size], real[place, :size] = found.ids, 1
         labels[place, :size] = np.where(found.learned, found.ids, _IGNORED)
+    if not (labels != _IGNORED).any():  # steps would be paid for, and only noise be learned
+        raise UserError(
+            f"{name}: length must leave a token of an answer in some document, got {length}, by "
+            "which all answers are cut away; give a longer length"
+        )
     columns: dict[str, np.ndarray | Tensor] = {
         "input_ids": inputs,
         "attention_mask": real,

@@ -485,7 +485,7 @@ def base_digest(model: nn.Module) -> str:
 
 def save_adapter(
     model: Any,
-    run: RunFolder,
+    run: RunFolder | str | Path,
     folder: str | Path,
     *,
     base_name: str | None = None,
@@ -498,7 +498,7 @@ def save_adapter(
 
     Args:
         model: the `peft` model that was trained, with one adapter.
-        run: its run, which is finished.
+        run: its run, which is finished, or the run's folder or name under runs/.
         folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
             base.json with the base's name and digest, and a page.
         base_name: public name of the base; default: the one that `peft` noted, without a path.
@@ -528,7 +528,7 @@ def save_adapter(
             "run", "be private", "a fixed key or an infinite epsilon",
             "train without run_key and with noise, or give not_private=True, which the card says",
         )  # fmt: skip
-    _check_released(model, run)
+    _check_released(model, facts.folder)
     name = base_name or str(configs["default"].base_model_name_or_path or "unnamed")
     if base_name is None and (Path(name).exists() or Path(name).is_absolute()):
         name = Path(name).name

@@ -588,6 +588,12 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
     trained.model.train()
     facts = dpdist.read_facts(trained.training.run)
     assert json.loads((folder / "privacy_card.json").read_text()) == facts.privacy_card()
+    by_path = integration.save_adapter(
+        trained.model, str(trained.training.run.path), tmp_path / "again", base_name="tiny",
+        not_private=True,
+    )  # fmt: skip
+    for path in folder.iterdir():
+        assert path.read_bytes() == (by_path / path.name).read_bytes()
     everything = b"".join(path.read_bytes() for path in folder.iterdir())
     assert str(tmp_path).encode() not in everything and KEY.encode() not in everything
 

@@ -411,6 +411,14 @@ def test_only_answers_are_learned():
     assert cut.batch(slice(0, 1))["input_ids"].shape == (1, 11)
 
 
+def test_a_length_that_cuts_every_answer_away_is_refused():
+    pair = [{"prompt": "what is 1", "answer": "it is 2"}]
+    tokenizer = lm.chat_tokenizer(template=None)
+    with pytest.raises(UserError, match=r"length must leave a token of an answer .* got 3, by whi"):
+        dpdist.documents(pair * 2, tokenizer, length=3)
+    assert len(dpdist.documents([*pair, {"text": "all"}], tokenizer, length=3)) == 2
+
+
 def test_documents_that_are_refused():
     tokenizer, plain = lm.chat_tokenizer(), lm.chat_tokenizer(template=None)
     make = partial(dpdist.documents, length=64)
