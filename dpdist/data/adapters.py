@@ -49,6 +49,14 @@ _AT_ONCE = 1024  # records whose targets are looked at together
 _CHECK_KEY = bytes(32)  # of the draw that the records are checked in; nothing is released of it
 
 
+class RecordError(Exception):
+    """Why a collator of dpdist's own refuses a record: a rule and a way on, without any value."""
+
+    def __init__(self, rule: str, then: str) -> None:
+        super().__init__(rule, then)
+        self.rule, self.then = rule, then
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of `as_records`.
@@ -662,6 +670,8 @@ class ItemRecords(Records):
             try:
                 seed_generators(seed_of(self._key, index))
                 item = self._collate([item])
+            except RecordError as error:
+                options.refuse(f"record {index} {error.rule}", error.then)
             except Exception as error:
                 kind = type(error).__name__
             else:

@@ -26,7 +26,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
-from dpdist.data.adapters import ItemRecords, Options, without_transforms
+from dpdist.data.adapters import ItemRecords, Options, RecordError, without_transforms
 from dpdist.data.protocol import Records
 from dpdist.integrations import kept_modes, refuse
 from dpdist.privacy.card import card_markdown
@@ -322,23 +322,19 @@ def _trains_positions(model: nn.Module) -> bool:
     return takes and any(t.weight.requires_grad and t.padding_idx is None for t in tables)
 
 
-class TokenOutsideVocabularyError(Exception):
-    """A record has a token or a label that the model does not know."""
-
-
 class _RecordFields:
     """Collate one record to the fields that the private step reads, without its padding.
 
     collate: the Trainer's data collator. classes: labels are below it, or `_IGNORED`; None where
-    they are numbers. causal: no mask is kept.
+    they are numbers. causal: no mask is kept. labelled: the loss reads labels.
     """
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], vocabulary: int | None, classes: int | None,
-        *, causal: bool,
+        *, causal: bool, labelled: bool,
     ) -> None:  # fmt: skip
         self._collate, self._vocabulary, self._classes = collate, vocabulary, classes
-        self._causal = causal
+        self._causal, self._labelled = causal, labelled
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
         renamed = [
@@ -346,11 +342,23 @@ class _RecordFields:
              if name in (*_FIELDS, "label", "label_ids") and v is not None}
             for each in items
         ]  # fmt: skip
+        if self._vocabulary is not None and not all(map(_has_tokens, renamed)):
+            raise RecordError(
+                "must have input_ids with a token at least, has none",
+                "cut texts and conversations into tokens first, as dpdist.documents does, and drop "
+                "what is empty",
+            )
         made = dict(self._collate(renamed))
         found = {name: torch.as_tensor(made[name]) for name in _FIELDS if name in made}
         if "input_ids" in found:
             found = self._without_padding(found)
             _check_below(found["input_ids"], self._vocabulary, ignored=False)
+        if self._labelled and "labels" not in found:
+            raise RecordError(
+                "must have labels, has none",
+                "add them, or give data_collator=transformers.DataCollatorForLanguageModeling("
+                "tokenizer, mlm=False)",
+            )
         if "labels" in found and not found["labels"].is_floating_point():
             _check_below(found["labels"], self._classes, ignored=True)
         return found
@@ -369,10 +377,18 @@ class _RecordFields:
 
 
 def _check_below(values: Tensor, most: int | None, *, ignored: bool) -> None:
-    """Raise TokenOutsideVocabularyError for whole numbers beyond 0..most-1."""
+    """Raise RecordError for whole numbers beyond 0..most-1."""
     known = (values >= 0) | ((values == _IGNORED) & ignored)
     if most is not None and not bool((known & (values < most)).all()):
-        raise TokenOutsideVocabularyError
+        raise RecordError(
+            f"must have tokens and labels below {most:,}, those of the model, has others",
+            "take the tokenizer and the labels that the model was made for",
+        )
+
+
+def _has_tokens(record: Mapping[str, Any]) -> bool:
+    ids = record.get("input_ids")
+    return ids is not None and len(ids) > 0
 
 
 _REPLACED = (
@@ -728,8 +744,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             },
         )  # fmt: skip
         collate = _RecordFields(
-            self.data_collator, vocabulary, classes, causal=getattr(self._loss, "causal", False)
-        )
+            self.data_collator, vocabulary, classes, causal=getattr(self._loss, "causal", False),
+            labelled=isinstance(self._loss, ModelLoss) and name == "train_dataset",
+        )  # fmt: skip
         return ItemRecords(
             dataset, options, collate=collate, plain=without_transforms(dataset),
             replaced=(_REPLACED,),

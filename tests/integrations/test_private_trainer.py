@@ -476,8 +476,15 @@ def test_options_callbacks_and_calls_are_refused(tmp_path, trained):
         ("train_dataset", None, "must be the private records"),
         ("max_length", None, "must be the public number of tokens"),
         ("train_dataset", iter(texts()), "must have a length and records by position"),
-        ("train_dataset", [{"input_ids": [1, WORDS, 2], "labels": [1, 2, 3]}] * 8, "TokenOutside"),
-        ("train_dataset", [{"input_ids": [1, 2, 3], "labels": [1, 2, -5]}] * 8, "TokenOutside"),
+        ("train_dataset", [{"input_ids": [1, WORDS, 2], "labels": [1, 2, 3]}] * 8,
+         "record 0 must have tokens and labels below"),
+        ("train_dataset", [{"input_ids": [1, 2, 3], "labels": [1, 2, -5]}] * 8,
+         "record 0 must have tokens and labels below"),
+        ("train_dataset", [{"messages": [{"role": "user", "content": "SECRET"}]}] * 8,
+         "record 0 must have input_ids with a token at least, has none; cut texts"),
+        ("train_dataset", [{"input_ids": [1, 2]}] * 8, "record 0 must have labels, has none; add"),
+        ("train_dataset", [*texts(7), {"input_ids": [], "labels": []}],
+         "record 7 must have input_ids with a token at least"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=rf"^{name}: .*{said}"):
             trainer(folder, **{name: given})
