@@ -13,7 +13,7 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, read_bytes, read_json, write_atomic, write_json
 from dpdist.core.version import __version__
-from dpdist.privacy.card import card_markdown, no_epsilon
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, no_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.bundle import (
     CHECKSUMS,
@@ -21,8 +21,6 @@ from dpdist.release.bundle import (
     FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
-    PRIVACY_CARD,
-    PRIVACY_CARD_TEXT,
     SIGNATURE,
     TEXT_FORMAT,
     WEIGHTS,

@@ -342,12 +342,8 @@ def generate_command(
         del prompts[-1]
     if not prompts:
         raise UserError(f"--prompt-file: must have a prompt a line, got none in {prompt_file}")
-    sampling = Sampling(
-        n, tokens, temperature, secrets.randbits(32) if seed is None else seed
-    )  # fmt: skip
+    sampling = Sampling(n, tokens, temperature, secrets.randbits(32) if seed is None else seed)
     found = load(release, trusted_factory=trust_factory, signer=signer)
     folder = write_texts(found, prompts, sampling, to)
-    console.log(
-        f"{folder / PAGE}: says what the card promises of these texts, and what it does not"
-    )
+    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
     typer.echo(str(folder))

@@ -3,6 +3,7 @@
 from dpdist.data.dataset import (
     Dataset,
     GroupedDataset,
+    RecordHashes,
     check_test_records_unseen,
     check_test_split,
     refuse_common_groups,
@@ -34,6 +35,7 @@ __all__ = [
     "DataSource",
     "Dataset",
     "GroupedDataset",
+    "RecordHashes",
     "TextColumn",
     "WordList",
     "cache_folder",

@@ -1050,7 +1050,7 @@ def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
 # --- documents of a language model --------------------------------------------------------------
 
 
-_IGNORED = -100  # what `transformers` has in labels where nothing is learned
+IGNORED = -100  # what `transformers` has in labels where nothing is learned
 _LEARNED_FROM = "no private document is among what the tokenizer was learned from"
 
 
@@ -1069,7 +1069,7 @@ class DocumentRecords(ArrayRecords):
         prompts = (torch.rand(count, generator=generator) * (sizes - 1)).long()
         places = torch.arange(length)
         real = places < sizes[:, None]
-        labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(_IGNORED))
+        labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(IGNORED))
         tokens = tokens.where(real, torch.tensor(0))
         named = {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
         return named, torch.zeros(count, dtype=torch.int64)
@@ -1141,7 +1141,7 @@ def documents(
     rows = _document_rows(data, name)
     fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
     inputs = np.zeros((len(rows), length), dtype=np.int64)
-    real, labels = np.zeros_like(inputs), np.full_like(inputs, _IGNORED)
+    real, labels = np.zeros_like(inputs), np.full_like(inputs, IGNORED)
     for place, row in enumerate(rows):
         try:
             found = _document_tokens(row, cutter, fields, length)
@@ -1149,8 +1149,8 @@ def documents(
             raise UserError(f"{name}: record {place}: {error}") from None
         size = len(found.ids)
         inputs[place, :size], real[place, :size] = found.ids, 1
-        labels[place, :size] = np.where(found.learned, found.ids, _IGNORED)
-    if not (labels != _IGNORED).any():  # steps would be paid for, and only noise be learned
+        labels[place, :size] = np.where(found.learned, found.ids, IGNORED)
+    if not (labels != IGNORED).any():  # steps would be paid for, and only noise be learned
         raise UserError(
             f"{name}: length must leave a token of an answer in some document, got {length}, by "
             "which all answers are cut away; give a longer length"

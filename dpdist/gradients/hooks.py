@@ -312,7 +312,7 @@ def run_pass(
 
 
 class _Enclosing(nn.Module):
-    """What runs while the parameters of a model are replaced."""
+    """Run a function while the parameters of a model are replaced."""
 
     def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
         super().__init__()

@@ -38,11 +38,9 @@ from dpdist.gradients.per_example import (
 
 def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """y = x W^T + b on (B, ..., in): every position between is one term of the sum."""
-    signal = call.output_gradient
-    batch = signal.shape[0]
-    signal = signal.reshape(batch, -1, signal.shape[-1])
+    signal = _by_position(call.output_gradient)
     if "weight" in call.trainable:
-        right = call.input.reshape(batch, -1, call.input.shape[-1])
+        right = _by_position(call.input)
         yield "weight", OuterProductGradient(signal, right, source=call.input)
     if "bias" in call.trainable:
         yield "bias", DenseGradient(signal[:, 0] if signal.shape[1] == 1 else signal.sum(1))
@@ -50,14 +48,16 @@ def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
 
 def transposed_linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """y = x W + b on (B, ..., in), as the Conv1D of `transformers` has it."""
-    signal = call.output_gradient
-    batch = signal.shape[0]
-    signal = signal.reshape(batch, -1, signal.shape[-1])
+    signal = _by_position(call.output_gradient)
     if "weight" in call.trainable:
-        left = call.input.reshape(batch, -1, call.input.shape[-1])
-        yield "weight", OuterProductGradient(left, signal)
+        yield "weight", OuterProductGradient(_by_position(call.input), signal)
     if "bias" in call.trainable:
         yield "bias", DenseGradient(signal.sum(1))
+
+
+def _by_position(values: Tensor) -> Tensor:
+    """Return (B, ..., width) as (B, positions, width)."""
+    return values.reshape(values.shape[0], -1, values.shape[-1])
 
 
 def embedding(call: LayerCall) -> Iterator[tuple[str, Contribution]]:

@@ -275,11 +275,12 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         logits = inner(input_ids=tokens, use_cache=False).logits
         return _mean_loss(logits[:, :-1], labels[:, 1:], real[:, 1:])
     if _is_a(inner, _MASKED):
-        logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
+        logits = inner(input_ids=tokens, attention_mask=additive_mask(real, inner.dtype)).logits
         return _mean_loss(logits, labels, real)
     if _is_a(inner, _CLASSIFIER) and hasattr(inner, "classifier"):
-        logits = inner(input_ids=tokens, attention_mask=_additive(real, inner)).logits
-        return _mean_loss(logits[:, None], labels[:, None], torch.ones_like(labels)[:, None] > 0)
+        logits = inner(input_ids=tokens, attention_mask=additive_mask(real, inner.dtype)).logits
+        labels = labels[:, None]
+        return _mean_loss(logits[:, None], labels, torch.ones_like(labels) > 0)
     raise UserError(
         f"model: must be a ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM or an encoder's "
         f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: give a "
@@ -328,16 +329,22 @@ def _moved_to_the_left(
     return tokens.gather(1, order), labels.gather(1, order), real.gather(1, order)
 
 
-def _additive(real: Tensor, module: Any) -> Tensor:
-    """Return what is added to the scores of attention: (B, 1, T, T)."""
+def additive_mask(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask that is added to scores of attention, (B, 1, T, T).
+
+    real: bool (B, T), True where there is a token. dtype: that of the scores.
+    """
     length = real.shape[1]
     keys = real[:, None, None, :].expand(-1, 1, length, length)
-    dtype = module.dtype
     return torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
 
 
 def _mean_loss(logits: Tensor, labels: Tensor, real: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the places with a label: (B, T, classes) to (B,)."""
+    """Return the mean cross-entropy over the places with a label, (B,); 0 where there is none.
+
+    logits: (B, T, classes). labels: int64 (B, T), below 0 where nothing is learned. real: bool
+    (B, T), False where a place does not count either.
+    """
     counted = (labels >= 0) & real
     said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     losses = -said.gather(2, labels.clamp(min=0)[..., None])[..., 0]

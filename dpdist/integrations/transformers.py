@@ -26,10 +26,11 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
-from dpdist.data.adapters import ItemRecords, Options, RecordError, without_transforms
+from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
 from dpdist.data.protocol import Records
+from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import kept_modes, refuse
-from dpdist.privacy.card import card_markdown
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.reports.facts import read_facts
@@ -190,8 +191,8 @@ def _check_model_and_schedule(model: Any, schedule: Any) -> None:
     if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
         refuse(
             "model.gradient_checkpointing", "be off", True,
-            "a layer that is run again tells its gradients twice; call "
-            'gradient_checkpointing_disable(), and bound the memory by "micro_batch"',
+            'it is not taken here; call gradient_checkpointing_disable(), and bound the memory by '
+            '"micro_batch", or take dpdist.PrivateTraining with use_reentrant=False',
         )  # fmt: skip
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         refuse(
@@ -217,7 +218,6 @@ _TASKS = {  # the loss of a class of transformers: what a record's targets speak
     "ForSequenceClassification": "record",
     "ForImageClassification": "record",
 }
-_IGNORED = -100  # label of a token that does not count
 _TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 _FIELDS = (*_TOKEN_FIELDS, "pixel_values", "labels")
 
@@ -258,13 +258,13 @@ class ModelLoss:
             )  # fmt: skip
         self.task = _TASKS[kind]
         self.problem = getattr(config, "problem_type", None)
-        # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
-        known = [getattr(each, "is_causal", None) for each in base.modules()]
-        if kind == "ForCausalLM" and False in known and True not in known:
+        if kind == "ForCausalLM" and looks_ahead(base):
             refuse(
                 "model", "not see the tokens that follow", type(base).__name__,
                 "it would be trained to repeat them; load it with config.is_decoder=True",
             )  # fmt: skip
+        # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
+        known = [getattr(each, "is_causal", None) for each in base.modules()]
         self.causal = kind == "ForCausalLM" or True in known
         self.says_tokens = kind in ("ForCausalLM", "ForMaskedLM")
         self.numbers_positions = _trains_positions(base)
@@ -275,9 +275,7 @@ class ModelLoss:
         mask = batch.get("attention_mask")
         if mask is not None and not self.causal:
             dtype: Any = getattr(module, "dtype", torch.float32)
-            hidden = (mask == 0)[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
-            room = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
-            inputs["attention_mask"] = room.masked_fill(hidden, torch.finfo(dtype).min)
+            inputs["attention_mask"] = additive_mask(mask != 0, dtype)
         labels = batch["labels"]
         if self.numbers_positions:
             count, length = batch["input_ids"].shape
@@ -289,9 +287,9 @@ class ModelLoss:
         if self.task == "next tokens":
             logits, labels = logits[:, :-1], labels[:, 1:]
         each = functional.cross_entropy(
-            logits.transpose(1, 2), labels.long(), reduction="none", ignore_index=_IGNORED
+            logits.transpose(1, 2), labels.long(), reduction="none", ignore_index=IGNORED
         )
-        counted = (labels != _IGNORED).sum(1).clamp(min=1)
+        counted = (labels != IGNORED).sum(1).clamp(min=1)
         return each.sum(1) / counted
 
     def _of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -325,7 +323,7 @@ def _trains_positions(model: nn.Module) -> bool:
 class _RecordFields:
     """Collate one record to the fields that the private step reads, without its padding.
 
-    collate: the Trainer's data collator. classes: labels are below it, or `_IGNORED`; None where
+    collate: the Trainer's data collator. classes: labels are below it, or `IGNORED`; None where
     they are numbers. causal: no mask is kept. labelled: the loss reads labels.
     """
 
@@ -378,7 +376,7 @@ class _RecordFields:
 
 def _check_below(values: Tensor, most: int | None, *, ignored: bool) -> None:
     """Raise RecordError for whole numbers beyond 0..most-1."""
-    known = (values >= 0) | ((values == _IGNORED) & ignored)
+    known = (values >= 0) | ((values == IGNORED) & ignored)
     if most is not None and not bool((known & (values < most)).all()):
         raise RecordError(
             f"must have tokens and labels below {most:,}, those of the model, has others",
@@ -456,7 +454,6 @@ class ScheduleArguments:
 _WITHIN_ADAPTERS = ("base_layer", "original_module")
 _TRAINED_COPIES = "modules_to_save"
 BASE = "base.json"  # name and digest of the base that an adapter belongs to
-CARD, CARD_TEXT = "privacy_card.json", "privacy_card.md"
 _ADAPTER_PAGE = """# Adapter of {base}
 
 Trained by dpdist {version} from private records; what is proved stands in {card}. Load it by
@@ -552,10 +549,12 @@ def save_adapter(
         model.save_pretrained(aside, save_embedding_layers=False)
         config = read_json(aside / "adapter_config.json")
         write_json(aside / "adapter_config.json", config | {"base_model_name_or_path": name})
-        write_json(aside / CARD, card)
-        write_atomic(aside / CARD_TEXT, card_markdown(card))
+        write_json(aside / PRIVACY_CARD, card)
+        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(card))
         write_json(aside / BASE, {"name": name, "digest": base_digest(model)})
-        page = _ADAPTER_PAGE.format(base=name, version=__version__, card=CARD_TEXT, file=BASE)
+        page = _ADAPTER_PAGE.format(
+            base=name, version=__version__, card=PRIVACY_CARD_TEXT, file=BASE
+        )
         write_atomic(aside / "README.md", page)
     return target
 
@@ -737,7 +736,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         options = Options(
             name,
             pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
-            pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": _IGNORED},
+            pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": IGNORED},
             ranges={
                 "input_ids": vocabulary or 2, "labels": classes or 2, "attention_mask": 2,
                 "token_type_ids": getattr(config, "type_vocab_size", 2),

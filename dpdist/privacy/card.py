@@ -31,6 +31,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, walk_phases
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
 
+PRIVACY_CARD, PRIVACY_CARD_TEXT = "privacy_card.json", "privacy_card.md"  # its files
+
 # --- results of audits ------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ from dpdist.core.files import (
     read_text,
     validate_path,
 )
-from dpdist.privacy.card import no_epsilon, parse_card_plan
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, no_epsilon, parse_card_plan
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
@@ -76,9 +76,7 @@ if TYPE_CHECKING:
 # --- files, checksums and signature -----------------------------------------------------------
 
 
-PRIVACY_CARD, PRIVACY_CARD_TEXT, DESCRIPTION, MODEL_CARD = (
-    "privacy_card.json", "privacy_card.md", "release.json", "README.md",
-)  # fmt: skip
+DESCRIPTION, MODEL_CARD = "release.json", "README.md"
 WEIGHTS, ARCHITECTURE = "model.safetensors", "model.json"
 CHECKSUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
 CHECKSUMMED_FILES = (

@@ -20,8 +20,8 @@ from dpdist.core.fields import BEGIN, END, FIRST_BYTE, UNKNOWN, Count, RejectBoo
 from dpdist.core.files import atomic_folder, read_bytes, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
-from dpdist.privacy.card import card_markdown
-from dpdist.release.bundle import PRIVACY_CARD, PRIVACY_CARD_TEXT, Release
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
+from dpdist.release.bundle import Release
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -14,14 +14,12 @@ import yaml
 
 from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
 from dpdist.core.fields import describe_averaging
-from dpdist.privacy.card import no_epsilon
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
 from dpdist.release.bundle import (
     ARCHITECTURE,
     CHECKSUMS,
     DESCRIPTION,
-    PRIVACY_CARD,
-    PRIVACY_CARD_TEXT,
     WEIGHTS,
     CertifiedAccuracy,
     ReleaseDescription,

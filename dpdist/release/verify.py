@@ -22,13 +22,11 @@ from dpdist.core.files import (
 )
 from dpdist.core.version import __version__
 from dpdist.privacy.accounting import library_version
-from dpdist.privacy.card import card_markdown, recompute_card
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, recompute_card
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.bundle import (
     DESCRIPTION,
     MODEL_CARD,
-    PRIVACY_CARD,
-    PRIVACY_CARD_TEXT,
     SIGNATURE,
     Release,
     ReleaseError,

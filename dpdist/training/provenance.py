@@ -20,7 +20,7 @@ from dpdist import data, models
 from dpdist.config.sections import PretrainedRecipe, PublicRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import quoted, read_bytes, read_json, write_atomic, write_json
-from dpdist.data.dataset import RecordHashes, refuse_common_records
+from dpdist.data import RecordHashes, refuse_common_records
 from dpdist.models import ModelSpec
 from dpdist.privacy.guarantee import format_delta
 from dpdist.release.bundle import is_release

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.datasets import write_split
+from support.language_models import stirred
 from support.optional_extras import needs_hf
 from support.training import execute
 from torch import Tensor, nn
@@ -63,16 +64,6 @@ def options(base: str, **more):
 def make(base: str, length: int = 7, **more) -> nn.Module:
     shape = (1, 8, 8) if base == "vit" else (length,)
     return models.initialise(ModelSpec("transformer", shape, 3, options(base, **more)), 1)
-
-
-def stirred(model: nn.Module) -> nn.Module:
-    """With adapters that are none of them zero, as they are after some steps."""
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def documents(length: int = 7) -> Tensor:
