@@ -308,7 +308,7 @@ def command(request):
 
 
 def test_the_page_that_helps_reaches_terminal_and_exception(command, tmp_path):
-    """Of a rule of a section, in a recipe and in Python; a copy of the exception has it once."""
+    """A rule of a section names its page in a recipe and in Python, once in a copied exception."""
     place = "(docs/explanation/privacy.md#cost-of-a-training-run)"
     text = (ROOT / "dpdist" / "recipes" / "digits.yaml").read_text()
     assert re.search(r"^  delta: ", text, flags=re.M)

@@ -145,6 +145,15 @@ def test_options_of_another_certificate_are_refused(here: None, runs: Path) -> N
     assert not list((runs / "small/certificates").glob("sigma-0.25*"))
 
 
+def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
+    words = ("certify", "small", "--runs", runs, "--max-inputs", 2, "--output", runs / "half")
+    good(*words, "--form", "bf16")
+    classifier = tables.read_job_record(tables.read(runs / "half/certificates.parquet"))
+    assert classifier["classifier"]["form"] == "bf16"
+    refused = call(*words, "--form", "half")
+    assert isinstance(refused.exception, UserError) and "certify.form" in str(refused.exception)
+
+
 def test_shares_are_merged(here: None, runs: Path) -> None:
     for start in (0, 1):
         good("certify", "small", "--runs", runs, "--start", start, "--every", 2, "--max-inputs", 3)

@@ -419,7 +419,7 @@ class _Selects(nn.Module):
 
 
 def test_a_layer_that_sees_some_positions_is_refused():
-    """Whatever their number: 10 of 2 examples are not 5 of each."""
+    """Ten positions selected from two examples are not taken as five positions of each."""
     torch.manual_seed(0)
     model = _Selects().double()
     tokens = torch.tensor([[1, 1, 1, 8, 8, 8], [1, 8, 8, 8, 8, 8]])

@@ -219,7 +219,7 @@ def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt", "bert"])
 def test_no_kernel_is_chosen_by_another_document(family):
-    """Whatever fills the others up: the same bits, in single precision and with SDPA."""
+    """A document's bits do not depend on the padding of others, in float32 and with SDPA."""
     model = lm.stirred(lm.with_lora(lm.make(family)))
     engine, fields = engine_of(model), lm.batch()
     full = {name: each.clone() for name, each in fields.items()}
@@ -383,7 +383,7 @@ CHAT = [
 
 
 def told(records, tokenizer, row: int = 0) -> tuple[str, str]:
-    """What is read of a document, and what is learned."""
+    """Return the text of a document that is read, and the text that is learned."""
     fields = records.batch(slice(row, row + 1))
     ids, labels = fields["input_ids"][0], fields["labels"][0]
     assert bool((labels[labels >= 0] == ids[labels >= 0]).all())

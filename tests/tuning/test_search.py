@@ -12,7 +12,7 @@ import torch
 from support.folder_contents import contents
 from support.training import parameters
 
-from dpdist import models
+from dpdist import models, pipeline
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.cluster.work import Host
 from dpdist.config.search import Domain
@@ -443,10 +443,16 @@ def test_what_cannot_be_searched_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("objective", ["average-radius", "certified-accuracy"])
-def test_a_search_by_average_radius_says_what_that_can_hide(recipe, begin, objective):
+def test_a_search_by_average_radius_says_what_that_can_hide(
+    recipe, begin, objective, monkeypatch, capsys
+):
     cut = {"average-radius": {"radius_cap": 0.5}, "certified-accuracy": {"radius": 0.3}}[objective]
     score = {"objectives": {"accuracy": 1, objective: 1}, **cut}
-    told = dict(begin(recipe(tune={"score": score})).describe())
+    search = begin(recipe(tune={"score": score}))
+    monkeypatch.setattr(search, "run", lambda *given: None)
+    pipeline.search_stage(search, EXECUTOR)
+    assert ("easy inputs alone" in capsys.readouterr().err) == (objective == "average-radius")
+    told = dict(search.describe())
     assert objective.replace("-", " ").split()[-1] in told["scored by"]
     assert ("easy inputs alone" in told.get("caution", "")) == (objective == "average-radius")
 
