@@ -19,7 +19,7 @@ from _common import end_script, parse_arguments, train_small_run
 
 from dpdist.core import console
 from dpdist.methods.private_prediction import clip_logits
-from dpdist.privacy.calibration import calibrate_noise_multiplier
+from dpdist.privacy.calibration import calibrate_noise
 from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
@@ -33,7 +33,7 @@ SMALL = {
 
 def noise_for(plan: PrivacyPlan, epsilon: float, queries: int) -> float:
     """The noise multiplier with which so many answers cost epsilon."""
-    return calibrate_noise_multiplier(
+    return calibrate_noise(
         lambda noise: replace(plan, phases=(GaussianAnswers(noise, queries),)), epsilon
     )
 

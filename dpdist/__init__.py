@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from dpdist.data.adapters import as_records as as_records
     from dpdist.data.adapters import documents as documents
     from dpdist.data.protocol import Records as Records
+    from dpdist.gradients.clipping import AutomaticClipping as AutomaticClipping
+    from dpdist.gradients.clipping import FlatClipping as FlatClipping
+    from dpdist.gradients.clipping import PerLayerClipping as PerLayerClipping
+    from dpdist.gradients.engine import GradientEngine as GradientEngine
     from dpdist.gradients.objective import language_model_loss as language_model_loss
     from dpdist.pipeline import run as run
+    from dpdist.privacy.calibration import calibrate_noise as calibrate_noise
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpdist.private_training import PrivateTraining as PrivateTraining
@@ -57,6 +62,7 @@ _LAZY = {
     "Recipe": "dpdist.runs.recipe",
     "PrivacyPlan": "dpdist.privacy.plan",
     "Guarantee": "dpdist.privacy.guarantee",
+    "calibrate_noise": "dpdist.privacy.calibration",
     "RunFolder": "dpdist.runs.folder",
     "Facts": "dpdist.reports.facts",
     "read_facts": "dpdist.reports.facts",
@@ -72,6 +78,10 @@ _LAZY = {
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
     "PrivateStep": "dpdist.training.private_step",
+    "GradientEngine": "dpdist.gradients.engine",
+    "FlatClipping": "dpdist.gradients.clipping",
+    "PerLayerClipping": "dpdist.gradients.clipping",
+    "AutomaticClipping": "dpdist.gradients.clipping",
     "PrivateTraining": "dpdist.private_training",
     "StepReport": "dpdist.private_training",
     "fit": "dpdist.private_training",

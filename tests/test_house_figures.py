@@ -22,7 +22,7 @@ pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "files without package faces": 189,  # three, and their arrows, came with language models
-    "arrows": 1542,
+    "arrows": 1545,  # the last three from the face, to the public engine, clipping and calibration
     "circles": 0,
     "files for one training step": 16,
     "files for a Cohen certificate": 12,

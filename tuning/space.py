@@ -521,7 +521,7 @@ class SearchCost:
     def _calibrate_noise(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
     ) -> float:
-        from dpdist.privacy.calibration import calibrate_noise_multiplier
+        from dpdist.privacy.calibration import calibrate_noise
 
         target = self.recipe.privacy.epsilon if epsilon is None else epsilon
         assert target is not None
@@ -530,7 +530,7 @@ class SearchCost:
             return self._plan(phases_with(noise))
 
         try:
-            return calibrate_noise_multiplier(plan_with, target)
+            return calibrate_noise(plan_with, target)
         except ValueError as error:
             raise UserError(f"{self.context}: privacy.epsilon: {error}, got {target}") from error
 

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "reference" / "api.md"
 
 
 def marks() -> dict[str, str]:
-    """Return the mark (stable, experimental, coming) of each name that the page lists."""
+    """Return the mark (stable, experimental) of each name that the page lists."""
     return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE.read_text(), flags=re.M))
 
 
@@ -21,8 +21,7 @@ def page() -> str:
     """Return a heading and the docstring of each name that there is."""
     parts = ["## Every name in full"]
     for name, mark in marks().items():
-        if mark != "coming":
-            parts.append(f"### {name}\n\n*{mark}*\n\n```{{eval-rst}}\n{_directive(name)}\n```")
+        parts.append(f"### {name}\n\n*{mark}*\n\n```{{eval-rst}}\n{_directive(name)}\n```")
     return "\n\n".join(parts)
 
 

@@ -86,7 +86,25 @@ class Clipping(ABC):
 
 @dataclass(frozen=True)
 class FlatClipping(Clipping):
-    """g / max(1, ||g|| / C) over all parameters jointly (Abadi et al. 2016, Algorithm 1)."""
+    """Clip a record's whole gradient to one norm: g / max(1, ||g|| / C).
+
+    Guarantee: a record adds at most `sensitivity` = C to a sum, rounding included.
+
+    Args:
+        clip_norm: C, an L2 norm over all parameters jointly.
+
+    Raises:
+        UserError: C is not positive and finite.
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
+
+    Example:
+        >>> import dpdist, torch
+        >>> clipping = dpdist.FlatClipping(1.0)
+        >>> norms = torch.tensor([[9.0, 0.01], [16.0, 0.01]])  # squared: 2 layers, 2 records
+        >>> clipping.factors(norms, slack=0.0)
+        tensor([[0.2000, 1.0000]])
+    """
 
     clip_norm: float
 
@@ -104,12 +122,25 @@ class FlatClipping(Clipping):
 
 @dataclass(frozen=True)
 class AutomaticClipping(Clipping):
-    """C g / (||g|| + gamma): every example is normalised (Bu et al., "Automatic Clipping", 2023).
+    """Normalise a record's gradient: C g / (||g|| + gamma).
 
-    The result is shorter than C whatever g is, so the sensitivity is C, with room for rounding: the
-    computed norm enters with the same `slack` as in the flat clip, and gamma only shortens further.
-    gamma > 0 keeps small gradients small, which their convergence proof needs; 0.01 is the value of
-    their experiments, and C = 1 is no loss, since a rate takes its place.
+    Guarantee: a record adds at most `sensitivity` = C to a sum, rounding included: the computed
+    norm enters with the same slack as in the flat clip, and gamma only shortens further.
+
+    Args:
+        clip_norm: C; 1 is no loss, since the learning rate takes its place.
+        gamma: keeps small gradients small, which the paper's convergence proof needs; 0.01 is the
+            value of its experiments.
+
+    Raises:
+        UserError: a value is not positive and finite.
+
+    Source: Bu et al., "Automatic Clipping" (2023).
+
+    Example:
+        >>> import dpdist, torch
+        >>> dpdist.AutomaticClipping(1.0).factors(torch.tensor([[0.9801]]), slack=0.0)
+        tensor([[1.]])
     """
 
     clip_norm: float
@@ -142,11 +173,25 @@ class NoClipping(Clipping):
 
 @dataclass(frozen=True)
 class PerLayerClipping(Clipping):
-    """Each layer l clipped to its own C_l; the total sensitivity is sqrt(sum_l C_l^2).
+    """Clip the gradient of each layer l to a norm C_l of its own.
 
-    clip_norm: the total; without `layer_norms` each of the L layers gets clip_norm / sqrt(L)
-    (McMahan et al. 2018). layer_norms: C_l in the order of `GradientEngine.layers`, and then
-    clip_norm must be their root sum of squares: use `PerLayerClipping.from_layer_norms`.
+    Guarantee: a record adds at most `sensitivity` = sqrt(sum_l C_l^2) to a sum, rounding included.
+
+    Args:
+        clip_norm: the total sensitivity; without `layer_norms` each of the L layers gets
+            clip_norm / sqrt(L).
+        layer_norms: C_l in the order of `GradientEngine.layers`, whose root sum of squares is
+            `clip_norm`: `PerLayerClipping.from_layer_norms` computes it.
+
+    Raises:
+        UserError: a norm is not positive and finite, or the total is another.
+
+    Source: McMahan et al., "Learning Differentially Private Recurrent Language Models" (2018).
+
+    Example:
+        >>> import dpdist
+        >>> dpdist.PerLayerClipping.from_layer_norms([3.0, 4.0]).sensitivity
+        5.0
     """
 
     clip_norm: float
@@ -161,12 +206,12 @@ class PerLayerClipping(Clipping):
             if not math.isclose(total, self.clip_norm, rel_tol=1e-9):
                 raise UserError(
                     f"the layer norms have total sensitivity {total:g}, not clip_norm = "
-                    f"{self.clip_norm:g}: use PerLayerClipping.of(layer_norms)"
+                    f"{self.clip_norm:g}: use PerLayerClipping.from_layer_norms(layer_norms)"
                 )
 
     @classmethod
     def from_layer_norms(cls, layer_norms: Sequence[float]) -> PerLayerClipping:
-        """The clipping with these norms; its clip_norm is their root sum of squares."""
+        """Return the clipping with these norms; its clip_norm is their root sum of squares."""
         norms = tuple(float(norm) for norm in layer_norms)
         return cls(math.sqrt(math.fsum(norm * norm for norm in norms)), norms)
 
@@ -189,7 +234,7 @@ class PerLayerClipping(Clipping):
 
 
 def make_clipping(rule: str, clip_norm: float) -> Clipping:
-    """The clipping rule with total sensitivity clip_norm, infinite for "none"."""
+    """Return the clipping rule with total sensitivity clip_norm, infinite for "none"."""
     if rule == "none":
         return NoClipping()
     if rule == "automatic":

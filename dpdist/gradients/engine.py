@@ -136,29 +136,52 @@ class GroupMembers:
 
 
 class GradientEngine:
-    """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
+    """Sum clipped per-example gradients of `objective(model(inputs), targets)` over a batch.
 
-    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `validate`
-    refuses other mixing, before the first sum and on no record). Its parameters are only read.
-    objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-    (`dpdist.gradients.hooks.OwnLoss`). clipping: see `dpdist.gradients.clipping`. perturbation: K
-    perturbed passes whose gradients are averaged before the clip; None is plain DP-SGD.
-    micro_batch: examples per physical pass at most; None chooses it from the model's activation
-    sizes for invented inputs, never from a record or load. blocks: with them (and record ids and a
-    draw key), records run in keyed blocks and in passes of one shape, and one record changes the
-    executed sum by at most `sensitivity`, rounding included; without, passes are cut by position
-    and the sum's rounding comes on top. They may be replaced between steps. isolate: every example
-    runs through the model alone (torch.func), so that no model can mix examples; memory is
-    micro-batch x parameters, hidden draws do not fit.
+    Guarantee: one example adds at most `sensitivity` to `clipped_sum`. With `blocks`, record ids
+    and a draw key, records run in keyed blocks and in passes of one shape, and one record changes
+    the executed sum by at most `sensitivity`, rounding included; without, passes are cut by
+    position and the sum's rounding comes on top. The sum itself is private until noise is added.
 
-    records_per_example: K where an example is a group of up to K records: their gradients are added
-    up, and the sum is clipped once. Set it before the first sum; 1: examples are single records.
+    Args:
+        model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused;
+            `validate` refuses other mixing, before the first sum and on no record). Its parameters
+            are only read.
+        objective: per-example losses (B,), of outputs and targets, or of the model and a batch
+            (`dpdist.gradients.hooks.OwnLoss`).
+        clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
+        perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
+            DP-SGD. It may be replaced between steps.
+        micro_batch: examples per physical pass at most; None chooses it from the model's activation
+            sizes for invented inputs, never from a record or load.
+        blocks: how records are put into keyed blocks. They may be replaced between steps.
+        isolate: every example runs through the model alone (torch.func), so that no model can mix
+            examples; memory is micro-batch x parameters, and hidden draws do not fit.
 
-    parameters: the trainable ones, in the model's order. size: their total number of scalars.
-    layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
-    without a rule, left to torch.func. sensitivity: largest norm one example can add to the sum.
+    Attributes:
+        records_per_example: K where an example is a group of up to K records: their gradients are
+            added up, and the sum is clipped once. Set it before the first sum.
+        parameters: the trainable ones, in the model's order.
+        size: their total number of scalars.
+        layers: names of the layers, in the order of per-layer clip norms.
+        fallback_layers: those without a rule, left to torch.func.
+        sensitivity: largest norm one example can add to the sum.
 
-    Raises UserError for a model that mixes examples or has nothing to train.
+    Raises:
+        UserError: the model mixes examples, or has nothing to train.
+
+    Source: Bu et al., "Differentially Private Optimization on Large Model at Small Cost" (2023),
+    for clipping by book-keeping.
+
+    Example:
+        >>> import dpdist, torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> def loss(outputs, targets):
+        ...     return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+        >>> engine = dpdist.GradientEngine(model, loss, clipping=dpdist.FlatClipping(0.1))
+        >>> found = engine.clipped_sum(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+        >>> found.flat.shape, bool(found.flat.norm() <= 8 * engine.sensitivity)
+        (torch.Size([15]), True)
     """
 
     def __init__(

@@ -163,15 +163,51 @@ def _two_grids(
     return _largest_within_target(fine, target, near, limits, whole, stride=min(1.2, 1.001 * miss))
 
 
-def calibrate_noise(
-    make_plan: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
-) -> float:
-    """Return the smallest noise multiplier s for which plan_with(s) is within `epsilon`.
+def _approximate_epsilon(plan: PrivacyPlan) -> float:
+    from dpdist.privacy import accounting
 
-    make_plan: any plan whose cost does not rise with s (several phases, a search, ...).
-    Raises Unreachable when no noise up to 1e6 is enough, ValueError for a bad target.
+    paths = plan.path_events(plan.phases)
+    return accounting.approximate_epsilon(paths, plan.delta, plan.neighbours)
+
+
+def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -> float:
+    """Return the smallest noise multiplier with which a plan costs at most `epsilon`.
+
+    Guarantee: the plan with the returned noise was accounted for itself, and costs at most
+    `epsilon` by `PrivacyPlan.guarantee`; where the target can be met, it costs at least 99.9 % of
+    it (the rest is spent on ending the search).
+
+    Args:
+        make_plan: the plan with a given noise multiplier. Its cost must not rise with the noise; it
+            may have several phases, a private search, scores, or anything else that a plan holds.
+        epsilon: the target, at the plan's own delta and relation.
+
+    Returns:
+        The noise multiplier, in units of the clip norm.
+
+    Raises:
+        UnreachableTargetError: a ValueError; the parts of the plan without this noise cost more.
+        ValueError: the target is not positive and finite, or `make_plan` refuses a value.
+
+    Example:
+        >>> import dpdist
+        >>> def plan_with(noise):
+        ...     return dpdist.PrivacyPlan.dp_sgd(
+        ...         records=1_000, batch_size=100, noise_multiplier=noise, steps=50, delta=1e-4
+        ...     )
+        >>> noise = dpdist.calibrate_noise(plan_with, epsilon=2.0)
+        >>> 1.998 < plan_with(noise).guarantee().epsilon <= 2.0
+        True
     """
     _check_target(epsilon)
+    low, high = 0.1, 1e4
+    for _ in range(9):  # to within 5 % in noise: the start only has to be near
+        middle = math.sqrt(low * high)
+        if _approximate_epsilon(make_plan(middle)) > epsilon:
+            low = middle
+        else:
+            high = middle
+    start = high if high < 1e4 else 1.0
     low, high = _NOISE_LIMITS
     limits = (1 / high, 1 / low)
     inverse = _two_grids(lambda x: make_plan(1 / x), epsilon, 1 / start, limits, whole=False)
@@ -183,30 +219,6 @@ def calibrate_noise(
     return 1 / inverse
 
 
-def _approximate_epsilon(plan: PrivacyPlan) -> float:
-    from dpdist.privacy import accounting
-
-    paths = plan.path_events(plan.phases)
-    return accounting.approximate_epsilon(paths, plan.delta, plan.neighbours)
-
-
-def calibrate_noise_multiplier(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -> float:
-    """Return the smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
-
-    Raises Unreachable, or what plan_with raises.
-    """
-    _check_target(epsilon)
-    low, high = 0.1, 1e4
-    for _ in range(9):  # to within 5 % in noise: the start only has to be near
-        middle = math.sqrt(low * high)
-        if _approximate_epsilon(make_plan(middle)) > epsilon:
-            low = middle
-        else:
-            high = middle
-    start = high if high < 1e4 else 1.0
-    return calibrate_noise(make_plan, epsilon, start)
-
-
 def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> float:
     """Return the smallest noise at which these scores cost a held-out record at most `epsilon`.
 
@@ -216,7 +228,7 @@ def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> 
     def plan_with(noise: float) -> PrivacyPlan:
         return PrivacyPlan(scores.records, (replace(scores, noise_multiplier=noise),), delta)
 
-    return calibrate_noise_multiplier(plan_with, epsilon)
+    return calibrate_noise(plan_with, epsilon)
 
 
 def noise_multiplier_for(
@@ -245,7 +257,7 @@ def noise_multiplier_for(
             batch_cap=batch_cap,
         )
 
-    return calibrate_noise_multiplier(plan_with, epsilon)
+    return calibrate_noise(plan_with, epsilon)
 
 
 def steps_for(

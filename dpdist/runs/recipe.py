@@ -40,7 +40,7 @@ from dpdist.core.files import (
     validate_path,
 )
 from dpdist.methods.registry import DEFAULT, AnyMethod
-from dpdist.privacy.calibration import calibrate_noise_multiplier, score_noise_for
+from dpdist.privacy.calibration import calibrate_noise, score_noise_for
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
@@ -544,7 +544,7 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
             return _plan_without_scores(recipe, records, noise)
 
         try:
-            noise = calibrate_noise_multiplier(plan_with, privacy.epsilon)
+            noise = calibrate_noise(plan_with, privacy.epsilon)
         except ValueError as error:
             raise field_error(context, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:

@@ -80,9 +80,8 @@ class PrivateStep:
 
     Example:
         >>> import torch
-        >>> from dpdist import PrivacyPlan, PrivateStep
-        >>> from dpdist.gradients.clipping import FlatClipping
-        >>> from dpdist.gradients.engine import GradientEngine, cross_entropy
+        >>> from dpdist import FlatClipping, GradientEngine, PrivacyPlan, PrivateStep
+        >>> from dpdist.gradients.engine import cross_entropy
         >>> class Rows:
         ...     inputs, labels = torch.randn(100, 4), torch.zeros(100, dtype=torch.int64)
         ...     def __len__(self): return len(self.labels)

@@ -396,8 +396,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/calibration.py", "privacy/test_calibrated_settings",
-        ("            neighbours=neighbours,\n            batch_cap=batch_cap,\n        )\n\n    return calibrate_noise_multiplier",
-         "            neighbours=neighbours,\n        )\n\n    return calibrate_noise_multiplier",
+        ("            neighbours=neighbours,\n            batch_cap=batch_cap,\n        )\n\n    return calibrate_noise",
+         "            neighbours=neighbours,\n        )\n\n    return calibrate_noise",
          "noise is calibrated without the cap on the batch"),
         ("            delta=delta,\n            neighbours=neighbours,\n        )\n\n    start = 1.0\n    while 2 * start <= records",
          "            delta=delta,\n        )\n\n    start = 1.0\n    while 2 * start <= records",
