@@ -44,7 +44,7 @@ class Ball:
     """All points within ``size`` of ``centre`` in ``norm`` and inside ``box``.
 
     centre: float32 (B, ...). size: float64 (B,), in input units. box: least and largest value of
-    each coordinate (the centre lies inside), or None.
+    each coordinate, or None. A centre outside the box has none: it is no picture of pixels.
     """
 
     centre: Tensor
@@ -53,13 +53,17 @@ class Ball:
     box: tuple[float, float] | None = PIXELS
 
     def project(self, point: Tensor) -> Tensor:
-        """The point moved into the ball, then clipped to the box: float64 (B, ...).
+        """Return the point moved into the ball, then clipped to the box: float64 (B, ...).
 
         Each is the Euclidean projection; one after the other they stay in both sets, because the
         centre lies in the box.
         """
         moved = self.centre.double() + self._projected_shift(point)
-        return moved if self.box is None else moved.clamp(*self.box)
+        if self.box is None:
+            return moved
+        low, high = self.box
+        boxed = ((self.centre >= low) & (self.centre <= high)).flatten(1).all(1)
+        return torch.where(per_row(boxed, moved), moved.clamp(low, high), moved)
 
     def project_to_float32(self, point: Tensor) -> Tensor:
         """`project`, rounded towards the centre: float32 (B, ...), exactly inside."""
@@ -102,7 +106,7 @@ class Ball:
 
 
 def input_range(inputs: Tensor) -> tuple[float, float] | None:
-    """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
+    """Return the bounds in which pictures (B, C, H, W) stay; other features have none."""
     return PIXELS if inputs.dim() == 4 else None
 
 

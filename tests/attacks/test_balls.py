@@ -41,6 +41,15 @@ def test_no_point_is_a_hair_outside(seed, size, norm, numbers, boxed) -> None:
     assert torch.equal(ball.project_to_float32(far)[3], centre[3])
 
 
+def test_a_centre_outside_the_box_has_none() -> None:
+    """A standardised picture beside pixels: neither leaves its ball for the other's sake."""
+    centre = torch.stack([torch.full((3, 4, 4), 0.95), torch.full((3, 4, 4), 1.7)])
+    ball = Ball(centre, sizes(0.1, 0.1), "linf")
+    moved = ball.project_to_float32(centre.double() + 1)
+    assert (moved[0] == 1).all() and (moved[1] > 1.79).all()
+    assert (distance(moved.numpy(), centre.numpy(), "linf") <= 0.1).all()
+
+
 def test_plain_float32_projection_would_leave_the_ball() -> None:
     # Why the rounding matters: what most code does is outside on about half of the coordinates.
     centre = torch.rand(100, 784, generator=torch.Generator().manual_seed(0))
