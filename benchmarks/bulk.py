@@ -5,9 +5,9 @@
 
 A ResNet-20 is trained for each sigma by an ordinary loop on noisy pictures (Cohen et al., 2019),
 without privacy; `dpdist certify --model --weights --data` then certifies each 20th test picture by
-every mode. Processor seconds are those of the process and its children, since wall clock says
-little on a machine that does other work; `rate` is measured alone. Each part is a line of
---results; what is there is not made again, and an interrupted part continues.
+every mode. Draws are counted, and hours are draws by the `rate` of one thread, which is measured
+alone; processor seconds of a training are those of its process. Each part is a line of --results;
+what is there is not made again, and an interrupted part continues.
 """
 
 from __future__ import annotations
@@ -154,10 +154,8 @@ def command(options: argparse.Namespace, sigma: float, mode: str) -> list[str]:
 
 
 def certify(options: argparse.Namespace, sigma: float, mode: str) -> dict[str, Any]:
-    """Certify by the command, and read its table. Seconds count all tries of an interrupted one."""
-    words, seconds = command(options, sigma, mode), options.out / f"{mode}-{sigma:g}.seconds"
-    before = json.loads(seconds.read_text()) if seconds.exists() else 0.0
-    began, clock = used(), time.monotonic()
+    """Certify by the command, and read its table."""
+    words = command(options, sigma, mode)
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(
         [sys.executable, "-m", "dpdist", *words], cwd=options.out, env=environment
@@ -168,15 +166,9 @@ def certify(options: argparse.Namespace, sigma: float, mode: str) -> dict[str, A
         running.send_signal(signal.SIGINT)
         running.wait()
         raise
-    finally:
-        seconds.write_text(json.dumps(before + used() - began))
     if code:
         raise SystemExit(f"dpdist {' '.join(words)}: ended with {code}")
-    return {
-        "command": "dpdist " + " ".join(words), **count(options, mode, sigma),
-        "processor_seconds": json.loads(seconds.read_text()),
-        "wall_seconds": time.monotonic() - clock if not before else None,
-    }  # fmt: skip
+    return {"command": "dpdist " + " ".join(words), **count(options, mode, sigma)}
 
 
 def count(
@@ -184,7 +176,9 @@ def count(
 ) -> dict[str, Any]:
     """Certified inputs of a table; by Hoeffding's bound of the same votes if asked."""
     table = table_reader.read(options.out / f"{mode}-{sigma:g}" / "certificates.parquet").table
-    columns = {name: table[name].to_numpy() for name in ("prediction", "label", "k", "n", "radius")}
+    columns = {
+        name: table[name].to_numpy() for name in ("prediction", "label", "k", "n", "n0", "radius")
+    }
     radius, answered = columns["radius"], columns["prediction"] >= 0
     right = columns["prediction"] == columns["label"]
     if by_hoeffding:
@@ -195,20 +189,22 @@ def count(
     held = [int(np.sum(answered & right & (radius >= r))) for r in RADII]
     return {
         "inputs": len(table), "certified": dict(zip(map("{:g}".format, RADII), held, strict=True)),
-        "abstained": int(np.sum(~answered)), "draws": int(columns["n"].sum()),
+        "abstained": int(np.sum(~answered)), "draws": int((columns["n"] + columns["n0"]).sum()),
         "mean_radius": float(np.mean(np.where(answered & right, radius, 0.0))),
     }  # fmt: skip
 
 
 def by_hoeffding(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
     """Certify the votes of `fixed` by Hoeffding's bound: no network runs."""
-    began = used()
-    found = count(options, "fixed", sigma, by_hoeffding=True)
-    return {**found, "processor_seconds": used() - began}
+    return count(options, "fixed", sigma, by_hoeffding=True)
 
 
 def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
-    """Wall clock of the command and of Cohen's loop for the same draws, in turn, nothing beside."""
+    """Draws a second of the command and of Cohen's loop, by one thread, in turn, nothing beside.
+
+    The command's include its start: of Python, of torch and of what it checks.
+    """
+    torch.set_num_threads(1)
     x, _ = pictures(options.data / "test.parquet")
     model = resnet20()
     model.load_state_dict(torch.load(options.out / f"resnet-{sigma:g}.pt", weights_only=True))
@@ -225,10 +221,10 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
                 words[words.index("--every") + 1] = str(few)
                 words[words.index("--form") + 1] = form
                 words[-1] = name = f"rate-{form}-{number}"
-                environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+                environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
                 subprocess.run(
-                    [sys.executable, "-m", "dpdist", *words, "--name", name], cwd=options.out,
-                    env=environment, check=True, capture_output=True,
+                    [sys.executable, "-m", "dpdist", *words, "--name", name, "--local"],
+                    cwd=options.out, env=environment, check=True, capture_output=True,
                 )  # fmt: skip
                 draws = len(x[::few]) * (options.n + 100)
             rates.append(draws / (time.monotonic() - began))
@@ -274,6 +270,11 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 def show(found: dict[str, dict[str, Any]]) -> None:
     """Print the tables, with Clopper and Pearson's 95 % interval of each share."""
     rows = []
+    rates = {
+        form: float(np.median(each))
+        for line in found.values()
+        for form, each in line.get("draws_per_second", {}).items()
+    }
     for name, line in found.items():
         if "certified" not in line:
             continue
@@ -284,21 +285,20 @@ def show(found: dict[str, dict[str, Any]]) -> None:
             share = 100 * count / line["inputs"]
             shares.append(f"{share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
         mode, _, sigma = name.rpartition("-")
-        hours = f"{line['processor_seconds'] / 3600:.2f}"
+        hours = f"{line['draws'] / rates['bf16'] / 3600:.2f}" if rates else ""
         rows.append([sigma, mode, f"{line['draws'] / line['inputs']:,.0f}", hours, *shares])
-    heads = ["sigma", "mode", "draws an image", "processor hours", *(f"at {r:g}, %" for r in RADII)]
+    heads = ["sigma", "mode", "draws an image", "hours", *(f"at {r:g}, %" for r in RADII)]
     print(markdown_table([heads, *rows]))
     for name, line in found.items():
         if name.startswith("train"):
             print(f"{name}: {line['epochs']} epochs, {line['processor_seconds'] / 60:.0f} minutes "
                   f"of processor time, accuracy {100 * line['accuracy']:.1f} %, under noise "
                   f"{100 * line['noisy_accuracy']:.1f} %")  # fmt: skip
-        if name.startswith("rate"):
-            rates = {form: np.median(each) for form, each in line["draws_per_second"].items()}
-            listed = ", ".join(f"{form} {each:,.0f}" for form, each in rates.items())
-            hours = 1e4 * 1.001e5 / rates["bf16"] / 3600
-            print(f"{name}: draws/s: {listed}; 10,000 images at n = 100,000 by bf16: "
-                  f"{hours:,.0f} hours (extrapolated)")  # fmt: skip
+    if rates:
+        listed = ", ".join(f"{form} {each:,.0f}" for form, each in rates.items())
+        hours = 1e4 * 1.001e5 / rates["bf16"] / 3600
+        print(f"draws/s of one thread: {listed}; 10,000 images at n = 100,000 by bf16: "
+              f"{hours:,.0f} hours (extrapolated)")  # fmt: skip
 
 
 def main() -> None:
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--form", default="bf16", help="of the certified network")
-    parser.add_argument("--rate-inputs", type=int, default=20)
+    parser.add_argument("--rate-inputs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="print what --results holds")
     tiny = {"epochs": 1, "n": 1000, "every": 5, "rate_inputs": 2, "rounds": 1, "batch": 10,
