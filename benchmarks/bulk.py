@@ -168,7 +168,8 @@ def certify(options: argparse.Namespace, sigma: float, mode: str) -> dict[str, A
         raise
     if code:
         raise SystemExit(f"dpdist {' '.join(words)}: ended with {code}")
-    return {"command": "dpdist " + " ".join(words), **count(options, mode, sigma)}
+    shown = " ".join(words).replace(str(options.data), "data/cifar10")
+    return {"command": f"dpdist {shown}", **count(options, mode, sigma)}
 
 
 def count(
