@@ -257,11 +257,6 @@ FAULTS: list[Fault] = [
             "    if False:\n",
             "a model of other classes than the data's is imported",
         ),
-        (
-            "        install_torchvision_hook()  # timm imports torchvision\n",
-            "",
-            "timm's models are out of reach where torch has no CUDA",
-        ),
     ),
     *group(
         "dpdist/data/test_inputs.py",
