@@ -168,8 +168,9 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
             "(CUDA_VISIBLE_DEVICES)",
         )  # fmt: skip
     yield from _refused_checkpoints(args)
-    for each in dataclasses.fields(kind):
-        name, value, default = each.name, getattr(args, each.name), getattr(usual, each.name)
+    fields = [each.name for each in dataclasses.fields(kind)]
+    for name in sorted(fields, key=lambda each: [*_INSTEAD, each].index(each)):  # usual ones first
+        value, default = getattr(args, name), getattr(usual, name)
         if name not in _READ and value != default and not _is_unset(name, value, args):
             then = _INSTEAD.get(name, _UNREAD)
             yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
