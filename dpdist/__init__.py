@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dpdist.core.optional_imports import install_torchvision_hook
 from dpdist.core.version import __version__
+
+install_torchvision_hook()  # for what is imported after dpdist
 
 if TYPE_CHECKING:
     from dpdist.certification.cohen import Cohen as Cohen

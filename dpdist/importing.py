@@ -22,7 +22,6 @@ from dpdist.core.files import (
     write_atomic,
     write_json,
 )
-from dpdist.core.optional_imports import install_torchvision_hook
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
@@ -246,7 +245,6 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     if package in _TORCHVISION:
         return "torchvision", {"architecture": last, **options}
     if package == _TIMM:
-        install_torchvision_hook()  # timm imports torchvision
         try:
             importlib.import_module(_TIMM)
         except ImportError as error:

@@ -38,7 +38,14 @@ from dpdist import models
 from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import as_records, check_classes, check_targets, check_tokens
+from dpdist.data.adapters import (
+    LEARNED_FROM,
+    as_records,
+    check_classes,
+    check_not_packed,
+    check_targets,
+    check_tokens,
+)
 from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
@@ -531,6 +538,36 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
     return dict(section)
 
 
+_TOKENS = "input_ids"  # the field of a document's tokens, as transformers and `documents` have it
+_DOCUMENT = "one document, a row of the data"
+
+
+def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
+    """Return a recipe that says what is protected, and what documents assume of a tokenizer.
+
+    A run that was begun before recipes said so goes on without. Raises UserError for rows of
+    several documents.
+    """
+    script, group = recipe.by_script, recipe.group_unit
+    assert script is not None
+    inputs = records.examples(2)[0]
+    tokens = isinstance(inputs, dict) and _TOKENS in inputs
+    if tokens and "position_ids" in inputs:
+        check_not_packed(records)
+    unit = _DOCUMENT if tokens else None
+    if group is not None:
+        unit = replace(group, column=records.unit_name or group.column).description
+        unit = unit.replace("records", "documents") if tokens else unit
+    said: dict[str, Any] = {"unit": None if unit == recipe.privacy_unit else unit}
+    if tokens and LEARNED_FROM not in script.assumed:
+        said["assumed"] = [*script.assumed, LEARNED_FROM]
+    if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
+        said["unit"] = begun.unit
+        if LEARNED_FROM not in begun.assumed:
+            said.pop("assumed", None)
+    return recipe.model_copy(update={"script": script.model_copy(update=said)})
+
+
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _ARGUMENTS = {"training.": "", "script.": "", "data.root": "held_out"}
 
@@ -838,7 +875,7 @@ class PrivateTraining:
                     f"resources.{key}: must be {usual} in PrivateTraining, got {found}; leave it "
                     "out, or train by a recipe"
                 )
-        return recipe
+        return _with_unit(recipe, self._records, self.run)
 
     def _kind(self) -> str:
         """Return the kind of the targets: "class", "number" or "labels"."""

@@ -44,7 +44,6 @@ from dpdist.cluster.work import ReportMetrics
 from dpdist.config.search import FunctionScore, TuneRecipe
 from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
-from dpdist.core import optional_imports
 from dpdist.core.errors import UserError, is_disk_full
 from dpdist.core.files import (
     error_text,
@@ -301,6 +300,7 @@ def _description(training: PrivateTraining) -> str:
     """Return a digest of all that a training begins with, but for keys, noise, name and folder."""
     told = training.recipe.model_dump(mode="json", exclude={"name", "resources"})
     told["data"]["root"] = None
+    told["script"].pop("unit", None)  # words, which descriptions of older searches lack
     for key in ("noise_multiplier", "epsilon", "run_key"):
         told["privacy"][key] = None
     text = json.dumps([told, training.state_digest()], sort_keys=True)
@@ -643,7 +643,6 @@ def run_own_trial(path: str, number: int, digest: str) -> None:
     sys.path[:] = [*sent["path"], *(each for each in sys.path if each not in sent["path"])]
     if os.path.isdir(sent["here"]):
         os.chdir(sent["here"])
-    optional_imports.install_torchvision_hook()
     function: TrainFunction = cloudpickle.loads(sent["function"])
     asked = folder.run.read_search_recipe()
     torch.set_num_threads(max(1, int(asked.resources.cpus_per_worker)))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 
 from dpdist.cluster import job_folder
 from dpdist.cluster.job_folder import Journal
+from dpdist.core import console
 from dpdist.core.errors import UserError
 from dpdist.core.files import ColumnSpec
 
@@ -169,3 +174,26 @@ def test_what_is_no_such_table_is_refused(tmp_path: Path, wrong: pa.Table) -> No
     pq.write_table(wrong, tmp_path / "t.parquet")
     with pytest.raises(UserError, match="damaged"):
         read(tmp_path / "t.parquet")
+
+
+class Terminal(io.StringIO):
+    """Standard error of somebody who watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("before", [0, 400])
+def test_the_time_left_does_not_count_what_an_earlier_session_did(before: int) -> None:
+    shown = Terminal()
+    with contextlib.redirect_stderr(shown), console.progress("certifying", "inputs", "draws") as s:
+        s(before, 500, 0.0)
+        time.sleep(0.25)
+        s(before + 1, 500, 1712.8)
+        time.sleep(0.25)
+        s(before + 2, 500, 1712.8)
+    lines = re.findall(r"certifying: \d+ of 500 .*?, (\?|\d+:\d\d) left", shown.getvalue())
+    assert len(lines) == 3 and lines[0] == "?"
+    for place, told in enumerate(lines[1:], 1):
+        minutes, seconds = map(int, told.split(":"))
+        assert 60 * minutes + seconds >= round((500 - before - place) * 0.25)

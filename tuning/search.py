@@ -95,7 +95,7 @@ class Search:
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
         self.assumptions: list[str] = []
         self.way_out = "choose another --name"
-        self._since = time.monotonic()
+        self._since: tuple[int, float] | None = None  # trials done when, at the first report
         self._noise_by_values: dict[str, float] = {}
 
     def run(
@@ -277,7 +277,10 @@ class Search:
         stages = {"done": done, "trials": total, "stages": now}
         with contextlib.suppress(OSError):  # a full disk is told by what has to be written
             write_json(self.folder.progress, stages, durable=False)
-        progress(done, total, done / (time.monotonic() - self._since), "; ".join(now))
+        if self._since is None:
+            self._since = done, time.monotonic()
+        rate = (done - self._since[0]) / max(time.monotonic() - self._since[1], 1e-9)
+        progress(done, total, rate, "; ".join(now))
 
     def stages(self) -> list[str]:
         """Return the stage of each trial that was begun and has not ended.

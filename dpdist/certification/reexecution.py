@@ -60,7 +60,6 @@ from torch import Tensor, nn
 
 from dpdist.certification import inference
 from dpdist.certification.inference import FORMS, REDUCED_PRECISION_FORMS, use_single_thread
-from dpdist.core import optional_imports
 from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.models import fresh_copy, predicted_classes, rounding_tolerance, softmax_scores
 from dpdist.models.factory_code import FactoryCode
@@ -159,7 +158,6 @@ def serve_rows() -> None:
     os.dup2(2, 1)  # what a user's module prints is no answer
     use_single_thread()
     try:
-        optional_imports.install_torchvision_hook()
         network, form, code = pickle.loads(_read(asked))
         code.check("the process in which rows are executed alone")
     except EOFError:

@@ -201,7 +201,8 @@ class ScriptRecipe(Section):
 
     model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
     with the records and was not used. assumed: what the guarantee rests on and nobody checked.
-    score: scores that the plan pays for.
+    score: scores that the plan pays for. unit: what is protected, in words, where that is more than
+    "one record".
     """
 
     model: Text
@@ -211,6 +212,7 @@ class ScriptRecipe(Section):
     assumed: list[Text] = Field(default=[], max_length=100)
     # Not written without one: digests made before there were scores stay.
     score: ScriptScore | None = Field(default=None, exclude_if=lambda score: score is None)
+    unit: Text | None = Field(default=None, exclude_if=lambda unit: unit is None)
 
 
 # --- resources --------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
     """Yield a callback (done, total, rate, stage) that keeps one line of the terminal up to date.
 
     rate: of `unit` per second, unless `rate_unit` names what it counts; the time left is then
-    taken from the pace so far. stage: of what is being done, behind the numbers.
+    taken from the pace since the first call, whose `done` may be that of an earlier session.
+    stage: of what is being done, behind the numbers.
 
     On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. Shows
     nothing but
@@ -61,14 +62,17 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
     live = sys.stderr.isatty()
     last_shown = last_length = 0.0
     began = time.monotonic()
+    first: tuple[int, float] | None = None  # what was done when, at the first call
     final = ""
 
     def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
-        nonlocal last_shown, last_length, final
+        nonlocal first, last_shown, last_length, final
         now = time.monotonic()
+        if first is None:
+            first = done, now
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
-        pace = rate if rate_unit is None else done / max(now - began, 1e-9)
+        pace = rate if rate_unit is None else (done - first[0]) / max(now - first[1], 1e-9)
         left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"

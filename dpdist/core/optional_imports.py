@@ -3,12 +3,15 @@
 A missing extra is reported with the command that installs it. torchvision refuses to be imported
 beside a CPU-only torch, because the schemas of two compiled operators are missing; defining these
 two schemas makes its data sets, transforms and models work (images are decoded by Pillow instead).
+`import dpdist` installs the hook that does so, whichever library imports torchvision afterwards.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,7 +32,6 @@ def import_extra(name: str, extra: str, key: str) -> ModuleType:
 
     key: the recipe's key that needs it. Raises UserError when it is missing.
     """
-    install_torchvision_hook()  # what it imports may import torchvision
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -48,16 +50,8 @@ _torch_library = None  # torch.library definitions vanish with their object: kee
 
 def import_torchvision(submodule: str = "") -> ModuleType:
     """Return the module torchvision, or one of its submodules ("datasets", "models", ...)."""
-    name = f"torchvision.{submodule}" if submodule else "torchvision"
-    try:
-        return importlib.import_module(name)
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-    for half_imported in [m for m in sys.modules if m.split(".")[0] == "torchvision"]:
-        del sys.modules[half_imported]
-    _define_schemas()
-    return importlib.import_module(name)
+    install_torchvision_hook()
+    return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
 
 
 def _define_schemas() -> None:
@@ -73,21 +67,39 @@ def _define_schemas() -> None:
 
 
 class _TorchvisionPatcher(MetaPathFinder):
-    """An import hook that gives the mended torchvision to any library that imports it first."""
+    """An import hook that gives the mended torchvision to any library that imports it first.
+
+    Asking whether torchvision is installed neither imports it nor fails.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import_torchvision()
-            return sys.modules["torchvision"].__spec__
-        return None
+        if name != "torchvision":
+            return None
+        others = [each for each in sys.meta_path if each is not self]
+        specs = (each.find_spec(name, path, target) for each in others)
+        spec = next((each for each in specs if each is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = partial(_execute_mended, loader.exec_module)
+        return spec
+
+
+def _execute_mended(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute torchvision, again with the schemas defined where it lacks them."""
+    try:
+        execute(module)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        for half_imported in [name for name in sys.modules if name.startswith("torchvision.")]:
+            del sys.modules[half_imported]
+        _define_schemas()
+        execute(module)
 
 
 def install_torchvision_hook() -> None:
-    """Install the import hook in a worker process, at no cost until torchvision is imported."""
-    if "torchvision" not in sys.modules and not any(
-        isinstance(f, _TorchvisionPatcher) for f in sys.meta_path
-    ):
+    """Install the import hook, at no cost until torchvision is imported."""
+    if not any(isinstance(each, _TorchvisionPatcher) for each in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionPatcher())
 
 

@@ -160,6 +160,12 @@ def adapt(data: Any, options: Options) -> Records:
         if not hasattr(data, "name"):
             data.name = options.name
         return data
+    found = _adapted(data, options)
+    found.unit_name = found.unit_name or (options.unit if isinstance(options.unit, str) else "")
+    return found
+
+
+def _adapted(data: Any, options: Options) -> Records:
     if isinstance(data, str):
         return _of_name(data, options)
     if isinstance(data, torch_data.DataLoader):
@@ -341,6 +347,32 @@ def check_classes(records: Records, classes: int) -> None:
     for start in range(0, len(records), _AT_ONCE):
         rows = np.arange(start, min(start + _AT_ONCE, len(records)))
         check_labels(records.targets(rows), options)
+
+
+PACKED = (  # rule and remedy
+    "must be one document, has position_ids that begin again: several documents in one row",
+    "give each document a row of its own (packing=False)",
+)
+
+
+def begin_again(places: Tensor, mask: Tensor | None) -> bool:
+    """Return whether numbers of positions (B, length) fall or repeat within a row.
+
+    mask: 0 where nothing is, which does not count; None: all does.
+    """
+    places = places.reshape(len(places), -1)
+    seen = mask if mask is not None and mask.shape == places.shape else torch.ones_like(places)
+    rows = [row[there != 0] for row, there in zip(places, seen, strict=True)]
+    return any(bool((row[1:] <= row[:-1]).any()) for row in rows)
+
+
+def check_not_packed(records: Records) -> None:
+    """Raise UserError for a row of several documents, which would be protected as one."""
+    for start in range(0, len(records), _AT_ONCE):
+        found = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+        assert isinstance(found, dict)
+        if begin_again(found["position_ids"], found.get("attention_mask")):
+            Options(records.name).refuse(f"a record {PACKED[0]}", PACKED[1])
 
 
 def check_tokens(records: Records, tokens: int, labels: int) -> None:
@@ -1051,13 +1083,13 @@ def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
 
 
 IGNORED = -100  # what `transformers` has in labels where nothing is learned
-_LEARNED_FROM = "no private document is among what the tokenizer was learned from"
+LEARNED_FROM = "no private document is among what the tokenizer was learned from"
 
 
 class DocumentRecords(ArrayRecords):
     """Documents as tokens: dicts of input_ids, attention_mask and labels, int64 (B, length)."""
 
-    assumed = (_LEARNED_FROM,)
+    assumed = (LEARNED_FROM,)
     vocabulary = 2
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
@@ -1164,6 +1196,7 @@ def documents(
     records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
     assert isinstance(records, DocumentRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    records.unit_name = unit if isinstance(unit, str) else ""
     return records
 
 

@@ -48,6 +48,7 @@ class Records(ABC):
         has_targets: whether the records have targets; a loss that you write may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
+        unit_name: name of what `unit_id` returns, such as "author", for the card; "" where unknown.
 
     Example:
         >>> import torch, dpdist
@@ -68,6 +69,7 @@ class Records(ABC):
     has_targets: bool = True
     assumed: Sequence[str] = ()
     replaced: Sequence[str] = ()
+    unit_name: str = ""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -296,6 +298,7 @@ class GroupedRecords(Records):
         self._drawn: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None  # the last ones
         self.name, self.has_targets = records.name, records.has_targets
         self.assumed, self.replaced = records.assumed, records.replaced
+        self.unit_name = records.unit_name
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -235,7 +235,8 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
 
     Args:
         module: a `...ForCausalLM` (also GPT-2's `LMHeadModel`), `...ForMaskedLM` or
-            `...ForSequenceClassification` of an encoder, or one of these with adapters of peft.
+            `...ForSequenceClassification` of an encoder, or one of these with adapters of peft; or
+            a module around one of these and nothing else, such as a LightningModule.
         batch: dict of `input_ids`, `labels`, and `attention_mask` where documents are filled up.
 
     Returns:
@@ -281,10 +282,13 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         logits = inner(input_ids=tokens, attention_mask=additive_mask(real, inner.dtype)).logits
         labels = labels[:, None]
         return _mean_loss(logits[:, None], labels, torch.ones_like(labels) > 0)
+    then = "give a loss of your own, a function of module and batch that returns one value a record"
+    named = [name for name, each in inner.named_children() if _is_known(_without_wrapper(each))]
+    if len(named) == 1:
+        then = f"give lambda module, batch: dpdist.language_model_loss(module.{named[0]}, batch)"
     raise UserError(
         f"model: must be a ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM or an encoder's "
-        f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: give a "
-        "loss of your own, a function of module and batch that returns one value a record"
+        f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: {then}"
     )
 
 
@@ -310,11 +314,24 @@ def token_limits(model: nn.Module) -> tuple[int, int] | None:
 def _without_wrapper(module: nn.Module) -> Any:
     """Return the model within peft's wrapper, in which adapters are layers of their own.
 
-    What the wrapper does besides (prompts that are learned) is not left out: then it stays.
+    What the wrapper does besides (prompts that are learned) is not left out: then it stays. Neither
+    is any other layer or parameter of a module around a language model.
     """
     inner = getattr(module, "get_base_model", None)
     prompts = getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False)
-    return inner() if inner is not None and not prompts else module
+    if inner is not None and not prompts:
+        return inner()
+    parts, own = [*module.children()], [*module.parameters(False), *module.buffers(False)]
+    if not _is_known(module) and len(parts) == 1 and not own:
+        within = _without_wrapper(parts[0])
+        return within if _is_known(within) else module
+    return module
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether a model is of a class that `language_model_loss` takes."""
+    classifies = _is_a(module, _CLASSIFIER) and hasattr(module, "classifier")
+    return classifies or _is_a(module, _CAUSAL + _MASKED)
 
 
 def _is_a(module: nn.Module, endings: tuple[str, ...]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from dpdist.data.adapters import as_records
 from dpdist.integrations import kept_modes, refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.runs.folder import RunFolder
 from dpdist.training.private_score import count_common
 
 pytorch: Any = import_extra("lightning.pytorch", "lightning", "PrivateModule")
@@ -264,7 +266,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
             reproducible, held_out.
 
     Attributes:
-        private: the `dpdist.PrivateTraining`, once `fit` began.
+        private: the `dpdist.PrivateTraining`, once `fit` began; `training` is torch's own flag.
 
     Raises:
         UserError: one line that names the argument or the Trainer's setting, its rule and what to
@@ -351,6 +353,25 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     def guarantee(self) -> Guarantee:
         """Return the guarantee of everything that was released so far. Raises UserError."""
         return self._begun().guarantee
+
+    @property
+    def run(self) -> RunFolder:
+        """Return the run folder, once fit began. Raises UserError."""
+        return self._begun().run
+
+    def save_adapter(
+        self, folder: str | Path, *, base_name: str | None = None, not_private: bool = False
+    ) -> Path:
+        """Write the adapter of the module's one `peft` model with its card, as `peft` loads it.
+
+        Arguments, errors and the guarantee are those of
+        `dpdist.integrations.transformers.save_adapter`.
+        """
+        from dpdist.integrations.transformers import save_adapter
+
+        return save_adapter(
+            self.module, self.run, folder, base_name=base_name, not_private=not_private
+        )
 
     def _begun(self) -> PrivateTraining:
         if self.private is None:

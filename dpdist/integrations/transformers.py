@@ -23,13 +23,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
-from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
+from dpdist.data.adapters import (
+    IGNORED,
+    PACKED,
+    ItemRecords,
+    Options,
+    RecordError,
+    begin_again,
+    without_transforms,
+)
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
-from dpdist.integrations import kept_modes, refuse
+from dpdist.integrations import kept_modes, raise_all, refusal, refuse
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
@@ -51,6 +60,8 @@ _READ = {
     "logging_first_step", "log_level", "disable_tqdm", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size", "prediction_loss_only", "do_eval", "do_train",
     "do_predict", "run_name", "seed", "use_cpu", "dataloader_pin_memory", "save_strategy",
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
 }  # fmt: skip
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _PLATEAUS = ("reduce_lr_on_plateau", "greedy")
@@ -110,58 +121,110 @@ def check_arguments(args: Any) -> None:
         args: a `transformers.TrainingArguments`, no subclass of it.
 
     Raises:
-        UserError: one line for the first argument that is refused, with what to do instead.
+        UserError: one line for each argument that is refused, with what to do instead.
     """
+    raise_all(_refused_arguments(args))
+
+
+def _refused_arguments(args: Any) -> Iterator[UserError]:
+    """Yield why arguments are refused: those that are read first, then those that are not."""
     kind = transformers.TrainingArguments
     if type(args) is not kind:
-        refuse(
+        yield refusal(
             "args", "be a transformers.TrainingArguments", type(args).__name__,
             "arguments of other trainers are not read here",
         )  # fmt: skip
+        return
     if args.lr_scheduler_type in _PLATEAUS:
-        refuse(
+        yield refusal(
             "args.lr_scheduler_type", "follow the number of the step alone",
             _word(args.lr_scheduler_type), "take linear, cosine or constant",
         )  # fmt: skip
     usual = kind(output_dir=args.output_dir)
-    for each in dataclasses.fields(kind):
-        name, value, default = each.name, getattr(args, each.name), getattr(usual, each.name)
-        if name not in _READ and value != default and not _is_unset(name, value):
-            then = _INSTEAD.get(name, _UNREAD)
-            refuse(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
     if args.save_strategy not in ("no", usual.save_strategy):
-        refuse("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
+        yield refusal("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
     if args.optim not in _OPTIMIZERS:
-        refuse(
+        yield refusal(
             "args.optim", f"be one of {', '.join(_OPTIMIZERS)}", _word(args.optim),
             "or give a torch optimizer by optimizers=(optimizer, None)",
         )  # fmt: skip
-    if getattr(args, "mixed_precision", "no") not in ("no", None):
-        refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
+    if not (args.bf16 or args.fp16) and getattr(args, "mixed_precision", "no") not in ("no", None):
+        yield refusal(
+            "args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"]
+        )
     if args.per_device_train_batch_size < 1:
-        refuse(
+        yield refusal(
             "args.per_device_train_batch_size", "be >= 1", args.per_device_train_batch_size,
             "it is the whole expected batch of a step",
         )  # fmt: skip
     if args.max_steps <= 0 and not float(args.num_train_epochs).is_integer():
-        refuse(
+        yield refusal(
             "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
         )
     if args.world_size > 1 or args.n_gpu > 1:
-        refuse(
+        yield refusal(
             "args.world_size", "be 1, on one device", f"{args.world_size} on {args.n_gpu} devices",
             "take dpdist.PrivateTraining for several workers, or show this process one GPU "
             "(CUDA_VISIBLE_DEVICES)",
         )  # fmt: skip
+    yield from _refused_checkpoints(args)
+    fields = [each.name for each in dataclasses.fields(kind)]
+    for name in sorted(fields, key=lambda each: [*_INSTEAD, each].index(each)):  # usual ones first
+        value, default = getattr(args, name), getattr(usual, name)
+        if name not in _READ and value != default and not _is_unset(name, value, args):
+            then = _INSTEAD.get(name, _UNREAD)
+            yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
 
 
-def _is_unset(name: str, value: Any) -> bool:
+_NOT_REENTRANT = (
+    "have use_reentrant=False", "reentrant checkpoints",
+    "the parameters within would learn nothing",
+)  # fmt: skip
+
+
+def _checkpoints(args: Any) -> bool:
+    """Return whether activations are computed again; `gradient_` is the older name of it."""
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
+
+
+def _checkpoint_options(args: Any) -> dict[str, Any]:
+    older = args.gradient_checkpointing_kwargs
+    return dict(getattr(args, "activation_checkpointing_kwargs", older) or {})
+
+
+def _refused_checkpoints(args: Any) -> Iterator[UserError]:
+    """Yield why options of activation checkpoints are refused."""
+    given = _checkpoint_options(args) if _checkpoints(args) else {}
+    for name in sorted(given.keys() - {"use_reentrant", "every_n_layers"}):
+        yield refusal(
+            "args.activation_checkpointing_kwargs", "be use_reentrant and every_n_layers",
+            repr(name), "leave it out",
+        )  # fmt: skip
+    if given.get("use_reentrant", False) is not False:
+        yield refusal("args.activation_checkpointing_kwargs", *_NOT_REENTRANT)
+
+
+def _enable_checkpoints(model: nn.Module, args: Any) -> None:
+    """Let a model compute its activations again, as the Trainer does, with one kind of passes."""
+    options = {"use_reentrant": False, **_checkpoint_options(args)}
+    layers = {name: options.pop(name) for name in ("every_n_layers",) if name in options}
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if enable := getattr(model, f"{name}_enable", None):
+            enable(**{f"{name}_kwargs": options}, **layers)
+            return
+    refuse("args.activation_checkpointing", "be False", True,
+           f"a {type(model).__name__} has no such checkpoints")  # fmt: skip
+
+
+def _is_unset(name: str, value: Any, args: Any) -> bool:
     """Return whether the Trainer set this itself, beside an argument that is refused or read."""
+    if name in ("metric_for_best_model", "greater_is_better"):
+        return args.load_best_model_at_end or args.lr_scheduler_type in _PLATEAUS
     return name == "local_rank" or (name == "report_to" and not value)
 
 
-def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
-    """Raise UserError for callbacks of transformers that choose by metrics or report to others."""
+def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
+    """Yield why callbacks of transformers that choose by metrics or report are refused."""
     usual = {
         "TrainerCallback", "ExportableState", "DefaultFlowCallback", "ProgressCallback",
         "PrinterCallback", "NotebookProgressCallback",
@@ -169,33 +232,33 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
     for each in callbacks or ():
         kind = each if isinstance(each, type) else type(each)
         if issubclass(kind, transformers.EarlyStoppingCallback):
-            refuse(
+            yield refusal(
                 "callbacks", "not stop by metrics", kind.__name__,
                 "stop by scores that the plan pays for: trainer.training.score(...), and a "
                 "callback of your own that sets control.should_training_stop",
             )  # fmt: skip
-        if any(
+        elif any(
             parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
             for parent in kind.__mro__
         ):
-            refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
+            yield refusal("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
 
 
-def _check_model_and_schedule(model: Any, schedule: Any) -> None:
-    """Raise UserError for a model that runs its passes twice, or a schedule that follows losses."""
+def _refused_model_and_schedule(model: Any, schedule: Any) -> Iterator[UserError]:
+    """Yield why a model that is none, or a schedule that follows losses, is refused."""
     if not isinstance(model, nn.Module):
-        refuse(
+        yield refusal(
             "model", "be a torch.nn.Module", type(model).__name__,
             "load it first, such as by AutoModelForCausalLM.from_pretrained(folder)",
         )  # fmt: skip
-    if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
-        refuse(
-            "model.gradient_checkpointing", "be off", True,
-            'it is not taken here; call gradient_checkpointing_disable(), and bound the memory by '
-            '"micro_batch", or take dpdist.PrivateTraining with use_reentrant=False',
-        )  # fmt: skip
+    for each in model.modules() if isinstance(model, nn.Module) else ():
+        if getattr(each, "gradient_checkpointing", False) is True:
+            run: Any = getattr(each, "_gradient_checkpointing_func", None)
+            if getattr(run, "keywords", {}).get("use_reentrant") is not False:
+                yield refusal("model.gradient_checkpointing", *_NOT_REENTRANT)
+                break
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        refuse(
+        yield refusal(
             "optimizers", "follow the number of the step alone", type(schedule).__name__,
             "take another schedule",
         )  # fmt: skip
@@ -237,6 +300,9 @@ class ModelLoss:
     Raises:
         UserError: no loss a record is known for its class.
     """
+
+    # The mean is `language_model_loss`'s. Its kernel is another, the one of transformers' own loss:
+    # the two round differently, and runs that were begun by either go on with their bits.
 
     def __init__(self, model: nn.Module) -> None:
         base: Any = model
@@ -340,6 +406,8 @@ class _RecordFields:
              if name in (*_FIELDS, "label", "label_ids") and v is not None}
             for each in items
         ]  # fmt: skip
+        if any(map(_is_packed, items)):
+            raise RecordError(*PACKED)
         if self._vocabulary is not None and not all(map(_has_tokens, renamed)):
             raise RecordError(
                 "must have input_ids with a token at least, has none",
@@ -347,6 +415,8 @@ class _RecordFields:
                 "what is empty",
             )
         made = dict(self._collate(renamed))
+        if _is_packed({name: np.asarray(each)[0] for name, each in made.items() if name in _PACKS}):
+            raise RecordError(*PACKED)
         found = {name: torch.as_tensor(made[name]) for name in _FIELDS if name in made}
         if "input_ids" in found:
             found = self._without_padding(found)
@@ -382,6 +452,19 @@ def _check_below(values: Tensor, most: int | None, *, ignored: bool) -> None:
             f"must have tokens and labels below {most:,}, those of the model, has others",
             "take the tokenizer and the labels that the model was made for",
         )
+
+
+_PACKS = ("position_ids", "attention_mask")
+
+
+def _is_packed(record: Mapping[str, Any]) -> bool:
+    """Return whether a row holds several documents, whose positions begin again."""
+    if len(np.atleast_1d(record.get("seq_lengths", 0))) > 1:  # as trl packs them
+        return True
+    places, mask = record.get("position_ids"), record.get("attention_mask")
+    return places is not None and begin_again(
+        torch.as_tensor(places)[None], None if mask is None else torch.as_tensor(mask)[None]
+    )
 
 
 def _has_tokens(record: Mapping[str, Any]) -> bool:
@@ -510,7 +593,7 @@ def save_adapter(
     other weight is written, and no path of this machine.
 
     Args:
-        model: the `peft` model that was trained, with one adapter.
+        model: the `peft` model that was trained, with one adapter, or the module around it.
         run: its run, which is finished, or the run's folder or name under runs/.
         folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
             base.json with the base's name and digest, and a page.
@@ -528,6 +611,8 @@ def save_adapter(
     target = Path(folder)
     if target.exists():
         refuse("folder", "be new", target, "name another one")
+    whole, adapted = model, _adapted_parts(model)
+    model = adapted[0] if len(adapted) == 1 else model
     configs = getattr(model, "peft_config", {})
     if list(configs) != ["default"] or not hasattr(model, "save_pretrained"):
         refuse(
@@ -541,7 +626,7 @@ def save_adapter(
             "run", "be private", "a fixed key or an infinite epsilon",
             "train without run_key and with noise, or give not_private=True, which the card says",
         )  # fmt: skip
-    _check_released(model, facts.folder)
+    _check_released(model, facts.folder, whole)
     name = base_name or str(configs["default"].base_model_name_or_path or "unnamed")
     if base_name is None and (Path(name).exists() or Path(name).is_absolute()):
         name = Path(name).name
@@ -559,14 +644,24 @@ def save_adapter(
     return target
 
 
-def _check_released(model: Any, run: RunFolder) -> None:
-    """Raise UserError unless all that a run trained is in the adapter, as the run released it."""
+def _adapted_parts(model: Any) -> list[Any]:
+    """Return the `peft` models in a module, such as a LightningModule's; a `peft` model is one."""
+    if hasattr(model, "peft_config"):
+        return [model]
+    return [part for each in model.children() for part in _adapted_parts(each)]
+
+
+def _check_released(model: Any, run: RunFolder, whole: Any) -> None:
+    """Raise UserError unless all that a run trained is in the adapter, as the run released it.
+
+    whole: the module that the run trained, which is the `peft` model or has it as a part.
+    """
     from safetensors.torch import load_file
 
     peft = import_extra("peft", "hf", "save_adapter")
     kept = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     places = {each.data_ptr() for each in kept.values()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in whole.named_parameters():
         if parameter.requires_grad and parameter.data_ptr() not in places:
             refuse(
                 "model", "train its adapter alone", name,
@@ -575,7 +670,7 @@ def _check_released(model: Any, run: RunFolder) -> None:
     file = run.model_folder / "model.safetensors"
     if not run.training_summary.exists() or not file.exists():
         refuse("run", "be finished", run.path, "take the steps that are left")
-    now = model.state_dict()
+    now = whole.state_dict()
     for name, tensor in load_file(file).items():
         if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
             refuse(
@@ -596,6 +691,24 @@ _NOT_TAKEN = {
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
 }
 _OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible")
+
+
+def _refused_options(
+    trainer: type, others: Mapping[str, Any], options: Mapping[str, Any], dataset: Any
+) -> Iterator[UserError]:
+    """Yield why a trainer's own overrides, unknown arguments or missing records are refused."""
+    if dataset is None:
+        yield refusal("train_dataset", "be the private records", None, "give a map-style data set")
+    for name in _OVERRIDES:
+        if getattr(trainer, name) is not getattr(PrivateTrainer, name):
+            yield refusal(f"{trainer.__name__}.{name}", "be left out", "one of its own",
+                          "the private step does not call it; give loss= or callbacks")  # fmt: skip
+    for name in others:
+        then = _NOT_TAKEN.get(name, "it is not read here")
+        yield refusal(name, "be left out", "a value", then)
+    for name in options:
+        if name not in _OPTIONS:
+            yield refusal("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
 
 
 class PrivateTrainer(_TRAINER):  # type: ignore[misc]
@@ -632,7 +745,8 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         training: the `dpdist.PrivateTraining`, with `score(...)`, `guarantee` and `run`.
 
     Raises:
-        UserError: one line that names the argument, its rule and what to do; nothing was released.
+        UserError: one line for each wrong argument, with its rule and what to do; nothing was
+            released.
 
     Source:
         Abadi et al., CCS 2016 (DP-SGD).
@@ -678,20 +792,16 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         training_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        check_arguments(args)
-        _check_callbacks(callbacks)
-        _check_model_and_schedule(model, optimizers[1])
-        for name in _OVERRIDES:
-            if getattr(type(self), name) is not getattr(PrivateTrainer, name):
-                refuse(f"{type(self).__name__}.{name}", "be left out", "one of its own",
-                       "the private step does not call it; give loss= or callbacks")  # fmt: skip
-        for name in others:
-            refuse(name, "be left out", "a value", _NOT_TAKEN.get(name, "it is not read here"))
-        for name in training_options or {}:
-            if name not in _OPTIONS:
-                refuse("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
-        if train_dataset is None:
-            refuse("train_dataset", "be the private records", None, "give a map-style data set")
+        raise_all(
+            [
+                *_refused_model_and_schedule(model, optimizers[1]),
+                *_refused_options(type(self), others, training_options or {}, train_dataset),
+                *_refused_callbacks(callbacks),
+                *_refused_arguments(args),
+            ]
+        )
+        if _checkpoints(args):
+            _enable_checkpoints(model, args)
         self._public_eval, self._max_length = public_eval, max_length
         self._apart: list[Any] = []  # public data sets without private records
         if eval_dataset is not None:
@@ -932,7 +1042,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of your own. Raises UserError for those that report or choose."""
-        _check_callbacks([callback])
+        raise_all(_refused_callbacks([callback]))
         super().add_callback(callback)
 
     def training_step(self, *given: Any, **named: Any) -> NoReturn:

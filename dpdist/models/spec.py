@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpdist.core import optional_imports
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_SHIFT
 from dpdist.core.files import (
@@ -134,7 +133,6 @@ def import_factory(name: str) -> Callable[..., Any]:
     check_name(name)
     if name.startswith(f"{SCRIPT}:"):
         return _given(name)
-    optional_imports.install_torchvision_hook()  # a user's module may import torchvision
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
     package, _, last = module.rpartition(".")
     if package == __package__:

@@ -136,6 +136,8 @@ class Recipe(BaseRecipe):
     @property
     def privacy_unit(self) -> str:
         """Return the unit that the guarantee protects in words, a str such as "one record"."""
+        if self.by_script is not None and self.by_script.unit is not None:
+            return self.by_script.unit
         return self.data.privacy_unit if self.group_unit is None else self.group_unit.description
 
     @field_validator("method", mode="before")

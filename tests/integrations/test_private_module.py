@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optional_extras import needs_lightning
+from support.optional_extras import needs_hf, needs_lightning
 from support.training import KEY, release_ids
 
 import dpdist
@@ -184,6 +184,73 @@ def test_records_may_be_those_of_the_modules_own_loader(tmp_path):
     assert private.private.plan.steps == 5 and private.private.steps_left == 0
     notes = dpdist.read_facts(private.private.run).privacy_card()["notes"]
     assert any("SequentialSampler" in each for each in notes)
+
+
+class Language(pl.LightningModule):
+    """A user's module around a model of transformers with adapters, and nothing else."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        transformers = import_extra("transformers", "hf", "tests")
+        peft = import_extra("peft", "hf", "tests")
+        torch.manual_seed(3)
+        config = transformers.LlamaConfig(
+            vocab_size=24, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+        )  # fmt: skip
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        self.lm = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+        if other:
+            self.other = torch.nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3)
+
+
+def documents() -> Any:
+    tokens = torch.randint(24, (RECORDS, 7), generator=torch.Generator().manual_seed(1))
+    fields = [{"input_ids": row, "labels": row, "author": i % 9} for i, row in enumerate(tokens)]
+    return dpdist.as_records(
+        fields, inputs=["input_ids", "labels"], unit="author",
+        ranges={"input_ids": 24, "labels": 24},
+    )  # fmt: skip
+
+
+def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
+    needs_hf()
+    privacy = {**PRIVATE, "unit": "group", "max_records_per_group": 2}
+    given = {"loss": dpdist.language_model_loss, "privacy": privacy, "batch_size": 4}
+    private = module(tmp_path / "run", Language(), data=documents(), **given)
+    trainer().fit(private)
+    assert private.run is private.private.run
+    folder = private.save_adapter(tmp_path / "adapter", base_name="tiny", not_private=True)
+    hf = import_extra("dpdist.integrations.transformers", "hf", "tests")
+    with pytest.raises(UserError, match=r"must train its adapter alone, got other\.weight"):
+        hf.save_adapter(Language(other=True), private.run, tmp_path / "other", not_private=True)
+    peft = import_extra("peft", "hf", "tests")
+    loaded = peft.PeftModel.from_pretrained(Language().lm.get_base_model(), folder).eval()
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        trained = private.module.lm.eval()(input_ids=ids).logits
+        assert torch.equal(loaded(input_ids=ids).logits, trained)
+        assert not torch.equal(Language().lm.eval()(input_ids=ids).logits, trained)
+        private.module.lm.base_model.model.model.layers[0].self_attn.q_proj.lora_B[
+            "default"
+        ].weight += 1
+    with pytest.raises(UserError, match="model: must be the one that the run trained"):
+        private.save_adapter(tmp_path / "other", not_private=True)
+    card = dpdist.read_facts(private.run).privacy_card()
+    assert card["unit"] == (
+        "a whole group (all documents of one value of author, of which at most 2 count in a step)"
+    )
+
+
+def test_a_language_model_beside_other_layers_is_named(tmp_path):
+    needs_hf()
+    said = r"got Language: give lambda module, batch: .*language_model_loss\(module\.lm, batch\)$"
+    with pytest.raises(UserError, match=said):
+        trainer().fit(module(tmp_path / "run", Language(other=True), data=documents(),
+                             loss=dpdist.language_model_loss))  # fmt: skip
 
 
 # --- public records

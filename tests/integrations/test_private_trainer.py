@@ -18,7 +18,7 @@ from support.optional_extras import needs_hf
 from support.training import KEY, release_ids
 
 import dpdist
-from dpdist import UserError
+from dpdist import UserError, private_training
 from dpdist.core.optional_imports import import_extra
 
 needs_hf(whole_file=True)
@@ -419,7 +419,10 @@ REFUSED = {
     "neftune_noise_alpha": {"neftune_noise_alpha": 1.0},
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "data_seed": {"data_seed": 1},
-    "activation_checkpointing": {"activation_checkpointing": True},
+    "activation_checkpointing_kwargs": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": True},
+    },
     "optim": {"optim": "paged_adamw_8bit"},
     "lr_scheduler_type": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
     "num_train_epochs": {"num_train_epochs": 1.5, "max_steps": -1},
@@ -435,6 +438,19 @@ def test_arguments_that_the_private_step_does_not_honour_are_refused(tmp_path, k
     said = str(refusal.value)
     assert re.match(rf"args\.{key}: must .*, got .*: .+", said), said
     assert not (tmp_path / "run").exists()
+
+
+def test_all_refused_arguments_are_told_at_once(tmp_path):
+    args = arguments(tmp_path / "run", push_to_hub=True, optim="paged_adamw_8bit", **REFUSED[
+        "load_best_model_at_end"], max_grad_norm=0.5)  # fmt: skip
+    options = {"args": args, "training_options": {"archive": 1}, "model_init": llama}
+    for _ in range(2):
+        with pytest.raises(UserError) as refusal:
+            trainer(tmp_path / "run", callbacks=[transformers.EarlyStoppingCallback()], **options)
+        assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == [
+            "model_init", "training_options", "callbacks", "args.optim",
+            "args.load_best_model_at_end", "args.max_grad_norm", "args.push_to_hub",
+        ]  # fmt: skip
 
 
 def test_every_argument_is_read_or_refused():
@@ -637,10 +653,73 @@ def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
         Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
+@pytest.mark.parametrize("by", ["args", "model"])
+def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by):
+    passes, model = [], lora().train()
+    layer = model.get_base_model().model.layers[0]
+    original = layer.mlp.forward
+    layer.mlp.forward = lambda hidden: (passes.append(1), original(hidden))[1]
+    args = arguments(tmp_path / "run", activation_checkpointing=by == "args")
+    if by == "model":
+        model.get_base_model().activation_checkpointing_enable()
+    found = trainer(tmp_path / "run", model, args=args)
+    found.train()
+    assert layer.gradient_checkpointing and len(passes) > 8
+    assert release_ids(found.training.run) == release_ids(trained.training.run)
+    assert torch.equal(weights(model), weights(trained.model))
+
+
+def test_rows_of_several_documents_are_refused(tmp_path):
+    said = r"^train_dataset: record 1 must be one document, has position_ids that begin again"
+    one = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
+    kept = {**one, "position_ids": [1, 0, 1, 2], "attention_mask": [0, 1, 1, 1]}  # filled up
+    for packed in ({"position_ids": [0, 1, 0, 1]}, {"seq_lengths": [2, 2]}):
+        with pytest.raises(UserError, match=said):
+            trainer(tmp_path / "run", train_dataset=[kept, {**one, **packed}] * 20)
+    numbered = [{**one, "position_ids": [0, 1, 2, 3]}, kept] * 20
+    assert trainer(tmp_path / "run", train_dataset=numbered).training.steps_left == 4
+
+
+def test_packed_by_the_collator_is_refused(tmp_path):
+    def collate(items: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([items[0]["input_ids"] * 2])
+        places = torch.tensor([[*range(ids.shape[1] // 2)] * 2])
+        return {"input_ids": ids, "labels": ids, "position_ids": places}
+
+    with pytest.raises(UserError, match="must be one document, has position_ids that begin again"):
+        trainer(tmp_path / "run", data_collator=collate)
+
+
+def test_a_card_says_that_a_document_is_protected_and_what_of_the_tokenizer_is_not(trained):
+    card = dpdist.read_facts(trained.training.run).privacy_card()
+    assert card["unit"] == "one document, a row of the data"
+    assert [each for each in card["assumptions"] if "tokenizer" in each] == [
+        "no private document is among what the tokenizer was learned from"
+    ]
+
+
+def test_a_run_that_was_begun_before_cards_said_so_goes_on(tmp_path, trained, monkeypatch):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    resources = {"resources": {"checkpoint_seconds": 1e-6}}
+    monkeypatch.setattr(private_training, "_with_unit", lambda recipe, records, folder: recipe)
+    begun = trainer(tmp_path / "run", callbacks=[Stop()], training_options=resources)
+    begun.train()
+    begun.training.close()
+    monkeypatch.undo()
+    ended = trainer(tmp_path / "run")
+    assert ended.train().global_step == 4
+    assert release_ids(ended.training.run) == release_ids(trained.training.run)
+    assert dpdist.read_facts(ended.training.run).privacy_card()["unit"] == "one record"
+
+
 def test_layers_that_run_twice_and_schedules_of_losses_are_refused(tmp_path):
     model = llama()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(UserError, match=r"model\.gradient_checkpointing: must be off, got True"):
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    said = r"^model\.gradient_checkpointing: must have use_reentrant=False, got .*nothing$"
+    with pytest.raises(UserError, match=said):
         trainer(tmp_path / "run", model)
     model = lora()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

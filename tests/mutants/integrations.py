@@ -65,6 +65,16 @@ FAULTS: list[Fault] = [
             "a record's loss is divided by the tokens of others",
         ),
         (
+            "        if any(map(_is_packed, items)):\n",
+            "        if False:\n",
+            "a row of several documents is protected as one document",
+        ),
+        (
+            '.get("use_reentrant") is not False:\n',
+            '.get("use_reentrant") is None:\n',
+            "layers within reentrant checkpoints learn nothing",
+        ),
+        (
             "                found[name] = each[:, seen]\n",
             "                found[name] = each\n",
             "padding of the user's own counts as text",
@@ -88,6 +98,15 @@ FAULTS: list[Fault] = [
             "        if parameter.requires_grad and parameter.data_ptr() not in places:\n",
             "        if False:\n",
             "an adapter lacks weights that were trained",
+        ),
+    ),
+    *group(
+        "dpdist/integrations/transformers.py",
+        "integrations/test_private_module",
+        (
+            "    for name, parameter in whole.named_parameters():\n",
+            "    for name, parameter in model.named_parameters():\n",
+            "a card speaks of an adapter beside which other layers were trained",
         ),
     ),
     *group(
