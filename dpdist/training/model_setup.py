@@ -398,6 +398,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
             "sampling rate",
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
         ),
+        *([] if step.class_rates is None else [("rates", step.class_rates.description)]),
         ("steps", f"{plan.steps:,}"),
         counted,
         *(
