@@ -1836,7 +1836,7 @@ FAULTS: list[Fault] = [
     # --- rates by class
     *group(
         "dpdist/privacy/phases.py",
-        "privacy/test_class_rates::test_the_price_is_that_of_the_largest_rate",
+        "privacy/test_rates_by_class::test_the_price_is_that_of_the_largest_rate",
         (
             "one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)",
             "one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.mean_rate)",

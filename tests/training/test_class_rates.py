@@ -33,10 +33,13 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, make_plan, parse_recipe
+from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise
+from dpdist.training import records as chosen
 from dpdist.training.job import check_trainable, prepare
 from dpdist.training.model_setup import build_engine, describe_cost, initial_model, model_spec
 from dpdist.training.private_step import PrivateStep
+from dpdist.tuning.search import check_search
+from dpdist.tuning.space import TrialLimit, apply_values
 
 pytestmark = [
     pytest.mark.whole, pytest.mark.guarantee,
@@ -478,3 +481,27 @@ def test_trainings_of_many_runs_draw_each_class_at_its_rate(root):
     ):
         low, high = binom.ppf([1e-9, 1 - 1e-9], size, rate)
         assert low <= found <= high
+
+
+def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
+    tune = {
+        "space": {"training.batch_size": {"choice": [13, 26]}},
+        "law": {"name": "fixed", "runs": 3}, "score": {"hold_out": 0.3, "noise": 2.0},
+    }  # fmt: skip
+    recipe = recipe_of(root, tune=tune)
+    cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
+    records = len(chosen.private_records_between(recipe, chosen.data_source(recipe), 0.3, 1.0))
+    plans = {}
+    for size in (13, 26):
+        own = apply_values(recipe, {"training.batch_size": size}, "test")
+        plans[size] = plan_with_noise(own, records, 1.0)
+        assert cost.trial_limit.allows(plans[size])
+    largest = plans[26].step(0).sample_rate
+    assert largest == pytest.approx(4 * 26 * 200 / 260 / records)
+    # Steps of which every record joins at the mean rate would be too cheap a base.
+    cheap = PrivacyPlan.dp_sgd(
+        records=records, batch_size=26, noise_multiplier=1.0, steps=6, delta=1e-3
+    )
+    assert not TrialLimit(cheap).allows(plans[26]) and TrialLimit(plans[26]).allows(cheap)
+    with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
+        recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
