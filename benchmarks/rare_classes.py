@@ -56,7 +56,7 @@ def read(options: argparse.Namespace) -> tuple[Part, Part, Part]:
         name, root = "mnist", require_data(options.data_root, "mnist")
     found = []
     for split in ("train", "test"):
-        records = data.load(data.DataSource(name, root, 10), split)
+        records = data.load(data.DataSource(name, 10, root), split)
         everything = np.arange(len(records))
         pixels = records.batch(everything).flatten(1).float()
         found.append((pixels, (records.targets(everything) == options.digit).long()))

@@ -504,4 +504,5 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
     )
     assert not TrialLimit(cheap).allows(plans[26]) and TrialLimit(plans[26]).allows(cheap)
     with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
-        recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
+        other = recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
+        check_search(other, RunFolder(tmp_path / "y"), "r.yaml")
