@@ -789,8 +789,6 @@ class PrivateTraining:
             {"rates": rates or {}, "class_counts": class_counts or {},
              "importance_weights": importance_weights},
         )  # fmt: skip
-        if recipe.data.rates:
-            _check_sampled_classes(self._records, self._spec.classes)
         self._records = _by_unit(self._recipe, self._records)
         self._set_up(recipe, examples)
 
@@ -859,6 +857,8 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
+        if recipe.data.rates:
+            _check_sampled_classes(self._records, self._spec.classes)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(

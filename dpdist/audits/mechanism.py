@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -366,13 +366,8 @@ def audit_mechanism(
     key = derive_key(bytes(32), "audit", options.seed)
     members = None if plan.group is None else min(plan.group.max_records, _MOST_MEMBERS)
 
-    planned = plan.step(0).class_rates
-
     def pieces(step_plan: StepPlan) -> StepHarness:
-        if planned is not None:  # the audit's records are of the class that is sampled most often
-            scaled = [rate / planned.largest * step_plan.sample_rate for rate in planned.rates]
-            scaled[planned.rates.index(planned.largest)] = step_plan.sample_rate
-            step_plan = replace(step_plan, class_rates=replace(planned, rates=tuple(scaled)))
+        step_plan = step_plan.sampled_like(plan.step(0))  # a probe is of the class of the largest
         clipping = make_clipping(privacy.clipping, step_plan.clip_norm)
         own_key = derive_key(key, repr(step_plan))
         driven = StepHarness(step_plan, clipping, options.workers, own_key, members)

@@ -325,6 +325,14 @@ class ClassRates:
         pairs = zip(self.rates, self.counts, strict=True)
         return math.fsum(rate * count for rate, count in pairs) / sum(self.counts)
 
+    def scaled(self, largest: float) -> ClassRates:
+        """Return rates in the same proportions, of which the largest is `largest`."""
+        rates = (
+            largest if rate == self.largest else largest * rate / self.largest
+            for rate in self.rates
+        )
+        return ClassRates(tuple(rates), self.counts)
+
     @property
     def importance_weights(self) -> tuple[float, ...]:
         """Return the mean rate over each class's own: the weights that undo the rates in a mean."""

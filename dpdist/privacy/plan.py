@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,12 @@ class StepPlan:
     def mean_rate(self) -> float:
         """Return the expected batch as a share of the records, from which blocks get their size."""
         return self.sample_rate if self.class_rates is None else self.class_rates.mean
+
+    def sampled_like(self, other: StepPlan) -> StepPlan:
+        """Return the step with the proportions of another step's rates by class, if it has any."""
+        if other.class_rates is None:
+            return self
+        return replace(self, class_rates=other.class_rates.scaled(self.sample_rate))
 
     @property
     def most_sampled_class(self) -> int:
