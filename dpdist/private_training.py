@@ -87,7 +87,7 @@ from dpdist.training.job import (
     ensure_run_key,
     read_run_key,
 )
-from dpdist.training.model_setup import weakest_independence
+from dpdist.training.model_setup import importance_weighted, weakest_independence
 from dpdist.training.monitoring import Monitor, StepMetrics
 from dpdist.training.private_score import (
     PrivateScore,
@@ -298,6 +298,16 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
     if largest > size:
         rule = f"must be >= {largest}, the records of the largest unit (or privacy.unit: group)"
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
+
+
+def _check_sampled_classes(records: Records, classes: int) -> None:
+    """Raise UserError for records that have not one class each, by which they could be sampled."""
+    targets = records.examples(2)[1]
+    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
+        raise UserError(
+            "rates: must be left out where records have not one class each as their target, (B,)"
+        )
+    check_classes(records, classes)
 
 
 def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
@@ -569,7 +579,10 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
 
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_ARGUMENTS = {"training.": "", "script.": "", "data.root": "held_out"}
+_ARGUMENTS = {
+    "training.": "", "script.": "", "data.root": "held_out", "data.rates": "rates",
+    "data.class_counts": "class_counts", "data.importance_weights": "importance_weights",
+}  # fmt: skip
 
 
 def _recipe_differences(begun: Recipe, now: Recipe) -> list[str]:
@@ -730,6 +743,11 @@ class PrivateTraining:
             bits, slower.
         private_metrics: let `step` return losses and counts of private records, too; with several
             workers, of this worker's.
+        rates: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a step at the
+            rate of its own target. The price is that of the largest rate.
+        class_counts: the PUBLIC number of records of each class, from which rates follow; they are
+            never counted in the data. Required with rates.
+        importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
 
     Raises:
         UserError: one line that names the wrong argument and its rule; nothing was released.
@@ -776,6 +794,9 @@ class PrivateTraining:
         certify: Mapping[str, Any] | None = None,
         reproducible: bool = False,
         private_metrics: bool = False,
+        rates: Mapping[Any, float] | None = None,
+        class_counts: Mapping[Any, int] | None = None,
+        importance_weights: bool = False,
     ) -> None:
         for made in _watching:
             made.append(self)
@@ -802,6 +823,8 @@ class PrivateTraining:
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,
              "reproducible": reproducible},
+            {"rates": rates or {}, "class_counts": class_counts or {},
+             "importance_weights": importance_weights},
         )  # fmt: skip
         self._records = _by_unit(self._recipe, self._records)
         self._set_up(recipe, examples)
@@ -837,6 +860,7 @@ class PrivateTraining:
         isolate: bool,
         certify: Mapping[str, Any] | None,
         training: dict[str, Any],
+        sampling: dict[str, Any],
     ) -> Recipe:
         """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
@@ -849,6 +873,7 @@ class PrivateTraining:
                     "root": None if self._public is None else str(self.run.path / HELD_OUT),
                     "classes": self._spec.classes,
                     "targets": self._kind(),
+                    **sampling,
                 },
                 "model": {
                     "name": self._spec.name, "options": self._spec.options, "isolate": isolate,
@@ -869,6 +894,8 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
+        if recipe.data.rates:
+            _check_sampled_classes(self._records, self._spec.classes)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -892,7 +919,10 @@ class PrivateTraining:
 
     def _engine_of(self, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
-        privacy, objective = self._recipe.privacy, self._objective
+        privacy, count = self._recipe.privacy, len(self._records)
+        objective = importance_weighted(
+            self._objective, self._recipe, privacy.nominal_records or count
+        )
         engine = GradientEngine(
             self.model,
             objective,

@@ -108,6 +108,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "epsilon #; 20 inputs; a teacher alone: # %": 1,
         "# # # (s #) # (s #)": 2,
     },
+    "rare_classes": {
+        "| equal | # | # | # | # | # | # | ... |": 1,
+        "| rates-4 | # | # | # | # | # | # | ... |": 1,
+    },
     "residual": {
         "| ... | ... | # | # | # | # | # | # | # | | 1 |": 4,
         "| ...gamma # | # | # | # | # | 1 |": 10,

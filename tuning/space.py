@@ -415,11 +415,11 @@ class SearchCost:
             place = (noise, math.floor(math.log(rate) / math.log(_RATE_RATIO)))
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
-        cap = self.recipe.privacy.batch_cap
-        found = {
-            GaussianSteps(int(steps), float(noise), rate, cap)
-            for (noise, _), (rate, steps) in near.items()
-        }
+        cap, found = self.recipe.privacy.batch_cap, set[GaussianSteps]()
+        for (noise, _), (rate, steps) in near.items():
+            classes = self.recipe.class_rates(rate)  # each rises with the mean rate
+            highest = rate if classes is None else classes.largest
+            found.add(GaussianSteps(int(steps), float(noise), highest, cap, classes))
         worst = [one for one in found if not any(one.dominated_by(o) for o in found - {one})]
         return [m.cost(one) for one in sorted(worst, key=repr) for m in self._methods]
 

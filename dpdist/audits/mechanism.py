@@ -367,6 +367,7 @@ def audit_mechanism(
     members = None if plan.group is None else min(plan.group.max_records, _MOST_MEMBERS)
 
     def pieces(step_plan: StepPlan) -> StepHarness:
+        step_plan = step_plan.sampled_like(plan.step(0))  # a probe is of the class of the largest
         clipping = make_clipping(privacy.clipping, step_plan.clip_norm)
         own_key = derive_key(key, repr(step_plan))
         driven = StepHarness(step_plan, clipping, options.workers, own_key, members)

@@ -108,6 +108,11 @@ class Membership(Evaluation):
         refuse_planted(recipe, "shadow models")
         refuse_not_releasable(recipe)
         refuse_groups(recipe, "shadow models")
+        if recipe.data.rates:
+            raise UserError(
+                f"{recipe.name}: data.rates: must be left out for membership inference, got "
+                f"{len(recipe.data.rates)} rates: shadow models have other class counts"
+            )
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "

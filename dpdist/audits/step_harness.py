@@ -49,10 +49,14 @@ class TwoProbeModel(nn.Module):
 
 @dataclass(frozen=True)
 class ProbeRecords(Records):
-    """Coordinates of the records, in order of their positions; -1: of a record without gradient."""
+    """Coordinates of the records, in order of their positions; -1: of a record without gradient.
+
+    label: the class of all of them.
+    """
 
     coordinates: np.ndarray
     name: str = "probes"
+    label: int = 0
 
     def __len__(self) -> int:
         return len(self.coordinates)
@@ -61,7 +65,7 @@ class ProbeRecords(Records):
         return torch.eye(WIDTH + 1)[self.coordinates[indices], :WIDTH]
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        return torch.zeros(len(self.coordinates[indices]), dtype=torch.int64)
+        return torch.full((len(self.coordinates[indices]),), self.label, dtype=torch.int64)
 
 
 def probe_groups(coordinates: np.ndarray, max_records: int) -> GroupedRecords:
@@ -122,7 +126,9 @@ class StepHarness:
     def records(self, coordinates: np.ndarray) -> ProbeRecords | GroupedRecords:
         """Return a position for each coordinate: a record, or a whole group of them."""
         if self.max_records is None:
-            return ProbeRecords(coordinates)
+            rates = self.step_plan.class_rates
+            sampled_most = 0 if rates is None else rates.rates.index(rates.largest)
+            return ProbeRecords(coordinates, label=sampled_most)
         return probe_groups(coordinates, self.max_records)
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:

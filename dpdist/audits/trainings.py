@@ -58,7 +58,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
-from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.model_setup import importance_weighted, initial_model, model_spec
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ class VectorizedTrainings:
     def __init__(self, recipe: Recipe, plan: PrivacyPlan, dataset: data.Dataset) -> None:
         self._recipe, self._plan = recipe, plan
         model = initial_model(recipe, model_spec(recipe, dataset))
-        self._model, self._losses = model, recipe.method.execution().task().loss_function
+        losses = recipe.method.execution().task().loss_function
+        self._model = model
+        self._losses: Any = importance_weighted(losses, recipe, plan.records)
         self._named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         self._sizes = [p.numel() for p in self._named.values()]
         self._clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
@@ -168,9 +170,13 @@ class VectorizedTrainings:
             inputs = torch.cat([inputs, canary[0][None]])
             labels = torch.cat([labels, torch.tensor([canary[1]])])
         evidence = np.zeros(len(keys))
+        canary_class = None if canary is None else canary[1]
         for step in range(plan.steps):
             step_plan = plan.step(step)
-            members = [self._members(k, attempt, step, step_plan, c) for k, c in zip(keys, copies)]  # noqa: B905
+            members = [
+                self._members(k, attempt, step, step_plan, c, canary_class)
+                for k, c in zip(keys, copies, strict=False)
+            ]
             sums = self._clipped_sums(flat, inputs, labels, members, coordinate is None)
             known = None if coordinate is None else sums[:, coordinate].copy()
             for row, (key, chosen) in enumerate(zip(keys, members, strict=True)):
@@ -186,9 +192,18 @@ class VectorizedTrainings:
         return optimizer.published_parameters(flat), evidence
 
     def _members(
-        self, key: bytes, attempt: str, step: int, step_plan: StepPlan, copies: int
+        self,
+        key: bytes,
+        attempt: str,
+        step: int,
+        step_plan: StepPlan,
+        copies: int,
+        canary_class: int | None,
     ) -> np.ndarray:
         records = len(self._labels) + copies
+        # a canary without a class of its own is sampled most often
+        own = step_plan.most_sampled_class if canary_class is None else canary_class
+        classes = np.append(self._labels.numpy(), own) if step_plan.class_rates else np.arange(0)
         sample_key = derive_key(key, "sample", attempt, step)
         return poisson_sample(
             sample_key,
@@ -197,6 +212,8 @@ class VectorizedTrainings:
             step_plan.sample_rate,
             batch_cap=step_plan.batch_cap,
             records=records,
+            class_rates=step_plan.rates_by_class,
+            classes_of=lambda chosen: classes[np.minimum(chosen, len(classes) - 1)],
         )
 
     def _clipped_sums(

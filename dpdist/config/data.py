@@ -14,6 +14,7 @@ from dpdist.core.fields import (
     Finite,
     FractionBelowOne,
     OptionCondition,
+    Positive,
     PositiveFraction,
     RejectBool,
     Section,
@@ -34,6 +35,7 @@ DataName = Annotated[
 ClassCount = Annotated[int, RejectBool, Field(ge=1, le=2**20)]
 
 
+_RATES_PAGE = "explanation/privacy.md#rare-classes"
 BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
 
 
@@ -215,6 +217,32 @@ class DataRecipe(Section):
     fraction: PositiveFraction = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
+    # Not written where there are none, as columns.ranges are.
+    rates: dict[Text, Positive] = Field(
+        default={},
+        description="relative sampling rates by class, {ill: 4, well: 1}; a class is capped at 1",
+        max_length=10_000,
+        exclude_if=lambda rates: not rates,
+    )
+    class_counts: dict[Text, Count] = Field(
+        default={},
+        description="PUBLIC numbers of records by class, from which rates follow; never counted",
+        max_length=10_000,
+        exclude_if=lambda counts: not counts,
+    )
+    importance_weights: bool = Field(
+        default=False,
+        description="multiply a record's loss by 1/rate (mean 1) before its gradient is clipped",
+        exclude_if=lambda weighted: not weighted,
+    )
+
+    @field_validator("rates", "class_counts", mode="before")
+    @classmethod
+    def _name_classes(cls, value: Any) -> Any:
+        """Take a class's number for its name, as YAML reads it."""
+        if not isinstance(value, dict):
+            return value
+        return {str(key) if type(key) is int else key: each for key, each in value.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -284,6 +312,35 @@ class DataRecipe(Section):
             raise key_error("targets", f"must be class: {self.name} is built in; give data.root")
         if self.names or self.labels or (self.text is not None and self.text.predicts_next_token):
             raise key_error("names, labels, text.predict", f"not beside targets: {self.targets}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> DataRecipe:
+        if not self.rates:
+            for key in ("class_counts", "importance_weights"):
+                if given := getattr(self, key):
+                    raise key_error(key, f"must be left out without data.rates, got {given}")
+            return self
+        if (why := self.single_label_error("must be left out")) is not None:
+            raise key_error("rates", why.removeprefix("must be left out: "), see=_RATES_PAGE)
+        if not self.class_counts:
+            raise key_error(
+                "class_counts",
+                "must be the public number of records of each class with data.rates, got none: "
+                "counts of private records would move every rate",
+                see=_RATES_PAGE,
+            )
+        for key in ("rates", "class_counts"):
+            if set(given := getattr(self, key)) != set(self.class_names):
+                lacks = [name for name in self.class_names if name not in given]
+                unknown = [name for name in given if name not in self.class_names]
+                got = [f"none for {name!r}" for name in lacks[:3]]
+                got += [f"the unknown class {name!r}" for name in unknown[:3]]
+                raise key_error(
+                    key,
+                    f"must be one number for each of the {self.num_classes} classes, got "
+                    f"{', '.join(got)}",
+                )
         return self
 
     @property

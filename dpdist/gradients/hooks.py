@@ -7,7 +7,7 @@ values), so autograd computes back-signals only, and the model's own parameters 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,21 @@ def followed_by(objective: Objective, then: Callable[[Tensor], Tensor]) -> Objec
         own = objective.function
         return OwnLoss(lambda module, batch: then(own(module, batch)))
     return lambda outputs, targets: then(objective(outputs, targets))
+
+
+def weighted_by_class(objective: Objective, weights: Sequence[float]) -> Objective:
+    """Return an objective whose losses are multiplied by public weights of the targets' classes.
+
+    A record's gradient is then clipped with its weight in it, so that it adds no more to a sum.
+    """
+    own: Any = objective.function if isinstance(objective, OwnLoss) else objective
+
+    def of(losses: Tensor, targets: Tensor) -> Tensor:
+        return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)[targets]
+
+    if isinstance(objective, OwnLoss):
+        return OwnLoss(lambda module, batch: of(own(module, batch), batch[-1]))
+    return lambda outputs, targets: of(own(outputs, targets), targets)
 
 
 def each_tensor(function: Callable[[Tensor], Any], inputs: Inputs) -> Inputs:

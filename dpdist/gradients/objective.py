@@ -222,8 +222,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_MASKED = ("ForMaskedLM",)
-_CLASSIFIER = ("ForSequenceClassification",)
+_MASKED, _CLASSIFIER = ("ForMaskedLM",), ("ForSequenceClassification",)
 
 
 def language_model_loss(module: nn.Module, batch: Any) -> Tensor:

@@ -13,7 +13,7 @@ kernels do not change with the other records of a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +37,8 @@ def poisson_sample(
     *,
     batch_cap: int | None = None,
     records: int | None = None,
+    class_rates: Sequence[float] | None = None,
+    classes_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Positions in [start, stop) that join the step: sorted int64.
 
@@ -44,9 +46,24 @@ def poisson_sample(
     independently. With `batch_cap`, a batch larger than the cap is cut to a uniformly random
     subset of that size (truncated Poisson sampling); this needs `records`, because the cut depends
     on the whole batch.
+
+    With `class_rates`, a record of class c joins with probability class_rates[c], of which
+    `sample_rate` is the largest: of those that would join at the largest rate, the ones whose word
+    is below their own class's. classes_of: positions (n,) to their classes (n,).
     """
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
+    if class_rates is not None:
+        if batch_cap is not None or classes_of is None or max(class_rates) != sample_rate:
+            raise ValueError("class rates need classes, their largest as sample_rate, and no cap")
+        draws = stream_words(key, start, stop - start)
+        joined = np.flatnonzero(_joins(draws, sample_rate))
+        classes = np.asarray(classes_of(start + joined))
+        kept = np.zeros(len(joined), dtype=bool)
+        for place, rate in enumerate(class_rates):
+            own = classes == place
+            kept[own] = _joins(draws[joined[own]], rate)
+        return start + joined[kept]
     if batch_cap is None:
         return start + np.flatnonzero(_joins(stream_words(key, start, stop - start), sample_rate))
     if records is None:

@@ -77,6 +77,8 @@ class Capabilities:
         supports_tokens: a record may be tokens (data.text): nothing can be added to these.
         supports_groups: an example of the steps may be a group of records (privacy.unit: group):
             nothing is made for each record, or from the number of records.
+        supports_class_rates: records may be sampled at rates of their classes (data.rates): the
+            steps are what `Method.cost` was given, and targets are the records' own.
         takes_losses: training.loss may be another than cross-entropy.
         not_releasable_reason: why no model may ever leave; None where the trained model is
             released. Such models are only asked (`Execution.answer`), as often as the plan pays
@@ -95,6 +97,7 @@ class Capabilities:
     supports_frozen_denoiser: bool = True
     supports_tokens: bool = False
     supports_groups: bool = False
+    supports_class_rates: bool = False
     takes_losses: bool = False
     not_releasable_reason: str | None = None
     trained_elsewhere: str | None = None

@@ -50,8 +50,10 @@ class DPSGD(Method):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return that records may be tokens or groups, with any loss."""
-        return Capabilities(supports_tokens=True, supports_groups=True, takes_losses=True)
+        """Return that records may be tokens or groups, with any loss and rates by class."""
+        return Capabilities(
+            supports_tokens=True, supports_groups=True, supports_class_rates=True, takes_losses=True
+        )
 
     def execution(self) -> Execution[Any]:
         """Return the usual training."""
@@ -101,6 +103,7 @@ class InputNoiseMethod(Method):
         return Capabilities(
             needs_batched_passes=self.consistency > 0,
             supports_groups=not self.consistency,
+            supports_class_rates=not self.consistency,
             takes_losses=not self.consistency,
         )
 
@@ -163,7 +166,10 @@ class DPlis(Method):
     @property
     def capabilities(self) -> Capabilities:
         """Return that records may be groups, with any loss; tokens without noise on them."""
-        return Capabilities(supports_tokens=not self.sigma, supports_groups=True, takes_losses=True)
+        return Capabilities(
+            supports_tokens=not self.sigma, supports_groups=True, supports_class_rates=True,
+            takes_losses=True,
+        )  # fmt: skip
 
     def execution(self) -> Execution[Any]:
         """Return the training on the smoothed loss."""

@@ -126,6 +126,10 @@ class Poisoning(Evaluation):
                 recipe.group_unit is not None,
                 "privacy.unit: group bounds whole groups, and poisoned records are counted singly",
             ),
+            (
+                bool(recipe.data.rates),
+                "data.rates: class counts are of all records, and each model has a part of them",
+            ),
             (withheld is not None, withheld),
         ):
             if wrong:

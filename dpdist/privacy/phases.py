@@ -236,6 +236,10 @@ def compose_path_events(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.Dp
 
 
 _POISSON = "every record joins a step independently (Poisson), never by shuffling"
+_PUBLIC_RATES = (
+    "a record's sampling rate follows from its own class and from class counts that are public: "
+    "they were declared, not counted in the private records"
+)
 
 
 def check_count(name: str, value: object) -> None:
@@ -253,6 +257,100 @@ def check_release(noise_multiplier: float, sample_rate: float) -> None:
 
 
 @dataclass(frozen=True)
+class ClassRates:
+    """Sampling rates that follow from a record's own class, and the public counts behind them.
+
+    A step costs what one of the largest rate costs: a record of a smaller rate is one that joined
+    at the largest and was then kept with probability rate / largest, independently of everything
+    else. So the rates must follow from public numbers: were they computed from the private
+    records, one record would move all of them.
+
+    rates: of each class, in (0, 1]. counts: the public number of records of each class, or numbers
+    in their proportion.
+    """
+
+    rates: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rates or len(self.rates) != len(self.counts):
+            raise ValueError(
+                f"class rates need a count for each, got {len(self.rates)} rates and "
+                f"{len(self.counts)} counts"
+            )
+        for rate in self.rates:
+            if not 0 < rate <= 1:
+                raise ValueError(f"class rates must be in (0, 1], got {rate}")
+        for count in self.counts:
+            check_count("class_counts", count)
+
+    @classmethod
+    def for_batch(
+        cls, weights: Sequence[float], counts: Sequence[int], mean_rate: float
+    ) -> ClassRates:
+        """Return rates in proportion to `weights`, capped at 1, of which the mean is `mean_rate`.
+
+        Where a class reaches 1, the others rise in proportion, so that the expected batch stays.
+        The mean is over the public counts. Everything is a function of public numbers.
+
+        Args:
+            weights: relative rates, one a class, positive.
+            counts: public numbers of records, one a class, at least 1.
+            mean_rate: expected batch over number of records, in (0, 1].
+        """
+        if not 0 < mean_rate <= 1:
+            raise ValueError(f"mean_rate must be in (0, 1], got {mean_rate}")
+        left, capped = mean_rate * sum(counts), set[int]()
+        while True:
+            free = [place for place in range(len(counts)) if place not in capped]
+            scale = left / sum(counts[place] * weights[place] for place in free) if free else 0.0
+            over = [place for place in free if scale * weights[place] >= 1]
+            if not over:
+                break
+            capped.update(over)
+            left -= sum(counts[place] for place in over)
+        if any(scale * weights[place] <= 0 for place in free):  # others at 1 make all of the batch
+            raise ValueError("rates leave a class no chance to join")
+        rates = (1.0 if p in capped else scale * weights[p] for p in range(len(counts)))
+        return cls(tuple(rates), tuple(counts))
+
+    @property
+    def largest(self) -> float:
+        """Return the largest rate, which is the one that is paid for."""
+        return max(self.rates)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean rate over the public counts."""
+        pairs = zip(self.rates, self.counts, strict=True)
+        return math.fsum(rate * count for rate, count in pairs) / sum(self.counts)
+
+    def scaled(self, largest: float) -> ClassRates:
+        """Return rates in the same proportions, of which the largest is `largest`."""
+        rates = (
+            largest if rate == self.largest else largest * rate / self.largest
+            for rate in self.rates
+        )
+        return ClassRates(tuple(rates), self.counts)
+
+    @property
+    def importance_weights(self) -> tuple[float, ...]:
+        """Return the mean rate over each class's own: the weights that undo the rates in a mean."""
+        return tuple(self.mean / rate for rate in self.rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rates as plain JSON types."""
+        return {"rates": list(self.rates), "counts": list(self.counts)}
+
+    @property
+    def description(self) -> str:
+        """Return the rates in words, by the numbers of the classes."""
+        listed = [f"{place}: {rate:.6g}" for place, rate in enumerate(self.rates)]
+        listed[8:] = [f"{len(listed) - 8:,} more"] if len(listed) > 9 else listed[8:]
+        return "by class " + ", ".join(listed)
+
+
+@dataclass(frozen=True)
 class GaussianSteps(Phase):
     """`steps` releases of a clipped sum over a Poisson batch plus Gaussian noise.
 
@@ -261,6 +359,8 @@ class GaussianSteps(Phase):
     sample_rate: each record's probability of joining a step; 1.0 means full batches.
     batch_cap: hard cap on the physical batch; above it a uniformly random subset of that size is
     kept (truncated Poisson sampling, arXiv 2508.15089).
+    class_rates: rates by a record's own class; sample_rate is then the largest of them, which is
+    the one that is paid for (docs/evidence/privacy.md#rates-by-class-a-proof).
     """
 
     kind: ClassVar[str] = "gaussian-steps"
@@ -268,12 +368,40 @@ class GaussianSteps(Phase):
     noise_multiplier: float
     sample_rate: float
     batch_cap: int | None = None
+    class_rates: ClassRates | None = None
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         check_release(self.noise_multiplier, self.sample_rate)
         if self.batch_cap is not None:
             check_count("batch_cap", self.batch_cap)
+        if self.class_rates is None:
+            return
+        if self.batch_cap is not None:
+            raise ValueError("a capped batch is priced at equal rates: no batch_cap beside rates")
+        if self.sample_rate != self.class_rates.largest:
+            raise ValueError(
+                f"sample_rate must be the largest class rate {self.class_rates.largest}, got "
+                f"{self.sample_rate}"
+            )
+
+    @property
+    def mean_rate(self) -> float:
+        """Return the expected batch as a share of the records, a public number."""
+        return self.sample_rate if self.class_rates is None else self.class_rates.mean
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the phase as JSON; rates by class are named only where they hold."""
+        values = super().to_dict()
+        rates = values.pop("class_rates")  # other plans keep the fingerprint they had without it
+        return values if rates is None else values | {"class_rates": rates.to_dict()}
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
+        if "class_rates" in values:
+            given = {name: tuple(each) for name, each in values["class_rates"].items()}
+            values = values | {"class_rates": ClassRates(**given)}
+        return cls(**values)
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
@@ -355,12 +483,18 @@ class GaussianSteps(Phase):
         how = "full batches"
         if self.sample_rate < 1:
             how = f"Poisson sampling at rate {self.sample_rate:.6g}"
+        if self.class_rates is not None:
+            how = (
+                f"Poisson sampling {self.class_rates.description}, priced at the largest, "
+                f"{self.sample_rate:.6g}"
+            )
         cap = "" if self.batch_cap is None else f", cut to at most {self.batch_cap} records"
         return f"{noise}, {how}{cap}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        sampled = (_POISSON,) if self.sample_rate < 1 else ()
+        sampled: tuple[str, ...] = (_POISSON,) if self.mean_rate < 1 else ()
+        sampled += () if self.class_rates is None else (_PUBLIC_RATES,)
         cut = (
             ("a batch above the cap is cut to a uniformly random subset",)
             if self.has_batch_cap

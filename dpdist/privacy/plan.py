@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import error_text
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
 from dpdist.privacy.phases import (
+    ClassRates,
     GaussianSteps,
     Phase,
     check_count,
@@ -48,6 +49,30 @@ class StepPlan:
     expected_batch: float
     clip_norm: float
     batch_cap: int | None
+    # Not shown: an audit's keys are made of what is shown of a step.
+    class_rates: ClassRates | None = field(default=None, repr=False)
+
+    @property
+    def mean_rate(self) -> float:
+        """Return the expected batch as a share of the records, from which blocks get their size."""
+        return self.sample_rate if self.class_rates is None else self.class_rates.mean
+
+    def sampled_like(self, other: StepPlan) -> StepPlan:
+        """Return the step with the proportions of another step's rates by class, if it has any."""
+        if other.class_rates is None:
+            return self
+        return replace(self, class_rates=other.class_rates.scaled(self.sample_rate))
+
+    @property
+    def most_sampled_class(self) -> int:
+        """Return the class of the largest rate, the one whose records pay most; 0 without rates."""
+        rates = self.class_rates
+        return 0 if rates is None else rates.rates.index(rates.largest)
+
+    @property
+    def rates_by_class(self) -> tuple[float, ...] | None:
+        """Return the sampling rates by class; None where all records have one rate."""
+        return None if self.class_rates is None else self.class_rates.rates
 
     @property
     def noise_std(self) -> float:
@@ -159,6 +184,8 @@ class PrivacyPlan:
             raise ValueError(
                 "groups need their counted number, no batch_cap, and neighbours add-or-remove-one"
             )
+        if self.group is not None and any(loop.class_rates for loop in self._training_phases):
+            raise ValueError("a group has records of several classes: no class rates")
         check_delta(self.delta)
         noisy = any(phase.noise_multiplier for phase in self._training_phases)
         if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
@@ -268,8 +295,9 @@ class PrivacyPlan:
             t: number of the step, 0 <= t < steps.
 
         Returns:
-            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm and batch_cap
-            (None: no cap).
+            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm, batch_cap
+            (None: no cap) and class_rates (None: one rate for all records; else sample_rate is the
+            largest of them).
 
         Raises:
             ValueError: the plan has no such step.
@@ -281,6 +309,7 @@ class PrivacyPlan:
             expected_batch=self._expected_batch(phase),
             clip_norm=self.clip_norm,
             batch_cap=phase.batch_cap,
+            class_rates=phase.class_rates,
         )
 
     @property
@@ -289,7 +318,7 @@ class PrivacyPlan:
         return max(map(self._expected_batch, self._training_phases), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
-        expected = phase.sample_rate * self.records
+        expected = phase.mean_rate * self.records
         whole = abs(expected - round(expected)) < 1e-9 * self.records
         return float(round(expected)) if whole else expected
 

@@ -308,6 +308,7 @@ def _superseded_releases(plan: PrivacyPlan, ledger: Ledger) -> list[Phase]:
                     step_plan.noise_multiplier,
                     step_plan.sample_rate,
                     step_plan.batch_cap,
+                    step_plan.class_rates,
                 )
             )
     return others

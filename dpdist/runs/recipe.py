@@ -41,7 +41,7 @@ from dpdist.core.files import (
 )
 from dpdist.methods.registry import DEFAULT, AnyMethod
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
-from dpdist.privacy.phases import GaussianSteps
+from dpdist.privacy.phases import ClassRates, GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 # --- the recipe -------------------------------------------------------------------------------
@@ -119,6 +119,51 @@ class Recipe(BaseRecipe):
                 "whole groups does not speak"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_class_rates(self) -> Recipe:
+        if not self.data.rates:
+            return self
+        privacy, name = self.privacy, self.method.name
+        for wrong, line in (
+            (
+                privacy.batch_cap is not None,
+                "privacy.batch_cap: must be left out with data.rates, got "
+                f"{privacy.batch_cap}: what a capped batch costs is known for equal rates",
+            ),
+            (
+                privacy.unit == "group",
+                "privacy.unit: must be record with data.rates, got group, whose records are of "
+                "several classes",
+            ),
+            (
+                not self.method.capabilities.supports_class_rates,
+                f"data.rates: must be left out with method {name} with these options, got "
+                f"{len(self.data.rates)} rates; they work with dp-sgd, dplis, and input-noise "
+                "without consistency",
+            ),
+        ):
+            if wrong:
+                raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))
+        return self
+
+    def class_rates(self, mean_rate: float) -> ClassRates | None:
+        """Return the sampling rates of the classes by their numbers, `ClassRates`.
+
+        They follow from the recipe's public numbers alone. None without data.rates.
+
+        Args:
+            mean_rate: expected batch over number of records, both public.
+
+        Raises:
+            ValueError: no rates in these proportions make such a batch.
+        """
+        data = self.data
+        if not data.rates:
+            return None
+        weights = [data.rates[name] for name in data.class_names]
+        counts = [data.class_counts[name] for name in data.class_names]
+        return ClassRates.for_batch(weights, counts, mean_rate)
 
     @property
     def group_unit(self) -> GroupUnit | None:
@@ -361,12 +406,31 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
     if training.batch_size > records:
         rule = f"must be <= the {records} training {counted}"
         raise field_error(context, "training.batch_size", rule, training.batch_size)
+    _check_class_counts(recipe, records, context)
     if privacy.batch_cap is not None and privacy.batch_cap < training.batch_size:
         rule = f"must be >= batch_size = {training.batch_size}"
         raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
     if privacy.batch_cap == training.batch_size == records:
         rule = "must be left out when every step takes all records"
         raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
+
+
+def _check_class_counts(recipe: Recipe, records: int, context: str) -> None:
+    """Raise UserError where the declared class counts are not those of so many records.
+
+    Only numbers that are public are compared: the private records' classes are never counted. Where
+    parts of the split are left out, the counts are of the whole split.
+    """
+    if not recipe.data.rates:
+        return
+    own = records - (0 if recipe.canary_audit is None else recipe.canary_audit.canaries)
+    total, part = sum(recipe.data.class_counts.values()), recipe.data.content_filter_key
+    if total == own or (part is not None and total > own):
+        return
+    rule = f"must add up to the {own:,} records to train on"
+    if part is not None:
+        rule = f"must be of the whole split, at least the {own:,} records that data.{part} leaves"
+    raise field_error(context, "data.class_counts", rule, f"{total:,}")
 
 
 def step_count(recipe: Recipe, records: int) -> int:
@@ -509,7 +573,9 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
     if batch_size > records:
         raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
     rate, cap = batch_size / records, privacy.batch_cap
-    steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap)
+    classes = recipe.class_rates(rate)
+    rate = rate if classes is None else classes.largest  # what is paid for
+    steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap, classes)
     return PrivacyPlan(
         records,
         recipe.method.cost(steps),

@@ -4,6 +4,8 @@ Canary j of m has position N + j. The plan counts N + m records, and every posit
 alike; whether a canary is in is a secret fair coin, the same in all steps. One that is out joins
 steps and adds nothing, which no other record's sampling notices: of those that are in, it is
 Poisson sampling at the plan's rate (and where the batch is capped, it is a record blanked out).
+Where rates follow from classes (data.rates), a canary in the sums joins at the largest of them, and
+one that is a record at that of its label.
 
 The canaries themselves are public, and the same for everybody; only the coins are secret. Inputs
 come from the test split or from records that data.public declares public. Neither holds private
@@ -20,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -212,6 +215,12 @@ class Canaries:
         """Return the labels under which computed members, (B,), are trained."""
         return labels
 
+    def classes_for(self, members: np.ndarray, data: Any, step_plan: StepPlan) -> np.ndarray:
+        """Return the classes (B,) by which positions of `data` are sampled: their own targets."""
+        if not len(members):
+            return members
+        return self.labels_for(members, data.targets(members)).cpu().numpy()
+
     def add_to_sums(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
         """Add to this worker's clipped sums (rows, size) what the canaries contribute. members: of
         each of its rows."""
@@ -274,6 +283,13 @@ class GradientCanaries(Canaries):
 
     def inputs_for(self, members: np.ndarray) -> np.ndarray:
         return members[members < self._num_records]
+
+    def classes_for(self, members: np.ndarray, data: Any, step_plan: StepPlan) -> np.ndarray:
+        """Return the classes of the records; of the canaries the one that is sampled most often."""
+        found = np.full(len(members), step_plan.most_sampled_class)
+        own = members < self._num_records
+        found[own] = super().classes_for(members[own], data, step_plan)
+        return found
 
     def add_to_sums(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
         where = self._coordinates.to(rows.device)

@@ -376,6 +376,7 @@ def _check_resources(recipe: Recipe, context: str) -> None:
         ("wire", "float64"): {
             "with resources.release: whole": whole,
             "with privacy.nominal_records": recipe.privacy.nominal_records is not None,
+            "with data.rates": bool(recipe.data.rates),
         },
         ("noise", "host"): {no_steps: not stepwise, no_noise: not noisy},
     }

@@ -27,7 +27,7 @@ from dpdist.core.fields import weakest
 from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
-from dpdist.gradients.hooks import Inputs, Objective, example_losses, take
+from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
@@ -163,7 +163,7 @@ def weakest_independence(
     """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE,
     by examples that hold nothing private."""
     loops = [phase.training_steps for phase in plan.phases]
-    steps = {(loop.sample_rate, loop.batch_cap) for loop in loops if loop is not None}
+    steps = {(loop.mean_rate, loop.batch_cap) for loop in loops if loop is not None}
     most = engine.micro_batch or NUM_EXAMPLES
     sizes = {Blocks.for_batches(largest, *step).rows_per_pass(most) for step in steps}
     rows = [torch.arange(size, device=targets.device) % len(targets) for size in sorted(sizes)]
@@ -303,7 +303,23 @@ def build_engine(
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
+    records = None if plan is None else plan.records
+    engine.objective = importance_weighted(engine.objective, recipe, records)
     return engine
+
+
+def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:
+    """Return what is learned, with data.importance_weights weighted by 1/rate of a record's class.
+
+    The weights are public, and their mean over a step's records is 1. records: of the plan; without
+    it, for a check or a probe, the number that the class counts add up to.
+    """
+    if not recipe.data.importance_weights:
+        return learned
+    count = records or sum(recipe.data.class_counts.values())
+    rates = recipe.class_rates(min(1.0, recipe.training.batch_size / count))
+    assert rates is not None
+    return weighted_by_class(learned, rates.importance_weights)
 
 
 def objective(training: TrainingRecipe) -> Objective:
@@ -371,7 +387,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     )
     alone = plan.steps * step.expected_batch * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
-    rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
+    rows = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap).capacity
     rows = min(rows, engine.micro_batch or PROBE_EXAMPLES)
     one = torch.zeros(1, *dataset.input_shape)
     activations = rows * bytes_per_example(module, lambda: module(one))
@@ -382,6 +398,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
             "sampling rate",
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
         ),
+        *([] if step.class_rates is None else [("rates", step.class_rates.description)]),
         ("steps", f"{plan.steps:,}"),
         counted,
         *(

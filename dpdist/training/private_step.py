@@ -53,10 +53,11 @@ class PrivateStep:
     """Release noisy, clipped sums of per-example gradients, one for each step.
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
-    `step_plan.sample_rate`, in which one record counts for at most the engine's sensitivity (one
-    group, where the data's positions are groups of records), with Gaussian noise of standard
-    deviation `step_plan.noise_std` from a key that no other step has. So each call costs what
-    `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine.
+    `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
+    record counts for at most the engine's sensitivity (one group, where the data's positions are
+    groups of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
+    that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
+    `check_clip` accepts the engine.
     The ledger, where there is one, has the release durably before the noise is added. Calling it
     for one step again, on the same data and under the same key, is the same release and costs
     nothing.
@@ -179,7 +180,7 @@ class PrivateStep:
         engine, device = self.engine, self.reducer.device
         data = self._data_of(step)
         engine.blocks = Blocks.for_batches(
-            self.shards.largest_shard, step_plan.sample_rate, step_plan.batch_cap
+            self.shards.largest_shard, step_plan.mean_rate, step_plan.batch_cap
         )
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
         draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
@@ -219,7 +220,8 @@ class PrivateStep:
             key: 32 secret bytes of the step's sample.
             begin: first position that may join.
             end: one after the last position that may join.
-            step_plan: sampling rate and batch cap.
+            step_plan: sampling rates and batch cap. Where rates follow from a record's class, the
+                class is the record's own target, before random transforms.
 
         Returns:
             int64 (B,), sorted positions in [begin, end); of groups where the data's positions are
@@ -228,6 +230,8 @@ class PrivateStep:
         return poisson_sample(
             key, begin, end, step_plan.sample_rate,
             batch_cap=step_plan.batch_cap, records=len(self.data),
+            class_rates=step_plan.rates_by_class,
+            classes_of=lambda chosen: self.canaries.classes_for(chosen, self.data, step_plan),
         )  # fmt: skip
 
     def release(

@@ -1833,4 +1833,55 @@ FAULTS: list[Fault] = [
             "noise takes no time",
         ),
     ),
+    # --- rates by class
+    *group(
+        "dpdist/privacy/phases.py",
+        "privacy/test_rates_by_class::test_the_price_is_that_of_the_largest_rate",
+        (
+            "one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)",
+            "one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.mean_rate)",
+            "a step is priced at the mean rate of the classes",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/sampling.py",
+        "training/test_class_rates::test_another_record_s_class_moves_nobody_else",
+        (
+            "kept[own] = _joins(draws[joined[own]], rate)",
+            "kept[own] = _joins(draws[joined[own]], min(1.0, rate * len(own) / (1 + own.sum())))",
+            "rates follow from how many private records a class has",
+        ),
+    ),
+    *group(
+        "dpdist/training/model_setup.py",
+        "training/test_class_rates::test_weights_stand_before_the_clip_so_that_no_record_adds_more",
+        (
+            "    engine.objective = importance_weighted(engine.objective, recipe, records)\n",
+            "    if plan and (rates := plan.step(0).class_rates) and recipe.data.importance_weights:\n"
+            "        own, by_class = engine.clipped_sum, rates.importance_weights\n"
+            "        engine.clipped_sum = lambda inputs, targets, **more: dataclasses.replace(\n"
+            "            found := own(inputs, targets, **more), flat=found.flat * by_class[targets[0]]\n"
+            "        )\n",
+            "a weight multiplies a gradient after its clip",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_step.py",
+        "training/test_class_rates::"
+        "test_the_sum_is_divided_by_the_public_batch_and_never_by_the_drawn_one",
+        (
+            "return noisy.div_(noisy.new_full((1,), step_plan.expected_batch)), seen, flagged",
+            "return noisy.div_(noisy.new_full((1,), max(1, seen.examples))), seen, flagged",
+            "a sum is divided by the batch that was drawn",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_step.py",
+        "training/test_class_rates::test_records_of_each_class_join_at_their_own_rate",
+        (
+            "class_rates=step_plan.rates_by_class,",
+            "class_rates=None,",
+            "all records join at the largest rate",
+        ),
+    ),
 ]

@@ -1,0 +1,508 @@
+"""Rates by class in recipes, audits and loops of one's own: what is drawn, stated, refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy.stats import binom
+from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
+
+import dpdist
+from dpdist import UserError
+from dpdist.audits.membership import Membership
+from dpdist.audits.registry import run_audit
+from dpdist.audits.target import Target
+from dpdist.audits.trainings import VectorizedTrainings
+from dpdist.config.sections import MechanismAudit
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.hooks import OwnLoss, weighted_by_class
+from dpdist.gradients.sampling import poisson_sample
+from dpdist.poisoning.evaluation import Poisoning
+from dpdist.privacy.card import card_markdown
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise
+from dpdist.training import records as chosen
+from dpdist.training.job import check_trainable, prepare
+from dpdist.training.model_setup import build_engine, describe_cost, initial_model, model_spec
+from dpdist.training.private_step import PrivateStep
+from dpdist.tuning.search import check_search
+from dpdist.tuning.space import TrialLimit, apply_values
+
+pytestmark = [
+    pytest.mark.whole, pytest.mark.guarantee,
+    pytest.mark.filterwarnings("ignore:privacy.run_key"),
+]  # fmt: skip
+
+WELL, ILL = 180, 20
+RATES = {"data__rates": {"ill": 4, "well": 1}}
+COUNTS = {"ill": ILL, "well": WELL}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+
+
+def write(root: Path, split: str = "train", seed: int = 0) -> None:
+    """Write records of two classes of unequal size into root/scans, in mixed order."""
+    generator = np.random.default_rng(seed)
+    labels = generator.permutation(np.repeat([0, 1], [WELL, ILL]))
+    values = (generator.random((len(labels), 3)) + 0.3 * labels[:, None]).astype(np.float32)
+    table = pa.table({**{f"f{k}": values[:, k] for k in range(3)}, "label": labels})
+    (root / "scans").mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, root / "scans" / f"{split}.parquet")
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    write(tmp_path / "data")
+    write(tmp_path / "data", "test", 1)
+    return tmp_path / "data"
+
+
+def recipe_of(root: Path, **sections: Any) -> Recipe:
+    raw: dict[str, Any] = {
+        "name": "x",
+        "data": {
+            "name": "scans", "root": str(root), "names": ["well", "ill"],
+            "columns": {"features": ["f*"]}, "rates": {"ill": 4, "well": 1},
+            "class_counts": dict(COUNTS),
+        },
+        "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY},
+        "training": {"batch_size": 26, "steps": 6, "learning_rate": 0.5},
+        "resources": {"checkpoint_seconds": 1e-6},
+    }  # fmt: skip
+    for key, value in sections.items():
+        section, _, field = key.partition("__")
+        if field:
+            raw[section][field] = value
+        else:
+            raw[section] = value
+    return parse_recipe(raw, "test")
+
+
+# --- what is planned ----------------------------------------------------------------------------
+
+
+def test_rates_and_divisor_follow_from_the_public_counts_alone(root):
+    recipe = recipe_of(root)
+    plan = make_plan(recipe, WELL + ILL, "test")
+    step = plan.step(0)
+    assert step.rates_by_class == pytest.approx((0.1, 0.4))  # by number: well, ill
+    assert step.sample_rate == max(step.rates_by_class) and step.expected_batch == 26
+    assert pytest.approx(26) == 0.1 * WELL + 0.4 * ILL
+    same = PrivacyPlan.dp_sgd(records=200, batch_size=80, noise_multiplier=1.0, steps=6, delta=1e-3)
+    assert plan.guarantee().epsilon == pytest.approx(same.guarantee().epsilon, rel=1e-9)
+    # Other private classes, the same plan: nobody counts them.
+    labels = pq.read_table(root / "scans" / "train.parquet")
+    other = labels.set_column(3, "label", pa.array(np.arange(200) % 2))
+    pq.write_table(other, root / "scans" / "train.parquet")
+    assert make_plan(recipe, len(check_trainable(recipe, "test")[0]), "test") == plan
+
+
+def test_recipes_without_rates_are_what_they_were(root):
+    plain = recipe_of(root, data__rates={}, data__class_counts={})
+    assert not {"rates", "class_counts", "importance_weights"} & set(plain.model_dump()["data"])
+    assert parse_recipe(recipe_of(root).model_dump(mode="json"), "test") == recipe_of(root)
+    assert (
+        recipe_of(root, data__rates={"well": 1, "ill": 4}).experiment_settings["data.rates.ill"]
+        == 4
+    )
+
+
+def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
+    recipe = recipe_of(root, data__hold_out=0.3, data__public=0.1)
+    records = check_trainable(recipe, "test")[0]
+    plan = make_plan(recipe, len(records), "test")
+    assert len(records) < 160 and plan.step(0).expected_batch == 26
+    one, other = plan.step(0).rates_by_class
+    assert other == pytest.approx(4 * one)
+    nominal = recipe_of(
+        root,
+        privacy__nominal_records=1000,
+        privacy__delta=1e-4,
+        data__class_counts={"ill": 100, "well": 900},
+    )
+    assert make_plan(nominal, 200, "test").step(0).expected_batch == 26
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"privacy__batch_cap": 50}, "privacy.batch_cap: must be left out with data.rates, got 50"),
+        ({"method": {"name": "functional"}}, "data.rates: must be left out with method functional"),
+        ({"method": {"name": "secure-sgd", "redistribution": None}}, "out with method secure-sgd"),
+        (
+            {"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}},
+            "data.rates: must be left out with method input-noise",
+        ),
+        (
+            {
+                "privacy__unit": "group", "privacy__max_records_per_group": 2,
+                "data__columns": {"features": ["f*"], "group": "f0"},
+            },
+            "privacy.unit: must be record with data.rates, got group",
+        ),
+        ({"data__rates": {"ill": 4}}, "data.rates: must be one number for each of the 2 classes, "
+         "got none for 'well'"),
+        ({"data__rates": {"ill": 4, "well": 1, "dead": 1}}, "got the unknown class 'dead'"),
+        ({"data__rates": {"ill": 0, "well": 1}}, "data.rates.ill: must be"),
+        ({"data__rates": {"ill": -1, "well": 1}}, "data.rates.ill: must be"),
+        ({"data__class_counts": {}}, "data.class_counts: must be the public number of records of "
+         "each class with data.rates, got none"),
+        ({"data__class_counts": {"ill": 5}}, "data.class_counts: must be one number for each"),
+        ({"data__class_counts": {"ill": 0, "well": 200}}, "data.class_counts.ill: must be"),
+        ({"data__rates": {}}, "data.class_counts: must be left out without data.rates, got"),
+        (
+            {"data__rates": {}, "data__class_counts": {}, "data__importance_weights": True},
+            "data.importance_weights: must be left out without data.rates, got True",
+        ),
+        ({"data__targets": "number", "data__names": []}, "data.rates: "),
+    ],
+)  # fmt: skip
+def test_what_has_no_rates_is_refused_in_one_line(root, sections, said):
+    with pytest.raises(UserError, match=said) as caught:
+        recipe_of(root, **sections)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_every_method_says_whether_it_takes_rates():
+    from support.methods import every_method
+
+    able = [method for method in every_method() if method.capabilities.supports_class_rates]
+    assert {method.name for method in able} == {"dp-sgd", "dplis", "input-noise"}
+
+
+def test_counts_that_are_not_those_of_the_records_are_refused(root):
+    for counts in ({"ill": 20, "well": 179}, {"ill": 21, "well": 180}):
+        with pytest.raises(UserError, match=r"class_counts: must add up to the 200 records") as one:
+            check_trainable(recipe_of(root, data__class_counts=counts), "test")
+        assert len(str(one.value).splitlines()) == 1
+    few = recipe_of(root, data__class_counts={"ill": 2, "well": 100}, data__hold_out=0.3)
+    with pytest.raises(UserError, match=r"at least the \d+ records that data.hold_out leaves"):
+        check_trainable(few, "test")
+
+
+def test_other_class_counts_and_wires_than_those_of_the_run_are_refused(root):
+    recipe = recipe_of(root)
+    with pytest.raises(UserError, match=r"data\.rates: class counts are of all records"):
+        Poisoning().training_plan(recipe, 200)
+    with pytest.raises(UserError, match=r"data\.rates: must be left out for membership inference"):
+        Membership().plan_shadows(recipe, 200)
+    wire = recipe_of(root, resources__wire="float32", resources__release="sharded")
+    with pytest.raises(UserError, match=r"resources.wire: must be float64 with data\.rates"):
+        check_trainable(wire, "test")
+
+
+# --- what is drawn ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_records_of_each_class_join_at_their_own_rate(secret, root, tmp_path):
+    """Counted over 400 steps of the executed plan. False failures: 2e-9 for each of two classes."""
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-3} | ({} if secret else {"run_key": KEY})
+    recipe, folder = (
+        recipe_of(root, privacy=privacy, training__steps=400),
+        RunFolder(tmp_path / "r"),
+    )
+    prepare(recipe, folder, "test")
+    records, plan = check_trainable(recipe, "test")[0], folder.read_plan()
+    key = bytes.fromhex(folder.run_key.read_text().strip()) if secret else bytes.fromhex(KEY)
+    engine = GradientEngine(torch.nn.Linear(3, 2), cross_entropy, clipping=FlatClipping(1.0))
+    step = PrivateStep(engine, records, key)
+    counts = np.zeros(2, np.int64)
+    for t in range(plan.steps):
+        drawn = derive_key(key, "sample", "", t)
+        members = step.members(drawn, 0, 200, plan.step(t))
+        counts += np.bincount(np.asarray(records.labels)[members], minlength=2)
+        halves = [step.members(drawn, *each, plan.step(t)) for each in ((0, 77), (77, 200))]
+        assert np.array_equal(np.concatenate(halves), members)  # whichever worker holds them
+    for found, size, rate in zip(counts, (WELL, ILL), (0.1, 0.4), strict=True):
+        low, high = binom.ppf([1e-9, 1 - 1e-9], size * plan.steps, rate)
+        assert low <= found <= high
+        wrong = binom.ppf([1e-9, 1 - 1e-9], size * plan.steps, 0.13)
+        assert not wrong[0] <= found <= wrong[1]  # the mean rate would be noticed
+
+
+def test_another_record_s_class_moves_nobody_else():
+    labels = np.arange(400) % 2
+    other = labels.copy()
+    other[7] = 1 - other[7]
+    for number in range(50):
+        key = derive_key(bytes(32), "t", number)
+        one, two = (
+            poisson_sample(key, 0, 400, 0.5, class_rates=(0.1, 0.5), classes_of=own.__getitem__)
+            for own in (labels, other)
+        )
+        assert set(one.tolist()) ^ set(two.tolist()) <= {7}
+        assert set(one.tolist()) <= set(poisson_sample(key, 0, 400, 0.5).tolist())
+
+
+def test_rates_need_classes_and_their_largest_as_the_price():
+    key = bytes(32)
+    for options in ({}, {"batch_cap": 3, "classes_of": lambda them: them}):
+        with pytest.raises(ValueError, match="class rates need"):
+            poisson_sample(key, 0, 10, 0.5, class_rates=(0.1, 0.5), records=10, **options)
+    with pytest.raises(ValueError, match="class rates need"):
+        poisson_sample(key, 0, 10, 0.2, class_rates=(0.1, 0.5), classes_of=lambda them: them)
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def test_weights_stand_before_the_clip_so_that_no_record_adds_more(root):
+    recipe = recipe_of(root, data__importance_weights=True, privacy__clip_norm=0.5)
+    records = check_trainable(recipe, "test")[0]
+    plan = make_plan(recipe, 200, "test")
+    model = initial_model(recipe, model_spec(recipe, records))
+    engine = build_engine(recipe, model, plan)
+    for place in (int(np.argmax(records.labels)), int(np.argmin(records.labels))):
+        inputs, target = records.batch(np.array([place])), records.targets(np.array([place]))
+        found = engine.clipped_sum(50 * inputs, target).flat
+        assert 0.4 < float(found.norm()) <= 0.5  # whichever weight it has
+    # Below the clip the weight is seen: 1.3 for the class of rate 0.1, 0.325 for that of 0.4.
+    plain = build_engine(recipe_of(root, privacy__clip_norm=50.0), model, plan)
+    weighted = build_engine(
+        recipe_of(root, data__importance_weights=True, privacy__clip_norm=50.0), model, plan
+    )
+    for label, weight in ((0, 1.3), (1, 0.325)):
+        place = np.flatnonzero(np.asarray(records.labels) == label)[:1]
+        both = [
+            engine.clipped_sum(records.batch(place), records.targets(place)).flat
+            for engine in (weighted, plain)
+        ]
+        torch.testing.assert_close(both[0], weight * both[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_of_one_s_own_is_weighted_by_the_batch_s_targets():
+    loss = OwnLoss(lambda module, batch: module(batch[0])[:, 0])
+    both = weighted_by_class(loss, (2.0, 5.0)).function(  # type: ignore[union-attr]
+        torch.nn.Identity(), (torch.ones(3, 1), torch.tensor([0, 1, 0]))
+    )
+    assert both.tolist() == [2.0, 5.0, 2.0]
+
+
+# --- whole trainings ----------------------------------------------------------------------------
+
+
+def test_the_sum_is_divided_by_the_public_batch_and_never_by_the_drawn_one(root):
+    records, plan = (
+        check_trainable(recipe_of(root), "test")[0],
+        make_plan(recipe_of(root), 200, "t"),
+    )
+    quiet = replace(plan.step(0), noise_multiplier=0.0)
+    engine = GradientEngine(torch.nn.Linear(3, 2), cross_entropy, clipping=FlatClipping(1.0))
+    step, drawn = PrivateStep(engine, records, bytes(32)), set[int]()
+    for number in range(4):
+        noiseless, seen, _ = step.gradient(number, quiet)
+        members = step.members(derive_key(bytes(32), "sample", "", number), 0, 200, quiet)
+        found = engine.clipped_sum(records.batch(members), records.targets(members))
+        torch.testing.assert_close(noiseless.clone(), found.flat / 26, rtol=1e-5, atol=1e-8)
+        drawn.add(seen.examples)
+    assert drawn - {26}
+
+
+def test_a_run_states_its_rates(root, tmp_path):
+    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    train(recipe, folder)
+    found, plan = read_facts(folder), make_plan(recipe, 200, "test")
+    assert found.plan == plan and folder.read_plan() == plan
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.guarantee(plan).epsilon == plan.guarantee().epsilon
+    card = found.privacy_card()
+    page = card_markdown(card)
+    assert "Poisson sampling by class 0: 0.1, 1: 0.4, priced at the largest, 0.4" in page
+    assert "class counts that are public" in page
+    assert found.guarantee.epsilon == plan.guarantee().epsilon
+    told = dict(describe_cost(recipe, plan))
+    assert told["rates"] == "by class 0: 0.1, 1: 0.4" and told["sampling rate"].startswith("0.4 ")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "dplis", "draws": 2}, {"name": "input-noise", "sigma": 0.05, "draws": 2}],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_methods_with_rates_learn(root, tmp_path, method, weighted):
+    recipe = recipe_of(root, method=method, data__importance_weights=weighted)
+    weights = train(recipe, RunFolder(tmp_path / "run"))
+    assert torch.isfinite(weights).all() and float(weights.abs().sum()) > 0
+
+
+def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
+    recipe = recipe_of(root, data__importance_weights=True)
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    train(recipe, whole)
+    train_and_crash(recipe, killed, monkeypatch, 4)
+    with pytest.raises(UserError, match=r"data\.rates.ill"):
+        prepare(recipe_of(root, data__rates={"ill": 2, "well": 1}), killed, "test")
+    train(recipe, killed)
+    assert torch.equal(parameters(whole), parameters(killed))
+    assert release_ids(whole) == release_ids(killed)
+
+
+def test_a_plan_of_other_rates_than_the_recipe_s_is_refused(root, tmp_path):
+    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    train(recipe, folder)
+    record = json.loads(folder.plan.read_text())
+    record["phases"][0]["class_rates"]["counts"] = [190, 10]
+    folder.plan.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"must be what the run's recipe makes|fingerprint|ledger"):
+        read_facts(folder)
+
+
+def test_two_workers_end_at_the_bits_of_one(root, tmp_path):
+    recipe = recipe_of(root, training__reproducible=True)
+    one, two = (RunFolder(tmp_path / str(count)) for count in (1, 2))
+    execute(prepare(recipe, one, "test"), 1)
+    execute(prepare(recipe, two, "test"), 2)
+    assert torch.equal(parameters(one), parameters(two))
+    assert release_ids(one) and len(release_ids(one)) == len(release_ids(two)) == 6
+
+
+# --- loops of one's own -------------------------------------------------------------------------
+
+
+def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.arange(200) % 10 // 9  # one in ten
+    inputs = torch.randn(200, 3, generator=generator) + labels[:, None]
+    model = torch.nn.Linear(3, 2)
+    given = {
+        "loss": "cross-entropy", "batch_size": 26, "steps": 4, "folder": folder,
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY},
+        "rates": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20},
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return dpdist.PrivateTraining(model, optimizer, (inputs, labels), **(given | options))
+
+
+def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
+    first = own_loop(tmp_path / "one")
+    assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
+    first.step()
+    first.step()
+    first._save()
+    first.close()
+    again = own_loop(tmp_path / "one")
+    again.run_all()
+    whole = own_loop(tmp_path / "two")
+    whole.run_all()
+    assert torch.equal(again.model.weight, whole.model.weight)
+    equal = own_loop(tmp_path / "three", rates=None, class_counts=None)
+    equal.run_all()
+    assert not torch.equal(equal.model.weight, whole.model.weight)
+    weighted = own_loop(tmp_path / "four", importance_weights=True)
+    weighted.run_all()
+    assert not torch.equal(weighted.model.weight, whole.model.weight)
+    assert weighted.guarantee.epsilon == whole.guarantee.epsilon > equal.guarantee.epsilon
+    with pytest.raises(UserError, match="rates"):
+        own_loop(tmp_path / "one", rates={0: 1, 1: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"class_counts": None}, "data.class_counts: must be the public number"),
+        ({"class_counts": {0: 100, 1: 20}}, "class_counts: must add up to the 200 records"),
+        ({"rates": {0: 1}}, "data.rates: must be one number for each of the 2 classes"),
+        ({"rates": None}, "data.class_counts: must be left out without data.rates"),
+        ({"rates": {0: 1, 1: 0.0}}, "data.rates.1: must be"),
+    ],
+)
+def test_arguments_of_a_loop_that_make_no_rates_are_refused(tmp_path, options, said):
+    with pytest.raises(UserError, match=said):
+        own_loop(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+# --- audits -------------------------------------------------------------------------------------
+
+
+def target_of(root: Path, **sections: Any) -> Target:
+    recipe = recipe_of(root, **sections)
+    plan = make_plan(recipe, WELL + ILL, "test")
+    return Target(recipe, plan, plan.guarantee())
+
+
+def test_the_audited_step_samples_its_records_at_the_largest_rate(root, tmp_path):
+    options = MechanismAudit(releases=1000)
+    result = run_audit(options, target_of(root), tmp_path / "audit", lambda done, total: None)
+    assert result.epsilon <= target_of(root).plan.guarantee().epsilon
+    assert not result.details["rejected"]
+
+
+def test_gradient_canaries_join_at_the_largest_rate_and_records_at_their_own(root, tmp_path):
+    audit = {"kind": "canaries", "canary": "gradient", "canaries": 20}
+    recipe = recipe_of(root, audit=audit, model={"name": "mlp"})
+    records = check_trainable(recipe, "test")[0]
+    assert len(records) == 220
+    plan = make_plan(recipe, 220, "test")
+    train(recipe, RunFolder(tmp_path / "run"))
+    from dpdist.training.canaries import build_canaries
+
+    canaries = build_canaries(records, bytes(32), plan, 40)
+    found = canaries.classes_for(np.array([0, 5, 200, 219]), records, plan.step(0))
+    assert found.tolist() == [int(records.labels[0]), int(records.labels[5]), 1, 1]
+
+
+def test_trainings_of_many_runs_draw_each_class_at_its_rate(root):
+    """False failures: 1e-9 at each end for each of three."""
+    recipe = recipe_of(root)
+    plan, records = make_plan(recipe, 200, "test"), check_trainable(recipe, "test")[0]
+    trainings = VectorizedTrainings(recipe, plan, records)
+    counts, runs = np.zeros(3, np.int64), 300
+    for number in range(runs):
+        key = derive_key(bytes(32), "many", number)
+        members = trainings._members(key, "a", 0, plan.step(0), 5, 0 if number % 2 else None)
+        own = members[members < 200]
+        counts[:2] += np.bincount(np.asarray(records.labels)[own], minlength=2)
+        counts[2] += (members >= 200).sum() if not number % 2 else 0
+    for found, size, rate in zip(
+        counts, (180 * runs, 20 * runs, 5 * runs // 2), (0.1, 0.4, 0.4), strict=True
+    ):
+        low, high = binom.ppf([1e-9, 1 - 1e-9], size, rate)
+        assert low <= found <= high
+
+
+def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
+    tune = {
+        "space": {"training.batch_size": {"choice": [13, 26]}},
+        "law": {"name": "fixed", "runs": 3}, "score": {"hold_out": 0.3, "noise": 2.0},
+    }  # fmt: skip
+    recipe = recipe_of(root, tune=tune)
+    cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
+    records = len(chosen.private_records_between(recipe, chosen.data_source(recipe), 0.3, 1.0))
+    plans = {}
+    for size in (13, 26):
+        own = apply_values(recipe, {"training.batch_size": size}, "test")
+        plans[size] = plan_with_noise(own, records, 1.0)
+        assert cost.trial_limit.allows(plans[size])
+    largest = plans[26].step(0).sample_rate
+    assert largest == pytest.approx(4 * 26 * 200 / 260 / records)
+    # Steps of which every record joins at the mean rate would be too cheap a base.
+    cheap = PrivacyPlan.dp_sgd(
+        records=records, batch_size=26, noise_multiplier=1.0, steps=6, delta=1e-3
+    )
+    assert not TrialLimit(cheap).allows(plans[26]) and TrialLimit(plans[26]).allows(cheap)
+    with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
+        other = recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
+        check_search(other, RunFolder(tmp_path / "y"), "r.yaml")
