@@ -221,6 +221,14 @@ def release_command(
             "must be the module that was trained.",
         ),
     ] = None,
+    dossier: Annotated[
+        bool,
+        flag(
+            "--dossier",
+            "Also write dossier.md: what the release holds, under the headings of the EU AI Act's "
+            "Annex IV and of a data-protection impact assessment.",
+        ),
+    ] = False,
     as_json: PublishableJson = False,
 ) -> None:
     """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
@@ -233,8 +241,9 @@ def release_command(
     from dpdist.publishing import write_release
 
     files = write_release(
-        folder, not_private=not_private, licence=licence, key=sign, factory=factory
-    )
+        folder, not_private=not_private, licence=licence, key=sign, factory=factory,
+        dossier=dossier,
+    )  # fmt: skip
     if as_json:
         card = read_json(folder.release_folder / "privacy_card.json")
         released = {"run": folder.name, "files": [str(path) for path in files]}

@@ -50,11 +50,11 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         + _pictures(description, spec)
         + _outputs(description),
         "## Privacy",
-        _privacy_section(card),
+        privacy_section(card),
         "## Robustness",
-        _robustness_section(description),
+        robustness_section(description),
         "## Limits",
-        _limits(card),
+        limits(card),
         "## Licence",
         f"{description.licence} (SPDX)."
         if description.licence
@@ -136,7 +136,7 @@ _LIMITS = """\
   tests."""
 
 
-def _limits(card: Mapping[str, Any]) -> str:
+def limits(card: Mapping[str, Any]) -> str:
     """Say what the statements of a release do not cover."""
     if "group" in card["guarantee"]:
         return _LIMITS.replace("single training records", "whole groups of training records", 1)
@@ -211,7 +211,8 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy_section(card: Mapping[str, Any]) -> str:
+def privacy_section(card: Mapping[str, Any]) -> str:
+    """Return what is proved of one record, and what it means, in Markdown."""
     guarantee = card["guarantee"]
     epsilon = float(guarantee["epsilon"])
     if (why := no_epsilon(card)) is not None:
@@ -230,7 +231,8 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def _robustness_section(description: ReleaseDescription) -> str:
+def robustness_section(description: ReleaseDescription) -> str:
+    """Return accuracies, and certified accuracies by radius, in Markdown."""
     if description.certificate is None and not description.certified:
         noise = "Released without certificate settings; `--sigma` chooses the noise."
         return (
