@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpdist.privacy.card import PRIVACY_CARD_TEXT, no_epsilon
+from dpdist.privacy.card import PRIVACY_CARD, no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.bundle import (
     ARCHITECTURE,
@@ -152,11 +152,10 @@ def _impact(card: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield (
         "Risks to the rights and freedoms of data subjects",
         [
-            "Of one risk, that the released model reveals whether a unit was among the training "
-            "records, or its content:",
+            "Of one risk, that the released model gives a single unit of the training data away:",
             privacy_section(card),
-            limits(card),
-            "All other risks, and how likely and severe they are:",
+            "Its limits stand under point 3 above. All other risks, and how likely and severe they "
+            "are:",
             NOT_HELD,
         ],
     )
@@ -169,7 +168,7 @@ def _impact(card: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
             *_lines("It rests on:", card["assumptions"]),
             *_lines("Notes of the privacy card:", card["notes"]),
             f"How to demonstrate it: `dpdist verify` computes epsilon again from the phases of "
-            f"`{PRIVACY_CARD_TEXT}`. Safeguards and security of the processing itself:",
+            f"`{PRIVACY_CARD}`. Safeguards and security of the processing itself:",
             NOT_HELD,
         ],
     )
@@ -184,7 +183,7 @@ def _ledger(card: Mapping[str, Any]) -> list[str]:
         for row in card["epsilon_at_delta"]
     ]
     total = card["data_set"]
-    all_runs = "not stated, the run has no budget"
+    all_runs = "not stated by the card"
     if total is not None:
         all_runs = (
             f"epsilon {format_epsilon(total['epsilon'])} at delta {format_delta(total['delta'])}"
