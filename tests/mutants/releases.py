@@ -374,7 +374,7 @@ FAULTS: list[Fault] = [
         "test_release::test_a_dossier_tells_nothing_that_the_release_does_not",
         (
             "            privacy_section(card),\n",
-            "            str(card[\"guarantee\"][\"epsilon\"] / 2),\n",
+            '            str(card["guarantee"]["epsilon"] / 2),\n',
             "a dossier has an epsilon of its own",
         ),
         (
