@@ -107,9 +107,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "perplexity": {
         "p...: # documents to learn, # to test, # bytes, # left out: ...": 3,
         "base: # parameters, # public tokens, # minutes, perplexity # on public test documents": 1,
-        "| base | # | # | # to # | |": 1,
-        "| ... | #, # | # | # to # | # to # |": 8,
-        "| base less # | #, # | # | # to # | # to # |": 2,
+        "| base less # | # | # | # to # | |": 2,
+        "| ... | # | # | # to # | |": 9,
         "all parts: # minutes": 1,
     },
     "private_prediction": {
