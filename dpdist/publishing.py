@@ -35,7 +35,7 @@ from dpdist.release.bundle import (
     table_name,
     text_column,
 )
-from dpdist.release.dossier import dossier as dossier_page
+from dpdist.release.model_card import dossier as dossier_page
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts

@@ -63,8 +63,7 @@ from dpdist.release.bundle import (
     parse_description,
     table_name,
 )
-from dpdist.release.dossier import NOT_HELD, dossier
-from dpdist.release.model_card import model_card
+from dpdist.release.model_card import NOT_HELD, dossier, model_card
 from dpdist.release.tables import count_difference
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder

@@ -37,8 +37,7 @@ from dpdist.release.bundle import (
     load,
     table_name,
 )
-from dpdist.release.dossier import dossier
-from dpdist.release.model_card import model_card
+from dpdist.release.model_card import dossier, model_card
 from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"

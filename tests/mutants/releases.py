@@ -370,10 +370,10 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/release/dossier.py",
+        "dpdist/release/model_card.py",
         "test_release::test_a_dossier_tells_nothing_that_the_release_does_not",
         (
-            "            privacy_section(card),\n",
+            "            _privacy_section(card),\n",
             '            str(card["guarantee"]["epsilon"] / 2),\n',
             "a dossier has an epsilon of its own",
         ),
