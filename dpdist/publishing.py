@@ -18,6 +18,7 @@ from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.bundle import (
     CHECKSUMS,
     DESCRIPTION,
+    DOSSIER,
     FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
@@ -34,6 +35,7 @@ from dpdist.release.bundle import (
     table_name,
     text_column,
 )
+from dpdist.release.model_card import dossier as dossier_page
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts
@@ -53,6 +55,7 @@ def write_release(
     licence: str | None = None,
     key: Path | None = None,
     factory: str | None = None,
+    dossier: bool = False,
 ) -> list[Path]:
     """Write what may be published of a run into its folder release/, anew and whole.
 
@@ -65,6 +68,8 @@ def write_release(
         factory: "package.module:function" of (input_shape, classes) that builds the module of a
             script's run that named none; it is imported, and must build the module that was
             trained.
+        dossier: also write dossier.md: what the release holds under the headings of Annex IV of the
+            EU's AI Act and of a data-protection impact assessment.
 
     Returns:
         A list of `Path`: all files in release/.
@@ -116,8 +121,10 @@ def write_release(
         write_json(aside / PRIVACY_CARD, described)
         write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
         write_json(aside / DESCRIPTION, about)
-        page = model_card(parse_description(about, DESCRIPTION), described, models.read_spec(aside))
-        write_atomic(aside / MODEL_CARD, page)
+        pages = parse_description(about, DESCRIPTION), described, models.read_spec(aside)
+        write_atomic(aside / MODEL_CARD, model_card(*pages))
+        if dossier:
+            write_atomic(aside / DOSSIER, dossier_page(*pages))
         sums = compute_checksums(aside)
         write_atomic(aside / CHECKSUMS, sums)
         if key is not None:

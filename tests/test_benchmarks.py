@@ -104,6 +104,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "| system | where | recipe | verdict | why |": 5,
     },
     "pate": {'{"queries": 8, ..., "labels": 8, "labels right": #, "accuracy": #}': 2},
+    "perplexity": {
+        "p...: # documents to learn, # to test, # bytes, # left out: ...": 3,
+        "base: # parameters, # public tokens, # minutes, perplexity # on public test documents": 1,
+        "| base less # | # | # | # to # | |": 2,
+        "| ... | # | # | # to # | |": 9,
+        "all parts: # minutes": 1,
+    },
     "private_prediction": {
         "epsilon #; 20 inputs; a teacher alone: # %": 1,
         "# # # (s #) # (s #)": 2,

@@ -215,12 +215,11 @@ def release_command(
     ] = None,
     factory: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Import this function to build the module of a script's run that named none; it "
-            "must be the module that was trained.",
-        ),
+        option("Import this to build the script's trained module.", metavar="MODULE:FUNCTION"),
     ] = None,
+    dossier: Annotated[
+        bool, flag("--dossier", "Also write dossier.md, by the EU's AI Act and GDPR 35(7).")
+    ] = False,
     as_json: PublishableJson = False,
 ) -> None:
     """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
@@ -233,7 +232,7 @@ def release_command(
     from dpdist.publishing import write_release
 
     files = write_release(
-        folder, not_private=not_private, licence=licence, key=sign, factory=factory
+        folder, not_private=not_private, licence=licence, key=sign, factory=factory, dossier=dossier
     )
     if as_json:
         card = read_json(folder.release_folder / "privacy_card.json")

@@ -337,9 +337,7 @@ def _is_a(module: nn.Module, endings: tuple[str, ...]) -> bool:
     return any(kind.__name__.endswith(endings) for kind in type(module).__mro__)
 
 
-def _moved_to_the_left(
-    tokens: Tensor, labels: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _moved_to_the_left(tokens: Tensor, labels: Tensor, real: Tensor) -> tuple[Tensor, ...]:
     """Put what is there of each row before its padding, in order."""
     order = (~real).to(torch.int64).argsort(dim=1, stable=True)
     return tokens.gather(1, order), labels.gather(1, order), real.gather(1, order)

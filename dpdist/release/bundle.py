@@ -91,6 +91,7 @@ REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 """What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
 WORDS, TOKENIZER = "words.txt", "tokenizer.json"
 """A release of a text model whose tokens are no bytes has one of these, to make them by."""
+DOSSIER = "dossier.md"  # where `dpdist release --dossier` asked for it
 
 _TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
 _MAX_BYTES = 2**20  # bytes of a file of sums, of a key
@@ -108,7 +109,8 @@ def table_name(number: int) -> str:
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
     return (
-        name in (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER) or _TABLE.fullmatch(name) is not None
+        name in (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, DOSSIER)
+        or _TABLE.fullmatch(name) is not None
     )
 
 
@@ -139,8 +141,8 @@ def compute_checksums(folder: Path) -> str:
 
 def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
     """Return the names that SHA256SUMS has a line for, where these files lie."""
-    tokens = (name for name in (WORDS, TOKENIZER) if name in present)
-    return (*CHECKSUMMED_FILES, *tokens, *list_table_names(present))
+    others = (name for name in (WORDS, TOKENIZER, DOSSIER) if name in present)
+    return (*CHECKSUMMED_FILES, *others, *list_table_names(present))
 
 
 def verify_checksums(folder: Path) -> dict[str, str]:

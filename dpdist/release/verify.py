@@ -26,6 +26,7 @@ from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, 
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.bundle import (
     DESCRIPTION,
+    DOSSIER,
     MODEL_CARD,
     SIGNATURE,
     Release,
@@ -36,7 +37,7 @@ from dpdist.release.bundle import (
     load,
     table_name,
 )
-from dpdist.release.model_card import model_card
+from dpdist.release.model_card import dossier, model_card
 from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
@@ -255,6 +256,8 @@ def _check_pages(release: Release) -> str:
         MODEL_CARD: model_card(release.description, release.card, release.spec),
         PRIVACY_CARD_TEXT: card_markdown(release.card),
     }
+    if DOSSIER in release.checksums:
+        pages[DOSSIER] = dossier(release.description, release.card, release.spec)
     for name, text in pages.items():
         stated = read_text(release.path / name)
         same = (
@@ -267,9 +270,11 @@ def _check_pages(release: Release) -> str:
                 f"{release.path / name}: does not say what the files beside it "
                 f"say{_version_hint(release)}"
             )
+    *first, last = pages
+    named = f"{', '.join(first)} and {last}"
     if _is_same_version(release):
-        return f"{MODEL_CARD} and {PRIVACY_CARD_TEXT} say what the other files say"
+        return f"{named} say what the other files say"
     return (
-        f"{MODEL_CARD} and {PRIVACY_CARD_TEXT} name the numbers of the other files; the words are "
-        f"those of dpdist {release.description.dpdist}, this is {__version__}"
+        f"{named} name the numbers of the other files; the words are those of dpdist "
+        f"{release.description.dpdist}, this is {__version__}"
     )

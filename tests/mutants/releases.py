@@ -365,6 +365,29 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/release/verify.py",
+        "test_release::test_a_dossier_that_says_something_else_is_noticed",
+        (
+            "    if DOSSIER in release.checksums:\n",
+            "    if False:\n",
+            "verify does not read the dossier",
+        ),
+    ),
+    *group(
+        "dpdist/release/model_card.py",
+        "test_release::test_a_dossier_tells_nothing_that_the_release_does_not",
+        (
+            "            _privacy_section(card),\n",
+            '            str(card["guarantee"]["epsilon"] / 2),\n',
+            "a dossier has an epsilon of its own",
+        ),
+        (
+            '    false = "" if card["private"] else "This run is NOT private; the figures describe a mechanism."\n',
+            '    false = ""\n',
+            "a dossier's ledger does not say that a run is not private",
+        ),
+    ),
+    *group(
         "dpdist/release/bundle.py",
         "test_importing::test_predict_brings_a_picture_to_the_input_as_certify_does",
         (
