@@ -11,7 +11,7 @@ Published figures, with their sources, stand in papers/PAPER.yaml:
   them with a `change` of fields. keys: the fields of a recipe that are the columns. at: which of
   the `budgets` of the row's data set are the columns. statistic: of our trainings; the mean, or
   their `deviation`. run, why: the command of what was not run, and why it was not. smaller: results
-  of our own at another size, from a file of lines.
+  of our own at another size, from a file of lines; {trainings} in its command is their number.
 
 Ours come from papers/measured.jsonl, benchmarks/dplis.jsonl and the files that `smaller` names.
 Those of the same setting stand beside the published figure with their difference from it. Its
@@ -111,13 +111,14 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
                     cells.setdefault(column, []).append(value)
         if trained:
             one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
+            command = one["command"].replace("{trainings}", str(len(trained)))
             setting = source["setting"] if "setting" in source else one["setting"]
             n = one.get("n")
             if source.get("of", "test") != "test":  # no sample of anything
                 setting, n = f"{setting}; accuracy on {source['of']}ing records", None
             keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
             yield Result(
-                row, cells, setting, one["commit"], one["command"], keys,
+                row, cells, setting, one["commit"], command, keys,
                 n, one.get("recipe"), change=one.get("change", {}),
             )  # fmt: skip
 
@@ -327,8 +328,9 @@ def contents(paper: str) -> Iterator[str]:
 
 HEAD = """# The five papers: what is built, and does it hold?
 
-Every system, theorem, table and figure of the five papers that dpdist is built from: where it is,
-the recipe, and what came out. In short:
+The systems, statements, tables and figures of the five papers that dpdist is built from: where each
+is, its recipe, and what came out. What was not built or not checked has a row that says so.
+In short:
 
 {short}
 
@@ -340,8 +342,10 @@ How to read it:
   training would give. Published figures count as exact, though most are of single runs.
 * Runs of another size stand under a heading of their own: they are not there to be compared with
   the published figures, but to show whether the same order appears.
-* *Not run* comes with the reason and the command. Every recipe named here loads with the change
-  beside it and makes a plan; those that come along train for two steps in the tests.
+* *Not run* comes with the reason and the command. A test holds every command against the command
+  line; `DATA`, `RUN`, `ROW`, `FILE` and `FOLDER` are yours to fill in. Every recipe named here
+  loads with the change beside it and makes a plan; those that come along train for two steps in the
+  tests.
 * A commit is the one that first stated the figure, or the tree that ran.
 * Accuracy under attack of networks with noise in a hidden layer was counted by votes; since
   commit 81764ed `dpdist attack` counts the mean scores that their certificates speak of.

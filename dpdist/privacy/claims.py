@@ -369,12 +369,12 @@ def _residual_dp_sgd(data: str, records: int, printed: float) -> Claim:
     claimed = secure_sgd_claim(records, 128, 1.1, steps)
     return Claim(
         f"DP-SGD beside Residual I, {data}",
-        f"N {records}, L 128, sigma 1.1, 100 epochs",
+        f"N {records}, sigma 1.1; L 128, 100 epochs (our reading)",
         printed,
         claimed,
         _dp_sgd(records, 128, 1.1, steps),
         "sound if",
-        "batches are Poisson-sampled; the printed budget does not follow from the stated setting",
+        "batches are Poisson-sampled; the batch size behind the printed budget is not printed",
     )
 
 

@@ -89,6 +89,11 @@ def test_residual_budgets_do_not_follow(table):
     idc, cifar = (row for row in table if row.system.startswith("DP-SGD beside"))
     assert idc.claimed.epsilon == pytest.approx(7.2, abs=0.1)
     assert cifar.claimed.epsilon == pytest.approx(6.4, abs=0.1)
+    # No batch size is printed: other ones, and twice the epochs, come near the printed budgets.
+    for records, batch, near in ((9988, 250, 15.84), (12_500, 512, 22.03)):
+        steps = 200 * records // batch
+        found = claims.secure_sgd_claim(records, batch, 1.1, steps).epsilon
+        assert found == pytest.approx(near, abs=0.01)
 
 
 def test_dpal_theorem_four():

@@ -99,10 +99,41 @@ def test_extended_gaussian_is_sound_over_the_whole_box():
     assert slack[epsilon <= 10].min() > 38
 
 
-def test_extended_is_below_classical_only_up_to_point_nine():
-    at = np.array([0.906, 0.908])
-    below = m.extended_gaussian_scale(at, 1e-5) < m.classical_gaussian_formula(at, 1e-5)
+def extended_with(constant: float, epsilon: np.ndarray, delta: np.ndarray | float) -> np.ndarray:
+    """Theorem 2's scale, written out: the proof has sqrt(2 / pi), the statement sqrt(2) / pi."""
+    s = np.log(constant / delta)
+    return np.sqrt(2) / (2 * epsilon) * (np.sqrt(s) + np.sqrt(s + epsilon))
+
+
+@pytest.mark.parametrize(
+    ("constant", "crossing", "at_one", "worst"),
+    [(math.sqrt(2 / math.pi), 0.907, 4.854, 0.264), (math.sqrt(2) / math.pi, 2.089, 4.735, 0.857)],
+    ids=["proof", "printed"],
+)
+def test_extended_with_either_constant_is_sound_and_below_classical_up_to(
+    constant, crossing, at_one, worst
+):
+    """At delta 1e-5 it crosses the classical formula once; worst: true over claimed delta."""
+    at = crossing + np.array([-1e-3, 1e-3])
+    below = extended_with(constant, at, 1e-5) < m.classical_gaussian_formula(at, 1e-5)
     assert below.tolist() == [True, False]
+    lower = np.geomspace(1e-3, at[0], 500)
+    assert np.all(extended_with(constant, lower, 1e-5) < m.classical_gaussian_formula(lower, 1e-5))
+    assert extended_with(constant, np.array(1.0), 1e-5) == pytest.approx(at_one, abs=5e-4)
+    epsilon = np.geomspace(1e-3, 50, 300)[:, None]
+    delta = np.geomspace(1e-8, 0.44, 300)[None, :]
+    ratio = m.gaussian_delta(epsilon, extended_with(constant, epsilon, delta)) / delta
+    assert ratio.max() == pytest.approx(worst, abs=1e-3)
+
+
+def test_the_extended_scale_has_the_constant_of_the_proof():
+    epsilon = np.geomspace(0.01, 50, 40)
+    built = m.extended_gaussian_scale(epsilon, 1e-5)
+    assert built == pytest.approx(extended_with(math.sqrt(2 / math.pi), epsilon, 1e-5))
+    # and meets the proof's other condition, whatever delta is
+    for delta in (1e-10, 1e-3, 0.48, 0.6):
+        other = (1 + np.sqrt(1 + 2 * epsilon)) / (2 * epsilon)
+        assert np.all(m.extended_gaussian_scale(epsilon, delta) >= other * (1 - 1e-12))
 
 
 def test_extended_inverse_and_large_delta():
@@ -151,6 +182,24 @@ def test_uniform_redistribution_is_the_extended_gaussian():
 def test_bad_redistribution_vectors(r):
     with pytest.raises(ValueError):
         m.weighted_sensitivity([1.0, 1.0, 1.0], r)
+
+
+def test_the_smallest_singular_value_charges_heterogeneous_noise_no_less_than_its_own_theorem():
+    """TransDenoiser's multivariate mechanism with M = diag(K r) has HGM's noise and a looser bound.
+
+    It has sensitivity / sqrt(S_min) for the weighted sensitivity; equal shares make them equal.
+    """
+    rng = np.random.default_rng(0)
+    for size in (2, 5, 40):
+        for bounds in (np.ones(size), rng.random(size)):
+            for r, loose in (
+                (rng.dirichlet(np.ones(size)), True),
+                (np.full(size, 1 / size), False),
+            ):
+                weighted = m.weighted_sensitivity(bounds, r)
+                by_smallest = np.linalg.norm(bounds) / math.sqrt(size * r.min())
+                assert by_smallest >= weighted * (1 - 1e-12)
+                assert (by_smallest > weighted * (1 + 1e-6)) == loose
 
 
 def test_mixed_noise():

@@ -1,0 +1,283 @@
+"""Each command that docs/evidence prints is one that its parser takes, and names what there is."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from markdown_it import MarkdownIt
+from support.benchmarks import load as load_benchmark
+from typer.core import TyperGroup
+
+from dpdist.attacks.attacked_copies import AttackedCopiesSpec
+from dpdist.attacks.settings import AttackSettings
+from dpdist.audits.membership_findings import ATTACKS as MEMBERSHIP_ATTACKS
+from dpdist.cli.main import app
+from dpdist.cli.options import parse_numbers
+from dpdist.core.errors import UserError
+from dpdist.runs.recipe import RECIPES_FOLDER, Recipe, find_recipe, load_recipe, parse_changes
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "docs" / "evidence"
+RECIPES = {path.stem for path in RECIPES_FOLDER.glob("*.yaml")}
+# Runs that a page names itself, and files that a page writes down.
+RUNS = {"mnist-noise-only", "mnist-small", "begun"}
+PLACEHOLDERS = {"RUN", "RECIPE", "nothing"}
+UsageError = typer.BadParameter.__base__  # typer may bring a click of its own
+BEGINNING = re.compile(r"(dpdist|python|make)( |$)")
+# What a section with a table says of its making: a command, a doctest, a file of results, a test,
+# or that nothing of it is kept.
+MADE_BY = re.compile(
+    r"`(?:dpdist|python|make) [^`]+`|^ *(?:dpdist|python|make|>>>) "
+    r"|\w+\.jsonl|tests/\w|[Nn]o script",
+    flags=re.M,
+)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Yield the commands of a Markdown text, one line each, from its code.
+
+    Comments, `[` `]` around an option that may be left out, and `...` at the end are left out; what
+    a shell would substitute is a key's digits. `;` parts two commands.
+    """
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        pieces = [each.content for each in token.children or () if each.type == "code_inline"]
+        if token.type in ("fence", "code_block"):
+            pieces = token.content.replace("\\\n", " ").splitlines()
+        for piece in pieces:
+            line = re.sub(r"\$\([^)]*\)", "0123456789abcdef" * 4, " ".join(piece.split()))
+            line = re.sub(r"\[(--[^\]]*)\]", r"\1", line).partition(" #")[0].removesuffix(" ...")
+            if BEGINNING.match(line):
+                yield from (part.strip() for part in line.split(";"))
+
+
+PRINTED = {
+    path.name: sorted(set(commands(path.read_text()))) for path in sorted(EVIDENCE.glob("*.md"))
+}
+
+
+command_line = cache(lambda: typer.main.get_command(app))
+script_named = cache(load_benchmark)
+recipe_named = cache(lambda name, *changes: load_recipe(find_recipe(name), parse_changes(changes)))
+
+
+def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return a `dpdist` command's name and what click parsed; nothing where the page only names it.
+
+    Raises UsageError for an option or argument that the command does not take.
+    """
+    command, name, words = command_line(), "dpdist", list(words)
+    while isinstance(command, TyperGroup) and words:
+        if any(words[0] in option.opts for option in command.params):
+            return name, {}
+        name = words.pop(0)
+        found = command.get_command(typer.Context(command), name)
+        if found is None:
+            raise UsageError(f"no command {name}")
+        command = found
+    return name, dict(command.make_context(name, words).params) if words else {}
+
+
+def recipe_with(name: str, assignments: Iterable[str] | None) -> Recipe:
+    """Return the recipe, changed; of a placeholder any."""
+    found = "digits" if name in PLACEHOLDERS else name
+    return recipe_named(found, *(assignments or ()))
+
+
+def check_dpdist(words: list[str]) -> None:
+    """Hold a `dpdist` command against its parser, its recipe, and what reads its values."""
+    name, given = parsed(words)
+    recipe = given.get("recipe")
+    if recipe is not None and recipe.endswith(".yaml"):
+        return  # a page's own file
+    if recipe is not None:
+        key = next(key for key in ("changed", "assignments", "changes") if key in given)
+        recipe_with(recipe, given[key])
+    run = given.get("name" if name == "audit" else "run")
+    for each in given.get("names") or ([run] if run else []):
+        if each not in RECIPES | RUNS | PLACEHOLDERS:
+            raise UserError(f"{each}: no recipe, and no run that a page names")
+    if name == "attack" and given:
+        attacks = given["attacks"].split(",") if given["attacks"] else ["pgd"]
+        AttackSettings(
+            norm=given["norm"] or "linf", attacks=tuple(attacks),
+            sizes=tuple(parse_numbers(given["sizes"], "--sizes") or (0.1,)),
+        )  # fmt: skip
+    if name == "certify" and given.get("at"):
+        AttackedCopiesSpec.parse(given["at"])
+    if name == "membership" and given.get("attack"):
+        unknown = set(given["attack"].split(",")) - set(MEMBERSHIP_ATTACKS)
+        if unknown and unknown != {"nothing"}:
+            raise UserError(f"--attack: {unknown}")
+
+
+def _match(patterns: Iterable[str], names: Iterable[str]) -> None:
+    known = list(names)
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise UserError(f"{pattern}: none of {known}")
+
+
+def _dplis(script: ModuleType, given: argparse.Namespace) -> None:
+    _match(given.sweeps.split(","), script.SWEEPS)
+    if given.item is not None:
+        tables = {item["id"]: item for item in script_named("papers").published("dplis")["items"]}
+        assert "at" in tables[given.item], given.item
+        rows = [row["row"] for row in tables[given.item]["rows"]]
+        _match([given.row] if given.row not in (None, "ROW") else [], rows)
+
+
+def _smoothing(_: ModuleType, given: argparse.Namespace) -> None:
+    recipe_with(given.recipe, given.set)
+
+
+# By script: whether the parts that a command names exist.
+PARTS: dict[str, Callable[[ModuleType, argparse.Namespace], None]] = {
+    "dplis": _dplis,
+    "smoothing": _smoothing,
+    "functional": lambda script, given: _match(
+        [*given.rows.split(","), *given.attacks.split(",")], [*script.ROWS, *script.ATTACKS]
+    ),
+    "hidden": lambda script, given: _match(given.only, script.rows()),
+    "transdenoiser": lambda script, given: _match(
+        [*given.only, *given.attacks.split(",")],
+        [*(name for row in script.rows(given.repeats) for name in row.runs()), *script.ATTACKS],
+    ),
+    "flagship": lambda script, given: _match(
+        given.only, [name for row in script.ROWS for name in row.runs()]
+    ),
+    "membership": lambda script, given: _match(
+        [*given.recipes.split(","), *re.split("[,;]", given.attacks)],
+        [*RECIPES, *MEMBERSHIP_ATTACKS],
+    ),
+    "residual": lambda script, given: _match(
+        [*given.tasks.split(","), *given.data.split(",")],
+        ["shadow", "audit", "inside", *script.ROWS],
+    ),
+}
+
+
+class Parsed(Exception):
+    """What a script's parser made of a command; raised where the script would go on."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+
+
+def check_script(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold `python SCRIPT ...` against the script's own parser, and its named parts.
+
+    A script is imported only for a command with arguments: its own imports may take long.
+    """
+    path, *rest = words
+    assert (ROOT / path).is_file(), path
+    folder, name = Path(path).parent, Path(path).stem
+    if str(folder) != "benchmarks" or not rest:
+        return
+    script, parse = script_named(name), argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> None:
+        raise Parsed(parse(parser, arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr("sys.argv", [path, *rest])
+    with pytest.raises(Parsed) as caught:
+        script.main()
+    PARTS.get(name, lambda *_: None)(script, caught.value.given)
+
+
+def check(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check one printed command of any kind."""
+    program, *words = shlex.split(line)
+    if program == "dpdist":
+        check_dpdist(words)
+    elif program == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+        assert {word for word in words if "=" not in word} <= targets, line
+    elif words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word.partition("::")[0]).exists() for word in words[2:]), line
+    else:
+        assert program == "python", line
+        check_script(words, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkeypatch):
+    wrong = []
+    for line in PRINTED[page]:
+        try:
+            with monkeypatch.context() as patch:
+                check(line, patch)
+        except (UsageError, UserError, AssertionError, SystemExit, KeyError) as error:
+            wrong.append(f"{line}: {type(error).__name__}: {error}")
+    assert wrong == [], "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dpdist run nowhere", "nowhere"),
+        ("dpdist run digits --data-roots DATA", "No such option"),
+        ("dpdist run digits --set training.step=3", "training.step"),
+        ("dpdist shine digits", "no command shine"),
+        ("dpdist attack digits-2", "no run that a page names"),
+        ("dpdist attack digits --attacks fgsm,pdg", "attacks"),
+        ("dpdist certify digits --at attacked:pgd", "--at"),
+        ("dpdist membership digits --attack shadows", "shadows"),
+        ("dpdist run digits --data-root DATA, with 4", "unexpected extra argument"),
+        ("python benchmarks/hidden.py --only hgm-5", "hgm-5"),
+        ("python benchmarks/hidden.py --only hgm-4, and 2", "none of"),
+        ("python benchmarks/hidden.py --seed one", "2"),
+        ("python benchmarks/dplis.py --item 'Table 2' --row 'MNIST MLP'", "MNIST MLP"),
+        ("python benchmarks/shown.py", "benchmarks/shown.py"),
+        ("make audits", "make audits"),
+    ],
+)
+def test_a_command_that_nobody_can_run_is_found(line, message, monkeypatch):
+    with pytest.raises((UsageError, UserError, AssertionError, SystemExit)) as caught:
+        check(line, monkeypatch)
+    assert message in str(caught.value)
+
+
+def test_commands_are_found_in_all_code():
+    text = (
+        "`dpdist run digits  # so`; `x` and `dpdist a; dpdist b`\n\n"
+        "```\npython c.py \\\n  -d [--e 1]\n```\n\n    make f\n"
+    )
+    assert list(commands(text)) == [
+        "dpdist run digits", "dpdist a", "dpdist b", "python c.py -d --e 1", "make f",
+    ]  # fmt: skip
+    assert sum(map(len, PRINTED.values())) > 150
+
+
+BUILT_IN = sorted(
+    {line for lines in PRINTED.values() for line in lines if re.match("dpdist run digits", line)}
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", BUILT_IN)
+def test_a_training_on_built_in_data_makes_its_plan(line, dpdist):
+    done = dpdist(*shlex.split(line)[1:], "--dry-run")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_a_section_with_a_table_says_what_made_it(page):
+    """Itself, or the page before its first section."""
+    head, *sections = re.split(r"^(?=## )", (EVIDENCE / page).read_text(), flags=re.M)
+    silent = [
+        each.partition("\n")[0]
+        for each in sections
+        if "|---" in each and not MADE_BY.search(each) and not MADE_BY.search(head)
+    ]
+    assert silent == []
