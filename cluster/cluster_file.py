@@ -598,7 +598,7 @@ def templates() -> dict[str, str]:
         "2.60.0": here.ray,
     }
     found = {}
-    for path in sorted(Path(str(files(__package__)), "templates").glob("*.yaml")):
+    for path in sorted(Path(str(files(__package__)), "templates").glob("*.*")):
         text = path.read_text()
         for old, new in written_for.items():
             text = text.replace(old, new)

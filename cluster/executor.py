@@ -23,6 +23,7 @@ Asked for nothing else, a search goes to Ray, as does all work where RAY_ADDRESS
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dpdist.cluster.session import (
+    WATCHER_VARIABLE,
     Session,
     connect,
     count_local_cpus,
@@ -45,6 +47,7 @@ from dpdist.cluster.session import (
 )
 from dpdist.cluster.versions import check_nodes
 from dpdist.cluster.work import (
+    MAX_PREEMPTIONS,
     Chunk,
     Host,
     PoolSettings,
@@ -469,7 +472,7 @@ class RayExecutor(Executor):
                 # Checkpoints are the run's own; Ray's folder holds no state that is read.
                 name=f"train-{time.time_ns()}",
                 storage_path=str(group.storage),
-                failure_config=ray.train.FailureConfig(max_failures=group.max_restarts),
+                failure_config=_failure_config(group),
                 callbacks=list(group.callbacks),
             ),
         )
@@ -543,8 +546,30 @@ def _work_in_ray_worker(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     device = str(ray.train.torch.get_device())
-    place = WorkerPlace(context.get_world_rank(), context.get_world_size(), device)
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    place = WorkerPlace(rank, world_size, device, host_leaves=_preemption_question())
     config["work"](config["argument"], place)
+
+
+def _failure_config(group: WorkerGroup) -> Any:
+    """Return how often Ray Train starts a group again; Ray before 2.60 counts all alike."""
+    import ray.train
+
+    kind = ray.train.FailureConfig
+    counts: dict[str, Any] = {"max_failures": group.max_restarts}
+    if "max_preemption_failures" in {field.name for field in dataclasses.fields(kind)}:
+        counts["max_preemption_failures"] = MAX_PREEMPTIONS
+    return kind(**counts)
+
+
+def _preemption_question() -> Callable[[], bool] | None:
+    """Return the call that asks Ray for an announced pre-emption; None where Ray has none."""
+    import ray.train
+
+    ask = getattr(ray.train, "get_preemption_info", None)  # since Ray 2.60
+    if ask is None or os.environ.get(WATCHER_VARIABLE) == "0":
+        return None
+    return lambda: ask() is not None
 
 
 @contextlib.contextmanager

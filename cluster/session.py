@@ -98,6 +98,7 @@ _AUTO_START_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
 _SECURE_VARIABLES = {_LOOPBACK_VARIABLE: "0", "RAY_AUTH_MODE": "token"}
 # a server elsewhere, which the session's state would go to
 _REMOVED_VARIABLES = ("RAY_REDIS_ADDRESS",)
+WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: a cluster's is known to others
 _LOCAL_ENVIRONMENT = {
     # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
@@ -106,7 +107,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_event_stats": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    WATCHER_VARIABLE: "0",
 }
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

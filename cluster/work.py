@@ -63,12 +63,18 @@ class WorkerPlace:
 
     rank: from 0 to world_size - 1. device: as torch names it, "cpu" or "cuda:0". in_process:
     whether the worker is the process that started the group, to which it may raise its errors.
+    host_leaves: asks Ray whether it takes a host away from the group; a barrier, so that all
+    workers call it equally often and hear the same. None where nobody would say so.
     """
 
     rank: int
     world_size: int
     device: str
     in_process: bool = False
+    host_leaves: Callable[[], bool] | None = None
+
+
+MAX_PREEMPTIONS = 100  # of one command's training: then its cluster is no place to train
 
 
 @dataclass(frozen=True)

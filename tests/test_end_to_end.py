@@ -35,6 +35,8 @@ from support.recipes import write_recipe
 from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
+from dpdist.training.monitoring import read_groups
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.whole]
 
@@ -135,8 +137,9 @@ FAULTY = {
 
 @pytest.mark.long
 def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
-    """kill -9 a worker and the driver, and Ctrl-C: same parameters, same ledger as undisturbed and
-    without Ray. Ctrl-C is clean: exit code 130, one line, no processes left behind."""
+    """kill -9 a worker and the driver, Ctrl-C and SIGTERM: same parameters, same ledger as
+    undisturbed and without Ray. Both interrupts are clean: exit code 130, one line, no processes
+    left behind. After SIGTERM no step is repeated."""
     dpdist("train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a")
     undisturbed = tmp_path / "a" / "runs" / "small"
 
@@ -155,18 +158,22 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     assert not (run / "private" / "trained.json").exists()
     reached = steps_done(run)
 
-    process = start("train", asked, cwd=tmp_path / "b", **slowly)
-    wait_for(lambda: steps_done(run) >= reached + 40, process=process)
-    left = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
-    assert "interrupted; the same command continues" in err and "Traceback" not in err
-    wait_for(lambda: not running_processes(left))
-    assert not (run / "private" / "trained.json").exists()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = start("train", asked, cwd=tmp_path / "b", **slowly)
+        wait_for(lambda reached=reached: steps_done(run) >= reached + 40, process=process)
+        left = descendants(process.pid)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, out + err
+        assert "interrupted; the same command continues" in err and "Traceback" not in err
+        wait_for(lambda left=left: not running_processes(left))
+        assert not (run / "private" / "trained.json").exists()
+        reached = steps_done(run)
 
     out = dpdist("train", asked, cwd=tmp_path / "b")
     assert "NOT PRIVATE: fixed run key" in out
+    last = read_groups(RunFolder(run))[-1]
+    assert last.step == reached and last.saved > 0 == last.again
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
     assert ours.release_counts == theirs.release_counts == dict.fromkeys(range(STEPS), 1)
@@ -193,7 +200,13 @@ def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, numbe
         assert process.returncode == 130, out + err
         assert "interrupted; the same command continues" in err and "Traceback" not in err
     assert not (run / "private" / "trained.json").exists()
+    before = Ledger.read(run / "private" / "ledger.jsonl").release_counts
     finish(start("train", asked, cwd=tmp_path / "b"))
+    last = read_groups(RunFolder(run))[-1]
+    if number == signal.SIGTERM:  # a checkpoint between two steps: none is repeated
+        assert last.step == len(before) and last.saved > 0
+    else:
+        assert last.saved == 0
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
     assert ours.release_counts == theirs.release_counts == dict.fromkeys(range(STEPS), 1)

@@ -23,7 +23,7 @@ import cluster, tuning
 import dpdist
 from dpdist.cluster.cluster_file import templates
 from dpdist.tuning import space
-assert set(templates()) == {{"aws", "gcp", "local", "kuberay", "rayjob"}}
+assert set(templates()) == {{"aws", "gcp", "local", "kuberay", "rayjob", "slurm"}}
 assert cluster.OWNER == tuning.OWNER == "the user"
 if __name__ == "__main__":
     print(dpdist.__file__)

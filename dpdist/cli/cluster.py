@@ -103,7 +103,7 @@ def check(
 
 @cluster_app.command("template")
 def template(
-    name: Annotated[str, typer.Argument(help="aws, gcp, local, kuberay or rayjob")],
+    name: Annotated[str, typer.Argument(help="aws, gcp, local, kuberay, rayjob or slurm")],
 ) -> None:
     """Print a cluster file to fill in: dpdist cluster template local > local.yaml"""
     from dpdist.cluster.cluster_file import templates

@@ -372,8 +372,8 @@ _LEDGER, _ANCHOR = "private/ledger.jsonl", "private/ledger.anchor"
 # Of private/, what a continued run does not need or must make anew.
 _NOT_ARCHIVED = {
     "ray", "ray.log", "errors.txt", "failure.json", "progress.json", "archive.json",
-    "permit.json", "permit-asked.json", "checkpoints", "ledger.jsonl",
-    "ledger.anchor",
+    "permit.json", "permit-asked.json", "stop-asked", "interrupted.json", "checkpoints",
+    "ledger.jsonl", "ledger.anchor",
 }  # fmt: skip
 
 

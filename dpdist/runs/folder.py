@@ -228,6 +228,8 @@ class RunFolder:
     worker_groups = FileIn("private/workers.jsonl", "The group of workers of each start.")
     progress = FileIn("private/progress.json", "Progress, written by worker 0.")
     failure = FileIn("private/failure.json", "A worker's lasting error, for the driver.")
+    stop_request = FileIn("private/stop-asked", "Takes the word that ends a training early.")
+    interruption = FileIn("private/interrupted.json", "Checkpoint of a training that ended early.")
     errors = FileIn("private/errors.txt", "Workers' errors, in which private values may stand.")
     log = FileIn("private/ray.log", "Ray's messages.")
 

@@ -7,14 +7,24 @@ nothing and no result depends on it; the ledger alone states the charges.
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.fields import weakest
-from dpdist.core.files import MissingFileError, finite_or_none, parse_json, read_text, write_json
+from dpdist.core.files import (
+    MissingFileError,
+    finite_or_none,
+    parse_json,
+    read_json,
+    read_text,
+    write_json,
+)
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob
@@ -111,13 +121,15 @@ def write_summary(
 class WorkerGroup:
     """Workers that went on together. step: their first. backend: what they talk through. again:
     steps on record that they release anew, each charged another time. independence: how their
-    passes keep records apart (`dpdist.core.fields`); "" where nothing rests on it."""
+    passes keep records apart (`dpdist.core.fields`); "" where nothing rests on it. saved: steps
+    that they need not repeat, since the group before them wrote a checkpoint before its end."""
 
     step: int
     workers: int
     backend: str
     again: int
     independence: str = field(default="", compare=False)
+    saved: int = 0
 
     @classmethod
     def current(
@@ -133,8 +145,11 @@ _INDEPENDENCE_KEY = "independence"
 
 
 def append_group(folder: RunFolder, group: WorkerGroup) -> None:
+    """Record a group of workers, with what the interruption of the one before it saved."""
+    group = replace(group, saved=group.saved or take_interruption(folder, group.step))
+    line = {name: value for name, value in asdict(group).items() if name != "saved" or value}
     with open(folder.worker_groups, "a") as file:
-        file.write(json.dumps(asdict(group)) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def read_groups(folder: RunFolder) -> list[WorkerGroup]:
@@ -153,6 +168,7 @@ def read_groups(folder: RunFolder) -> list[WorkerGroup]:
         WorkerGroup(
             **{name: line[name] for name in _SHAPE},
             independence=str(line.get(_INDEPENDENCE_KEY, "")),
+            saved=int(line.get("saved", 0)),
         )
         for line in found
     ]
@@ -173,7 +189,7 @@ class WorkerChangeReporter:
         self._num_reported = len(groups)
 
     def _report_change(self, before: WorkerGroup, group: WorkerGroup) -> None:
-        if group.workers == before.workers and not group.again:
+        if group.workers == before.workers and not group.again and not group.saved:
             return
         count = f"{group.workers} worker{'s' * (group.workers > 1)}"
         if group.workers != before.workers:
@@ -185,4 +201,124 @@ class WorkerChangeReporter:
                 "charged again (training.reproducible avoids it where only the number of workers "
                 "changes)"
             )
+        elif group.saved:
+            charged += (
+                f"; a checkpoint before the interruption saved {group.saved:,} steps, which "
+                "would have been repeated"
+            )
         self._log(f"training: goes on with {count} from step {group.step:,}: {charged}")
+
+
+# --- interruption between two steps -----------------------------------------------------------
+
+
+_ASK_SECONDS = 1.0
+_STOP_SECONDS = 60.0  # that a step and its checkpoint may take after SIGTERM
+_STOP = b"stop"
+
+
+class InterruptionWatch:
+    """Learn between two steps that the workers are to end: Ray takes a host away, or the command
+    got SIGTERM.
+
+    Each worker has one. Ray's question is a barrier: all workers ask it after the same steps, those
+    at which worker 0 raised its flag, at most once a second.
+
+    Args:
+        folder: the run; its driver writes the word that ends the training early into a file there,
+            which worker 0 makes: open files alone are read afresh on every network file system.
+        reducer: of this worker.
+        host_leaves: asks Ray (`dpdist.cluster.work.WorkerPlace`).
+    """
+
+    def __init__(
+        self, folder: RunFolder, reducer: Reducer, host_leaves: Callable[[], bool] | None
+    ) -> None:
+        self._folder, self._reducer, self._host_leaves = folder, reducer, host_leaves
+        self._asked_at = time.monotonic()
+        if reducer.rank == 0 and not folder.stop_request.exists():
+            folder.stop_request.write_bytes(b"")
+
+    def close(self) -> None:
+        """Take no word any more: the last step is done."""
+        if self._reducer.rank == 0:
+            self._folder.stop_request.unlink(missing_ok=True)
+
+    def is_due(self) -> bool:
+        """Return whether all workers are to ask after this step, by the clock of worker 0."""
+        return self._reducer.rank == 0 and time.monotonic() - self._asked_at >= _ASK_SECONDS
+
+    def ask(self, save: bool) -> tuple[bool, bool]:
+        """Return worker 0's `save`, and whether the workers are to end; all workers call it."""
+        self._asked_at = time.monotonic()
+        stop = self._reducer.rank == 0 and is_stop_requested(self._folder)
+        told = self._reducer.broadcast_int(int(save) + 2 * int(stop))
+        host_leaves = self._host_leaves is not None and self._host_leaves()
+        return bool(told & 1), told >= 2 or host_leaves
+
+
+def request_stop(folder: RunFolder) -> bool:
+    """Ask the workers to end after a checkpoint; return whether there are any that take steps."""
+    if not folder.stop_request.exists():
+        return False
+    folder.stop_request.write_bytes(_STOP)
+    return True
+
+
+def is_stop_requested(folder: RunFolder) -> bool:
+    """Return whether the driver wrote the word that ends the training early."""
+    try:
+        return folder.stop_request.read_bytes() == _STOP
+    except FileNotFoundError:
+        return False
+
+
+_INTERRUPTION_SHAPE = {"step": int, "saved": int}
+
+
+def write_interruption(folder: RunFolder, step: int, saved: int) -> None:
+    """Record that the workers ended after a checkpoint of so many steps, and what it saves."""
+    write_json(folder.interruption, {"step": step, "saved": saved})
+
+
+def take_interruption(folder: RunFolder, start: int) -> int:
+    """Return how many steps need not be repeated since the last group of workers wrote a
+    checkpoint before its end, and remove the record. start: the first step of the new group."""
+    if not folder.interruption.exists():
+        return 0
+    record = read_json(folder.interruption, _INTERRUPTION_SHAPE)
+    folder.interruption.unlink()
+    return int(record["saved"]) if record["step"] == start else 0
+
+
+@contextmanager
+def stopped_between_steps(folder: RunFolder) -> Iterator[Callable[[], None]]:
+    """Let SIGTERM end a training after a checkpoint, where it would do what Ctrl-C does.
+
+    A second one, and a step that takes a minute, end it at once. Yields what raises
+    KeyboardInterrupt after this minute, to be called often.
+    """
+    asked_at = list[float]()
+
+    def look_at_clock() -> None:
+        if asked_at and time.monotonic() - asked_at[0] > _STOP_SECONDS:
+            raise KeyboardInterrupt
+
+    def stop(*_: Any) -> None:
+        if asked_at or not request_stop(folder):
+            raise KeyboardInterrupt
+        asked_at.append(time.monotonic())
+
+    folder.stop_request.unlink(missing_ok=True)
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = in_main and signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    if taken:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield look_at_clock
+    finally:
+        if taken:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        folder.stop_request.unlink(missing_ok=True)
+    if asked_at:  # the last step was faster
+        raise KeyboardInterrupt

@@ -21,7 +21,7 @@ from dpdist.cluster.executor import (
     open_executor,
 )
 from dpdist.cluster.session import CapacityMonitor, Session
-from dpdist.cluster.work import WorkerGroup, WorkersFailedError
+from dpdist.cluster.work import MAX_PREEMPTIONS, WorkerGroup, WorkersFailedError
 from dpdist.core.errors import ClusterError, DiskFullError, UserError, is_disk_full
 from dpdist.core.fields import Section
 from dpdist.core.files import make_private_folder, remove_leftovers, write_atomic
@@ -37,7 +37,11 @@ from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training import job as charging
 from dpdist.training.job import PACKAGES, TrainJob
-from dpdist.training.monitoring import WorkerChangeReporter
+from dpdist.training.monitoring import (
+    WorkerChangeReporter,
+    is_stop_requested,
+    stopped_between_steps,
+)
 from dpdist.training.records import training_records
 
 ProgressCallback = Callable[[int, int, float], None]  # done, total, per second
@@ -125,7 +129,9 @@ def train(
                 else:
                     fit(job, executor)
 
-            executor.supervise(work, poll)
+            with stopped_between_steps(folder) as look_at_clock:
+                looks.append(look_at_clock)
+                executor.supervise(work, poll)
     return folder.require_trained()
 
 
@@ -234,13 +240,22 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
         restarts,
     )
     job.folder.failure.unlink(missing_ok=True)
-    try:
-        executor.run_workers(group)
-    except WorkersFailedError as error:
-        raise _training_error(job.folder, str(error), restarts) from error
-    finally:
-        if job.folder.failure.exists():
-            raise _worker_error(job.folder)
+    for _ in range(MAX_PREEMPTIONS + 1):
+        try:
+            executor.run_workers(group)
+        except WorkersFailedError as error:
+            raise _training_error(job.folder, str(error), restarts) from error
+        finally:
+            if job.folder.failure.exists():
+                raise _worker_error(job.folder)
+        if is_stop_requested(job.folder):
+            raise KeyboardInterrupt
+        if not job.folder.interruption.exists():
+            return
+    raise ClusterError(
+        f"training was pre-empted {MAX_PREEMPTIONS + 1} times; the same command continues it",
+        see="how-to/cluster.md#faults",
+    )
 
 
 def _torch_config() -> Any:

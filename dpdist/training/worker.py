@@ -20,7 +20,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ from dpdist.training.model_setup import (
     model_spec,
     public_probe,
 )
-from dpdist.training.monitoring import Monitor
+from dpdist.training.monitoring import InterruptionWatch, Monitor
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
 
@@ -441,7 +441,7 @@ def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
         torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
         reducer = Reducer(rank, place.world_size, torch.device(place.device))
         init_process_group(reducer)
-        run_training(job, reducer, config.get("until"))
+        run_training(job, reducer, config.get("until"), place.host_leaves)
     except (ReplayConflict, JournalBusy):
         raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
     except (UserError, ClusterError, LedgerError, OSError) as error:
@@ -457,13 +457,28 @@ def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
         destroy_process_group()
 
 
-def run_training(job: TrainJob, reducer: Reducer, stop_after: int | None = None) -> None:
+class _EndedEarlyError(Exception):
+    """The workers end after a checkpoint, before their last step."""
+
+
+def run_training(
+    job: TrainJob,
+    reducer: Reducer,
+    stop_after: int | None = None,
+    host_leaves: Callable[[], bool] | None = None,
+) -> None:
     """Train to the end of the plan, from the newest checkpoint if there is one.
 
-    stop_after: pause after so many steps; the model so far is saved, and the next call goes on.
+    Return after a checkpoint where a host is taken away or the driver asks for it; the file
+    `interruption` then says so.
+
+    Args:
+        stop_after: pause after so many steps; the model so far is saved, and the next call goes on.
+        host_leaves: asks Ray (`dpdist.cluster.work.WorkerPlace`).
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, suppress(_EndedEarlyError):
         loop = restore(job, reducer, stack, stop_after)
+        loop.host_leaves = host_leaves
         job.recipe.method.execution().learn(loop)
         loop.finish()
 
@@ -565,7 +580,8 @@ class Loop:
     step: releases the gradients. flat: all trained parameters, of which the model's are views.
     own: those of them that this worker updates. slots: what a checkpoint keeps for the method.
     start: first step of this process. last: where it ends. saved: when the last checkpoint was
-    written.
+    written. kept: steps in the newest checkpoint. host_leaves: asks Ray for a pre-emption, which
+    `watch` calls between steps.
     """
 
     job: TrainJob
@@ -584,6 +600,9 @@ class Loop:
     start: int = 0
     monitor: Monitor | None = None
     saved: float = 0.0
+    kept: int = 0
+    host_leaves: Callable[[], bool] | None = None
+    watch: InterruptionWatch | None = None
 
     @property
     def _slots(self) -> dict[str, Tensor]:
@@ -609,11 +628,13 @@ class Loop:
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
             )
+        self.kept = start
         return start
 
     def steps(self) -> None:
         """Take the plan's steps that are left."""
         plan, recipe = self.job.plan, self.job.recipe
+        self.watch = InterruptionWatch(self.job.folder, self.step.reducer, self.host_leaves)
         execution = recipe.method.execution()
         for number in range(self.start, self.last):
             step_plan = plan.step(number)
@@ -621,11 +642,13 @@ class Loop:
                 rate = self.optimizer.learning_rate(number)
                 self.step.engine.perturbation = execution.perturbation(step_plan, rate, self.fixed)
             self._step(number, step_plan)
+        self.watch.close()
 
     def _step(self, number: int, step_plan: StepPlan) -> None:
-        step, reducer = self.step, self.step.reducer
+        step, reducer, watch = self.step, self.step.reducer, self.watch
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
-        noisy, seen, save_now = step.gradient(number, step_plan, reducer.rank == 0 and due)
+        flag = reducer.rank == 0 and (due or (watch is not None and watch.is_due()))
+        noisy, seen, flagged = step.gradient(number, step_plan, flag)
         self.optimizer.update(self.flat[self.own], noisy, number)
         step.sharing.broadcast_updates(reducer, self.flat)
         self.constrain()
@@ -636,8 +659,22 @@ class Loop:
             raise
         if self.monitor is not None:
             self.monitor.record_step(number, seen)
-        if save_now or number + 1 == self.last:
+        save_now, end_now = watch.ask(due) if flagged and watch is not None else (flagged, False)
+        if number + 1 == self.last:
             self.save(number + 1)
+        elif end_now:
+            self._end_early(number + 1)
+        elif save_now:
+            self.save(number + 1)
+
+    def _end_early(self, done: int) -> None:
+        """Write a checkpoint after `done` steps, of which a restart repeats none, and end."""
+        saved = done - self.kept
+        self.save(done)
+        if self.monitor is not None:
+            self.monitor.pause(done)
+            monitoring.write_interruption(self.job.folder, done, saved)
+        raise _EndedEarlyError
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, unless the workers' parameters differ."""
@@ -654,7 +691,7 @@ class Loop:
         if step.ledger is not None:
             state = checkpoint.TrainState(done, self.flat, {**kept, **slots})
             checkpoint.save(folder, state, step.ledger.anchor, parts)
-        self.saved = time.monotonic()
+        self.saved, self.kept = time.monotonic(), done
 
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""

@@ -68,7 +68,7 @@ DELETE = object()
 
 
 def test_all_templates_come_along():
-    assert set(templates()) == {*RAY_UP, *KUBERAY}
+    assert set(templates()) == {*RAY_UP, *KUBERAY, "slurm"}
 
 
 @pytest.mark.parametrize("name", [*RAY_UP, *KUBERAY])

@@ -3,10 +3,12 @@ with one of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import yaml
 from support import processes
 from support.local_execution import command, run_without_ray
+from support.methods import GATED
 from support.processes import (
     finish,
     parameters,
@@ -38,10 +41,14 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Starts the first node, at each line "add" the second, which "kill" ends; all end with the input.
+# Starts the first node, at each line "add" the second, which "kill" ends; "drain" announces its
+# pre-emption, a minute before. All end with the input.
 NODES = """
-import contextlib, sys
+import contextlib, sys, time
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 with contextlib.redirect_stdout(sys.stderr):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 print(cluster.address, flush=True)
@@ -50,6 +57,11 @@ for line in sys.stdin:
         if line.strip() == "add":
             second = cluster.add_node(num_cpus=1)
             cluster.wait_for_nodes()
+        elif line.strip() == "drain":
+            accepted, reason = GcsClient(address=cluster.address).drain_node(
+                second.node_id, PREEMPTION, "spot", int(1000 * (time.time() + 60))
+            )
+            assert accepted, reason
         else:
             cluster.remove_node(second, allow_graceful=False)
     print("done", flush=True)
@@ -140,43 +152,6 @@ def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
     assert "certified, sigma-0.25-fixed-n-200" in out
 
 
-# A method of one's own, DP-SGD, that goes no further than the test lets it: after so many steps as
-# the file says its workers wait until it says more. So a training does not end before a node has
-# gone or come, which Ray notices up to twenty seconds later, however fast the machine is.
-GATED = """
-import json, time
-from pathlib import Path
-from dpdist.methods.dp_sgd import DPSGD, DPSGDExecution
-
-LIMIT = Path(__file__).with_name("limit")
-METRICS = Path(__file__).parent / "runs" / "small" / "private" / "metrics.jsonl"
-
-def read(path, what):
-    try:
-        return what(path.read_text())
-    except (OSError, ValueError, IndexError):
-        return 0
-
-def done(text):
-    return json.loads(text.splitlines()[-1])["step"] + 1
-
-class Gated(DPSGD):
-    name: str = "gated:Gated"
-
-    def execution(self):
-        return GatedExecution(self)
-
-class GatedExecution(DPSGDExecution):
-    def project_parameters(self, model):
-        seen = []
-
-        def wait():  # once before the first step, then after each
-            while seen and LIMIT.exists() and read(METRICS, done) >= read(LIMIT, int):
-                time.sleep(0.01)
-            seen.append(1)
-
-        return wait
-"""
 # Two leaves of parameters, so that each of two workers has a part of them.
 ELASTIC = RECIPE | {
     "model": {"name": "mlp", "options": {"hidden": [1100]}},
@@ -212,6 +187,11 @@ class Training:
         self._wait(lambda: steps_done(self.run) >= reached + 40)
         kept = self.run / "private" / "checkpoints"  # without one the next begins where it did
         self._wait(lambda: any(at(found) > reached for found in complete_checkpoints(kept)))
+
+    def reaches(self, steps: int) -> None:
+        """Let the workers make so many steps, and hold them there."""
+        write_atomic(self.limit, str(steps))
+        self._wait(lambda: steps_done(self.run) >= steps)
 
     def ends(self) -> tuple[str, str]:
         self.limit.unlink()
@@ -274,6 +254,38 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
         run_without_ray(patch)
         done = command(patch, capsys, tmp_path / "alone", "train", path)
     assert done.code == 0, done.err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_announced_preemption_costs_no_step(nodes, gated, tmp_path, monkeypatch, capsys):
+    """Ray says that the second node goes: both workers end after a checkpoint, and the other node
+    goes on there, long before the node's end. The bits of one undisturbed process."""
+    raw = ELASTIC | {"certify": None}
+    raw["resources"] = raw["resources"] | {"checkpoint_seconds": 1e9}
+    gated.write_text(yaml.safe_dump(raw))
+    address = wait_for(nodes.stdout.readline).strip()
+    tell(nodes, "add")
+    monkeypatch.setitem(ENVIRONMENT, "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+    training = Training("train", gated, address)
+    training.reaches(40)
+    tell(nodes, "drain")
+    time.sleep(5)  # until Ray has told the workers, which are held
+    _, err = training.ends()
+    run = training.run
+    first, second = read_groups(RunFolder(run))
+    assert (first.workers, second.workers, second.again) == (2, 1, 0)
+    assert 40 < second.step < 50 and second.saved == second.step
+    assert f"before the interruption saved {second.step} steps" in err
+    assert not (run / "private" / "interrupted.json").exists()
+    ledger = Ledger.read(run / "private" / "ledger.jsonl")
+    assert ledger.release_counts == dict.fromkeys(range(300), 1) and len(ledger.attempts) == 1
+    starts = [json.loads(x)["step"] for x in (run / "private" / "metrics.jsonl").open()]
+    assert starts == list(range(300)), "a step was repeated"
+    raw["resources"] = raw["resources"] | {"workers": 1}
+    gated.write_text(yaml.safe_dump(raw))
+    alone(gated, tmp_path, monkeypatch, capsys)
+    assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
 
 
 # Ray looks once a minute whether more workers fit; here every two seconds.

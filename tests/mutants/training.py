@@ -532,9 +532,46 @@ FAULTS: list[Fault] = [
         "dpdist/training/monitoring.py",
         "training/test_elastic",
         (
-            "if group.workers == before.workers and not group.again:",
-            "if group.workers == before.workers:",
+            "if group.workers == before.workers and not group.again and not group.saved:",
+            "if group.workers == before.workers and not group.saved:",
             "a charge without another number of workers is not said",
+        ),
+    ),
+    *group(
+        "dpdist/training/worker.py",
+        "training/test_interruption",
+        (
+            "        self.save(done)\n        if self.monitor is not None:\n            self.monitor.pause(done)",
+            "        if self.monitor is not None:\n            self.monitor.pause(done)",
+            "workers that a host leaves end without a checkpoint",
+        ),
+        (
+            "flag = reducer.rank == 0 and (due or (watch is not None and watch.is_due()))",
+            "flag = reducer.rank == 0 and due",
+            "Ray is asked for a pre-emption at checkpoints alone",
+        ),
+    ),
+    *group(
+        "dpdist/training/monitoring.py",
+        "training/test_interruption",
+        (
+            "return bool(told & 1), told >= 2 or host_leaves",
+            "return bool(told & 1), host_leaves",
+            "the workers do not hear of SIGTERM",
+        ),
+        (
+            "return bool(told & 1), told >= 2 or host_leaves",
+            "return bool(told & 1), told >= 2",
+            "the workers do not hear that a host goes",
+        ),
+    ),
+    *group(
+        "dpdist/training/trainer.py",
+        "training/test_interruption",
+        (
+            "for _ in range(MAX_PREEMPTIONS + 1):",
+            "while True:",
+            "workers are started again after any number of pre-emptions",
         ),
     ),
     *group(
