@@ -1,4 +1,4 @@
-"""Write the folder release/ of a run: the files that are safe to publish, and nothing else.
+"""Write the folder release/ of a run, or its adapter: what is safe to publish, and nothing else.
 
 No other module writes there.
 """
@@ -16,6 +16,8 @@ from dpdist.core.version import __version__
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, no_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.bundle import (
+    ADAPTER_WEIGHTS,
+    BASE,
     CHECKSUMS,
     DESCRIPTION,
     DOSSIER,
@@ -92,10 +94,7 @@ def write_release(
         folder = open_run(str(folder), Path("runs"))
     _refuse_foreign_files(folder.release_folder)
     facts = read_facts(folder)
-    if facts.canary_notice is not None:
-        raise UserError(f"{folder.path}: an audited run is {facts.canary_notice}")
-    if facts.recipe.method.capabilities.not_releasable_reason is not None:
-        raise UserError(f"{folder.path}: {facts.recipe.method.capabilities.not_releasable_reason}")
+    _require_releasable(facts)
     described = facts.privacy_card()
     if not described["private"] and not not_private:
         reason = "its run key is fixed" if facts.has_fixed_key else "its proved epsilon is infinite"
@@ -118,6 +117,8 @@ def write_release(
         if facts.recipe.data.text is not None:
             _write_tokenizer(facts, models.read_spec(aside), aside)
         about = _release_record(facts, model, aside, licence)
+        if (base := _write_released_adapter(facts, model, aside)) is not None:
+            about["base"] = base
         write_json(aside / PRIVACY_CARD, described)
         write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
         write_json(aside / DESCRIPTION, about)
@@ -201,6 +202,115 @@ def _write_tokenizer(facts: Facts, spec: ModelSpec, aside: Path) -> None:
     check_text_column(text_column(text, aside), spec, aside)
 
 
+# --- adapters ---------------------------------------------------------------------------------
+
+
+_ADAPTER_PAGE = """# Adapter of {base}
+
+Trained by dpdist {version} from private records; what is proved stands in {card}. Load it on base
+{base}, whose weights must have the digest that {file} states:
+`dpdist.integrations.transformers.load_adapter(base, folder)` refuses others.
+`peft.PeftModel.from_pretrained(base, folder)` loads it without that check.
+
+The card speaks of the adapter. It says nothing of what the base was trained on.
+"""
+
+
+def write_adapter(
+    model: Any, run: RunFolder | str | Path, folder: str | Path, *,
+    base_name: str | None = None, not_private: bool = False,
+) -> Path:  # fmt: skip
+    """Write the adapter that a run trained, with its card, as `peft` loads it.
+
+    Arguments, result and errors are those of `dpdist.integrations.transformers.save_adapter`.
+    """
+    target = Path(folder)
+    if target.exists():
+        raise UserError(f"folder: must be new, got {target}: name another one")
+    facts = read_facts(run)
+    _require_releasable(facts)
+    if model is None:
+        _require_trained(facts, facts.folder.model_folder)
+        model = models.load(facts.folder.model_folder, trusted_factory=facts.recipe.model.name)
+    card = facts.privacy_card()
+    adapter = models.Adapter.of(model)
+    if adapter is None:
+        raise UserError(
+            f"model: must be a peft model with one adapter, got {type(model).__name__}: `dpdist "
+            "release` writes other models"
+        )
+    if not card["private"] and not not_private:
+        raise UserError(
+            "run: must be private, got a fixed key or an infinite epsilon: train without run_key "
+            "and with noise, or give not_private=True, which the card says"
+        )
+    _check_released(model, adapter, facts.folder)
+    with atomic_folder(target) as aside:
+        aside.mkdir()
+        base = _write_adapter_files(adapter, model, base_name or _base_name(facts, adapter), aside)
+        write_json(aside / PRIVACY_CARD, card)
+        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(card))
+        page = _ADAPTER_PAGE.format(
+            base=base["name"], version=__version__, card=PRIVACY_CARD_TEXT, file=BASE
+        )
+        write_atomic(aside / MODEL_CARD, page)
+    return target
+
+
+def _base_name(facts: Facts, adapter: models.Adapter) -> str:
+    """Return the public name of an adapter's base, without a path."""
+    if (initial := facts.recipe.model.initial) is not None:
+        return initial.folder.name
+    if facts.recipe.by_script is None:
+        return "random weights"
+    name = str(adapter.config.base_model_name_or_path or "unnamed")
+    return Path(name).name if Path(name).exists() or Path(name).is_absolute() else name
+
+
+def _write_adapter_files(
+    adapter: models.Adapter, model: nn.Module, name: str, folder: Path
+) -> dict[str, str]:
+    """Write what peft loads, and base.json; return the content of the latter."""
+    from safetensors.torch import save
+
+    adapter.config.base_model_name_or_path = name
+    adapter.config.save_pretrained(str(folder))
+    write_atomic(folder / ADAPTER_WEIGHTS, save(adapter.tensors, {"format": "pt"}))
+    base = {"name": name, "digest": models.base_digest(model), "dtype": models.base_dtype(model)}
+    write_json(folder / BASE, base)
+    return base
+
+
+def _write_released_adapter(facts: Facts, model: nn.Module, aside: Path) -> dict[str, str] | None:
+    """Write the adapter of a released model where nothing else was trained."""
+    adapter = models.Adapter.of(model)
+    if adapter is None or adapter.outside is not None:
+        return None
+    return _write_adapter_files(adapter, model, _base_name(facts, adapter), aside)
+
+
+def _check_released(model: nn.Module, adapter: models.Adapter, run: RunFolder) -> None:
+    """Raise UserError unless all that a run trained is in the adapter, as the run released it."""
+    import torch
+    from safetensors.torch import load_file
+
+    if adapter.outside is not None:
+        raise UserError(
+            f"model: must train its adapter alone, got {adapter.outside}: `dpdist release` writes "
+            "models whose base or head was trained"
+        )
+    file = run.model_folder / WEIGHTS
+    if not run.training_summary.exists() or not file.exists():
+        raise UserError(f"run: must be finished, got {run.path}: take the steps that are left")
+    now = model.state_dict()
+    for name, tensor in load_file(file).items():
+        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
+            raise UserError(
+                f"model: must be the one that the run trained, got another {name}: the card speaks "
+                "of the run's own weights: load them, or train again"
+            )
+
+
 _TEST_DATA_FIELDS = {"name", "classes", "names", "labels", "test", "columns"}
 
 
@@ -226,11 +336,7 @@ def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) ->
     import torch
 
     where = facts.folder.model_folder
-    if models.model_hash(copied_model) != facts.training_summary["model"]:
-        raise UserError(
-            f"{where}: is not the model that this run trained, and its guarantee does not speak of "
-            "it; put the trained model back"
-        )
+    _require_trained(facts, copied_model)
     if factory is not None:
         _name_factory(facts, copied_model, factory)
     try:
@@ -244,6 +350,23 @@ def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) ->
     if bad:
         raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")
     return module
+
+
+def _require_releasable(facts: Facts) -> None:
+    """Raise UserError for an audited run, and for a method whose models never leave."""
+    if facts.canary_notice is not None:
+        raise UserError(f"{facts.folder.path}: an audited run is {facts.canary_notice}")
+    if (reason := facts.recipe.method.capabilities.not_releasable_reason) is not None:
+        raise UserError(f"{facts.folder.path}: {reason}")
+
+
+def _require_trained(facts: Facts, folder: Path) -> None:
+    """Raise UserError unless a folder holds the model that the run trained."""
+    if models.model_hash(folder) != facts.training_summary["model"]:
+        raise UserError(
+            f"{facts.folder.model_folder}: is not the model that this run trained, and its "
+            "guarantee does not speak of it; put the trained model back"
+        )
 
 
 def _name_factory(facts: Facts, copied_model: Path, factory: str) -> None:

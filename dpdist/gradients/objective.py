@@ -262,8 +262,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
             "make the records with dpdist.documents(rows, tokenizer, length=...)"
         )
     inner = _without_wrapper(module)
-    tokens, labels = batch["input_ids"], batch["labels"]
-    there = batch.get("attention_mask")
+    tokens, labels, there = batch["input_ids"], batch["labels"], batch.get("attention_mask")
     real = torch.ones_like(tokens, dtype=torch.bool) if there is None else there != 0
     if _is_a(inner, _CAUSAL):
         if looks_ahead(inner):

@@ -10,7 +10,6 @@ below, so that what a later version of `transformers` adds is refused until some
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,9 +23,7 @@ from torch.nn import functional
 
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
-from dpdist.core.version import __version__
 from dpdist.data.adapters import (
     IGNORED,
     PACKED,
@@ -39,10 +36,11 @@ from dpdist.data.adapters import (
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import kept_modes, raise_all, refusal, refuse
-from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
+from dpdist.models import base_digest, base_dtype
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
-from dpdist.reports.facts import read_facts
+from dpdist.publishing import write_adapter
+from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
 from dpdist.runs.folder import RunFolder
 from dpdist.training.private_score import count_common
 
@@ -533,52 +531,6 @@ class ScheduleArguments:
 # --- adapters ---------------------------------------------------------------------------------
 
 
-# What peft calls the layers of a base within its own, and the copies that it trains beside them.
-_WITHIN_ADAPTERS = ("base_layer", "original_module")
-_TRAINED_COPIES = "modules_to_save"
-BASE = "base.json"  # name and digest of the base that an adapter belongs to
-_ADAPTER_PAGE = """# Adapter of {base}
-
-Trained by dpdist {version} from private records; what is proved stands in {card}. Load it by
-`peft.PeftModel.from_pretrained(base, folder)`, where base is {base}: {file} holds the digest of its
-weights, to compare by `dpdist.integrations.transformers.base_digest(base)`.
-
-The card speaks of the adapter. It says nothing of what the base was trained on.
-"""
-
-
-def base_digest(model: nn.Module) -> str:
-    """Return a digest of the weights of a base: 32 hex digits, of a model with adapters or without.
-
-    Covered are names, types, shapes and values of the tensors that belong to no adapter.
-
-    Args:
-        model: of `transformers`, or a `peft` model of one.
-
-    Example:
-        >>> import torch
-        >>> base_digest(torch.nn.Linear(2, 1)) == base_digest(torch.nn.Linear(2, 1))
-        False
-    """
-    base: Any = model
-    if hasattr(model, "get_base_model"):
-        base = base.get_base_model()
-    prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
-    marks = tuple(prefix for prefix in prefixes if prefix)
-    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
-    found: dict[str, Tensor] = {}
-    for name, tensor in base.state_dict().items():
-        parts = name.split(".")
-        if _TRAINED_COPIES not in parts and not any(part.startswith(marks) for part in parts):
-            found[".".join(part for part in parts if part not in _WITHIN_ADAPTERS)] = tensor
-    for name, tensor in sorted(found.items()):
-        plain = tensor.detach().cpu().contiguous()
-        told = name, str(plain.dtype), tuple(plain.shape)
-        digest.update(repr(told).encode())
-        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def save_adapter(
     model: Any,
     run: RunFolder | str | Path,
@@ -593,7 +545,8 @@ def save_adapter(
     other weight is written, and no path of this machine.
 
     Args:
-        model: the `peft` model that was trained, with one adapter, or the module around it.
+        model: the `peft` model that was trained, with one adapter, or the module around it; None:
+            the model of a recipe's run, as its folder holds it.
         run: its run, which is finished, or the run's folder or name under runs/.
         folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
             base.json with the base's name and digest, and a page.
@@ -608,75 +561,43 @@ def save_adapter(
         UserError: the run is not finished or not private, the model is not the one that it trained,
             weights outside of the adapter were trained, or the folder exists.
     """
-    target = Path(folder)
-    if target.exists():
-        refuse("folder", "be new", target, "name another one")
-    whole, adapted = model, _adapted_parts(model)
-    model = adapted[0] if len(adapted) == 1 else model
-    configs = getattr(model, "peft_config", {})
-    if list(configs) != ["default"] or not hasattr(model, "save_pretrained"):
-        refuse(
-            "model", "be a peft model with one adapter", type(model).__name__,
-            "`dpdist release` writes other models",
-        )  # fmt: skip
-    facts = read_facts(run)
-    card = facts.privacy_card()
-    if not card["private"] and not not_private:
-        refuse(
-            "run", "be private", "a fixed key or an infinite epsilon",
-            "train without run_key and with noise, or give not_private=True, which the card says",
-        )  # fmt: skip
-    _check_released(model, facts.folder, whole)
-    name = base_name or str(configs["default"].base_model_name_or_path or "unnamed")
-    if base_name is None and (Path(name).exists() or Path(name).is_absolute()):
-        name = Path(name).name
-    with atomic_folder(target) as aside:
-        model.save_pretrained(aside, save_embedding_layers=False)
-        config = read_json(aside / "adapter_config.json")
-        write_json(aside / "adapter_config.json", config | {"base_model_name_or_path": name})
-        write_json(aside / PRIVACY_CARD, card)
-        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(card))
-        write_json(aside / BASE, {"name": name, "digest": base_digest(model)})
-        page = _ADAPTER_PAGE.format(
-            base=name, version=__version__, card=PRIVACY_CARD_TEXT, file=BASE
-        )
-        write_atomic(aside / "README.md", page)
-    return target
+    return write_adapter(model, run, folder, base_name=base_name, not_private=not_private)
 
 
-def _adapted_parts(model: Any) -> list[Any]:
-    """Return the `peft` models in a module, such as a LightningModule's; a `peft` model is one."""
-    if hasattr(model, "peft_config"):
-        return [model]
-    return [part for each in model.children() for part in _adapted_parts(each)]
+def load_adapter(base: Any, folder: str | Path) -> Any:
+    """Load an adapter on the base that it was trained in, and on no other one.
 
+    Guarantee: the base has the digest that the folder states, so the answers are those of the model
+    that was released. Files of a release are held against their sums first.
 
-def _check_released(model: Any, run: RunFolder, whole: Any) -> None:
-    """Raise UserError unless all that a run trained is in the adapter, as the run released it.
+    Args:
+        base: of `transformers`, without adapters; it is changed in place, as `peft` does it.
+        folder: written by `save_adapter`, or a release that holds an adapter.
 
-    whole: the module that the run trained, which is the `peft` model or has it as a part.
+    Returns:
+        The `peft.PeftModel`, in evaluation mode.
+
+    Raises:
+        UserError: the folder holds no adapter, or the base is another one.
     """
-    from safetensors.torch import load_file
-
-    peft = import_extra("peft", "hf", "save_adapter")
-    kept = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    places = {each.data_ptr() for each in kept.values()}
-    for name, parameter in whole.named_parameters():
-        if parameter.requires_grad and parameter.data_ptr() not in places:
-            refuse(
-                "model", "train its adapter alone", name,
-                "`dpdist release` writes models whose base was trained",
-            )  # fmt: skip
-    file = run.model_folder / "model.safetensors"
-    if not run.training_summary.exists() or not file.exists():
-        refuse("run", "be finished", run.path, "take the steps that are left")
-    now = whole.state_dict()
-    for name, tensor in load_file(file).items():
-        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
-            refuse(
-                "model", "be the one that the run trained", f"another {name}",
-                "the card speaks of the run's own weights: load them, or train again",
-            )  # fmt: skip
+    where = Path(folder)
+    if is_release(where):
+        verify_checksums(where)
+    if not (where / BASE).is_file():
+        refuse(
+            "folder", f"hold an adapter and its {BASE}", where,
+            "`dpdist release` and save_adapter write such folders",
+        )  # fmt: skip
+    wanted, found = read_base(where), base_digest(base)
+    if found != wanted.digest:
+        kind = base_dtype(base)
+        hint = "" if kind == (wanted.dtype or kind) else f", in {wanted.dtype} and not {kind}"
+        refuse(
+            "base", f"be {wanted.name} with digest {wanted.digest}", f"one with {found}",
+            f"load the weights that the adapter was trained in{hint}",
+        )  # fmt: skip
+    peft = import_extra("peft", "hf", "load_adapter")
+    return peft.PeftModel.from_pretrained(base, str(where)).eval()
 
 
 # --- the trainer ------------------------------------------------------------------------------

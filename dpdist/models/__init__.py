@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         predicted_classes,
         softmax_scores,
     )
+    from dpdist.models.weights import Adapter, base_digest, base_dtype
     from dpdist.models.zoo import DPALNetwork, residual_blocks
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "NO_CLASS",
     "SCRIPT",
     "ZOO",
+    "Adapter",
     "BlockNoise",
     "DPALNetwork",
     "ModelSpec",
@@ -67,6 +69,8 @@ __all__ = [
     "SplitModel",
     "attach_block_noise",
     "attach_noise",
+    "base_digest",
+    "base_dtype",
     "build_model",
     "check_denoiser",
     "check_name",
@@ -116,6 +120,7 @@ _WITH_TORCH = {
         "split_after_first_layer",
     ),
     "outputs": ("NO_CLASS", "check_views", "device_of", "predicted_classes", "softmax_scores"),
+    "weights": ("Adapter", "base_digest", "base_dtype"),
     "zoo": ("DPALNetwork", "residual_blocks"),
 }
 

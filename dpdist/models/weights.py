@@ -1,15 +1,19 @@
-"""Read the weights of a model from elsewhere: a PyTorch state dict or a safetensors file.
+"""Read the weights of a model from elsewhere, and take an adapter and its base apart for elsewhere.
 
-Nothing is unpickled but numbers: a file that would run code when it is loaded is refused with the
-line that turns it into one that would not.
+Read are a PyTorch state dict or a safetensors file. Nothing is unpickled but numbers: a file that
+would run code when it is loaded is refused with the line that turns it into one that would not.
+
+An adapter is written as `peft` reads it. A base is recognised by a digest of its weights.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +139,103 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 sum of a file, as `sha256sum` prints it."""
     with check_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+# What peft calls the layers of a base within its own, and the copies that it trains beside them.
+_WITHIN_ADAPTERS = ("base_layer", "original_module")
+_TRAINED_COPIES = "modules_to_save"
+_OF_PEFT = "base_model.model."  # what names of tensors begin with in peft's own files
+_ONE_ADAPTER = "default"
+
+
+def _without_wrapper(model: nn.Module) -> Any:
+    """Return the base in which adapters are layers of their own."""
+    holder: Any = _adapted(model) or model
+    return holder.get_base_model() if hasattr(holder, "get_base_model") else holder
+
+
+def _adapted(model: nn.Module) -> Any:
+    """Return the module that peft put one adapter into; None where there is none, or several."""
+    for each in model.modules():
+        configs: Any = getattr(each, "peft_config", None)
+        if configs:
+            return each if list(configs) == [_ONE_ADAPTER] else None
+    return None
+
+
+def base_digest(model: nn.Module) -> str:
+    """Return a digest of the weights of a base: 32 hex digits, of a model with adapters or without.
+
+    Covered are names, types, shapes and values of the tensors that belong to no adapter.
+
+    Args:
+        model: of `transformers`, or a `peft` model of one.
+
+    Example:
+        >>> import torch
+        >>> base_digest(torch.nn.Linear(2, 1)) == base_digest(torch.nn.Linear(2, 1))
+        False
+    """
+    base = _without_wrapper(model)
+    prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
+    marks = tuple(prefix for prefix in prefixes if prefix)
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
+    found: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        parts = name.split(".")
+        if _TRAINED_COPIES not in parts and not any(part.startswith(marks) for part in parts):
+            found[".".join(part for part in parts if part not in _WITHIN_ADAPTERS)] = tensor
+    for name, tensor in sorted(found.items()):
+        plain = tensor.detach().cpu().contiguous()
+        told = name, str(plain.dtype), tuple(plain.shape)
+        digest.update(repr(told).encode())
+        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def base_dtype(model: nn.Module) -> str:
+    """Return the type of the numbers of a model's base, such as "float32"."""
+    return str(getattr(_without_wrapper(model), "dtype", torch.float32)).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapter of a model, as `peft.PeftModel.from_pretrained` reads it.
+
+    config: peft's configuration. tensors: by their names in peft's own files. outside: a trained
+    tensor that is not in the adapter; None where the adapter is all that was trained.
+    """
+
+    config: Any
+    tensors: dict[str, Tensor]
+    outside: str | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapter | None:
+        """Return the one adapter in a model, put there by peft's wrapper or `inject_adapters`."""
+        holder = _adapted(model)
+        if holder is None:
+            return None
+        import peft  # which made the holder
+
+        kept = peft.get_peft_model_state_dict(holder, save_embedding_layers=False)
+        places = {each.data_ptr() for each in kept.values()}
+        trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        config = copy.copy(holder.peft_config[_ONE_ADAPTER])
+        config.inference_mode = True
+        if not hasattr(holder, "get_base_model"):
+            kept = {f"{_OF_PEFT}{name}": tensor for name, tensor in kept.items()}
+            config.task_type = "CAUSAL_LM" if _is_causal(holder) else None
+        tensors = {name: t.detach().cpu().clone().contiguous() for name, t in kept.items()}
+        return cls(
+            config, tensors, next((n for n, p in trained if p.data_ptr() not in places), None)
+        )
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Return whether a model of `transformers` has a head of next tokens."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)

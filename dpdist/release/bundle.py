@@ -92,7 +92,11 @@ REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 WORDS, TOKENIZER = "words.txt", "tokenizer.json"
 """A release of a text model whose tokens are no bytes has one of these, to make them by."""
 DOSSIER = "dossier.md"  # where `dpdist release --dossier` asked for it
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base.json"
+"""A release of a model of which an adapter alone was trained has these, as `peft` reads them."""
 
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE)
 _TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
 _MAX_BYTES = 2**20  # bytes of a file of sums, of a key
 
@@ -108,10 +112,8 @@ def table_name(number: int) -> str:
 
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    return (
-        name in (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, DOSSIER)
-        or _TABLE.fullmatch(name) is not None
-    )
+    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, DOSSIER, *_ADAPTER)
+    return name in known or _TABLE.fullmatch(name) is not None
 
 
 def list_table_names(names: Iterable[str]) -> list[str]:
@@ -141,7 +143,7 @@ def compute_checksums(folder: Path) -> str:
 
 def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
     """Return the names that SHA256SUMS has a line for, where these files lie."""
-    others = (name for name in (WORDS, TOKENIZER, DOSSIER) if name in present)
+    others = (name for name in (WORDS, TOKENIZER, DOSSIER, *_ADAPTER) if name in present)
     return (*CHECKSUMMED_FILES, *others, *list_table_names(present))
 
 
@@ -368,6 +370,25 @@ class ReleasedPictures(Section):
         )
 
 
+class ReleasedBase(Section):
+    """The base that an adapter was trained in: public name, digest of its weights, their type.
+
+    dtype: None in folders that were written before it was stated.
+    """
+
+    name: SingleLine
+    digest: Digest
+    dtype: SingleLine | None = None
+
+
+def read_base(folder: Path) -> ReleasedBase:
+    """Return the base that the adapter in a folder belongs to. Raises UserError."""
+    try:
+        return ReleasedBase.model_validate(read_json(folder / BASE))
+    except ValidationError as error:
+        raise UserError(f"{folder / BASE}: damaged: must name a base and its digest") from error
+
+
 class ReleaseDescription(Section):
     """The content of release.json.
 
@@ -379,6 +400,7 @@ class ReleaseDescription(Section):
         their order. text: how tokens are made of texts; format 2 did not say. pictures: how
     pictures of other sizes become inputs; None: they must have the size of the input. raw_inputs:
     inputs are numbers as a script had them, of no declared range; written only where it is so.
+    base: of the adapter that lies beside the whole model; written only where there is one.
     """
 
     format: Literal[2, 3]
@@ -397,6 +419,7 @@ class ReleaseDescription(Section):
     text: ReleasedText | None = None
     pictures: ReleasedPictures | None = None
     raw_inputs: bool = False
+    base: ReleasedBase | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
@@ -656,6 +679,31 @@ def check_text_column(column: TextColumn, spec: ModelSpec, context: Path) -> Non
             f"{context}: its tokenizer must have at most {spec.classes:,} tokens, those that its "
             f"model tells, got {column.vocabulary_size:,}"
         )
+
+
+def check_adapter(release: Release) -> str:
+    """Hold the adapter's tensors and the digest of its base against the whole model.
+
+    Returns what holds, in words. Raises ReleaseError.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    from dpdist import models
+
+    base, adapter = release.description.base, models.Adapter.of(release.model)
+    stated, held = load_file(release.path / ADAPTER_WEIGHTS), adapter and adapter.tensors
+    if not held or stated.keys() != held.keys() or not all(
+        torch.equal(stated[name], tensor) for name, tensor in held.items()
+    ):  # fmt: skip
+        raise ReleaseError(f"{release.path / ADAPTER_WEIGHTS}: is not the adapter of its model")
+    assert base is not None
+    if (digest := models.base_digest(release.model)) != base.digest:
+        raise ReleaseError(
+            f"{release.path / BASE}: names the digest {base.digest}; that of its model's base is "
+            f"{digest}"
+        )
+    return f"that of the model; its base is {base.name}, digest {base.digest}"
 
 
 # --- the reader -------------------------------------------------------------------------------
@@ -966,6 +1014,14 @@ def load(
                 f"{path}: must hold {wanted or 'no tokenizer'} as {DESCRIPTION} says, got "
                 f"{', '.join(sorted(there)) or 'none'}"
             )
+        adapter = set(_ADAPTER) & sums.keys()
+        if adapter != (set() if about.base is None else set(_ADAPTER)):
+            raise UserError(
+                f"{path}: must hold {'no adapter' if about.base is None else ', '.join(_ADAPTER)} "
+                f"as {DESCRIPTION} says, got {', '.join(sorted(adapter)) or 'none'}"
+            )
+        if about.base is not None and read_base(path) != about.base:
+            raise UserError(f"{path / BASE}: names another base than {DESCRIPTION}")
     return Release(path, about, card, plan, sums, trusted_factory)
 
 

@@ -33,6 +33,7 @@ from dpdist.release.bundle import (
     ReleaseError,
     as_release_errors,
     certified_accuracy_record,
+    check_adapter,
     list_table_names,
     load,
     table_name,
@@ -132,6 +133,8 @@ def verify_release(
         _ = release.text_answerer  # raises where the tokens are not those of the model
         made = release.description.text.file or "none: tokens are bytes"
         rows.append(("tokenizer", f"{made}; the model reads its tokens"))
+    if release.description.base is not None:
+        rows.append(("adapter", check_adapter(release)))
     rows.append(("epsilon, computed again", _check_card(release)))
     rows += _check_tables(release, num_redrawn_inputs, load_data)
     rows.append(("pages", _check_pages(release)))

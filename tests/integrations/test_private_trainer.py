@@ -597,7 +597,7 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
     }  # fmt: skip
     base = llama()
     assert json.loads((folder / "base.json").read_text()) == {
-        "name": "tiny", "digest": integration.base_digest(base)
+        "name": "tiny", "digest": integration.base_digest(base), "dtype": "float32"
     }  # fmt: skip
     assert integration.base_digest(base) == integration.base_digest(trained.model)
     with torch.no_grad():

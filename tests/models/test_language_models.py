@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import language_models as lm
 from support.datasets import write_split
 from support.optional_extras import needs_hf
@@ -31,6 +32,8 @@ from dpdist.gradients.row_independence import find_mixing_operation
 from dpdist.models import ModelSpec
 from dpdist.models.transformers import read_tokens
 from dpdist.publishing import write_release
+from dpdist.release.bundle import CHECKSUMS, compute_checksums
+from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
@@ -39,6 +42,8 @@ from dpdist.training.model_setup import initial_model, model_spec
 pytestmark = pytest.mark.whole
 
 needs_hf(whole_file=True)
+
+from dpdist.integrations import transformers as integration  # noqa: E402
 
 CLIP = 0.5
 LORA = {"kind": "lora", "r": 3, "target_modules": "all-linear"}
@@ -539,6 +544,56 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     assert any("the tokenizer, " in line and "was learned from" in line
                for line in card["assumptions"])  # fmt: skip
+    check_adapter(folder.release_folder, base, released, shown, tmp_path)
+    written = integration.save_adapter(None, folder, tmp_path / "adapter")
+    assert json.loads((written / "base.json").read_text())["name"] == base.name
+    for name in ("adapter_model.safetensors", "adapter_config.json", "base.json"):
+        assert (written / name).read_bytes() == (folder.release_folder / name).read_bytes()
+
+
+def check_adapter(release: Path, base: Path, whole: nn.Module, shown: Tensor, aside: Path) -> None:
+    """peft loads the adapter of a release on its base: the same logits, and on no other base."""
+
+    def loaded(**more):
+        return lm.transformers().AutoModelForCausalLM.from_pretrained(base, **more).eval()
+
+    tokens, real = read_tokens(shown[None], 259)
+    tokens = tokens[:, : int(real.sum())]
+    for model in (
+        lm.peft().PeftModel.from_pretrained(loaded(), str(release)),
+        integration.load_adapter(loaded(), release),
+    ):
+        with torch.no_grad():
+            found, wanted = model(tokens).logits, whole(shown[None])[:, : tokens.shape[1]]
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            assert not torch.allclose(found, loaded()(tokens).logits, atol=1e-4)
+    rows = dict(verify_release(release))
+    digest = integration.base_digest(loaded())
+    assert rows["adapter"] == f"that of the model; its base is base, digest {digest}"
+    other = loaded()
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1.0
+    changed = integration.base_digest(other)
+    with pytest.raises(UserError, match=f"^base: must be base with digest {digest}, got one with "
+                                        f"{changed}: load the weights"):  # fmt: skip
+        integration.load_adapter(other, release)
+    with pytest.raises(UserError, match=r"in float32 and not bfloat16$"):
+        integration.load_adapter(loaded(dtype=torch.bfloat16), release)
+    copy = shutil.copytree(release, aside / f"edited-{release.parent.name}")
+    tensors = load_file(copy / "adapter_model.safetensors")
+    save_file({n: t + 1 for n, t in tensors.items()}, copy / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: was changed"):
+        integration.load_adapter(loaded(), copy)
+    (copy / CHECKSUMS).write_text(compute_checksums(copy))
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: is not the adapter of its"):
+        verify_release(copy, trusted_factory="factories:adapted")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "base.json"):
+        (copy / name).unlink()
+    (copy / CHECKSUMS).write_text(compute_checksums(copy))
+    with pytest.raises(UserError, match=r"must hold adapter_config\.json, .* got none"):
+        dpdist.load(copy)
+    with pytest.raises(UserError, match=r"folder: must hold an adapter and its base\.json"):
+        integration.load_adapter(loaded(), copy)
 
 
 def test_prompts_and_answers_of_a_table(tmp_path):
