@@ -1164,6 +1164,10 @@ def documents(
     records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
     assert isinstance(records, DocumentRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    by_template = cutter.has_template and any(row.get(text) is None for row in rows)
+    records.tokenization = {
+        "length": length, "chat": by_template, "files": cutter.files,
+    }  # fmt: skip
     return records
 
 

@@ -48,6 +48,8 @@ class Records(ABC):
         has_targets: whether the records have targets; a loss that you write may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
+        tokenization: of documents, how their tokens are made: length, chat, and the tokenizer's
+            files by name; None where nobody said.
 
     Example:
         >>> import torch, dpdist
@@ -68,6 +70,7 @@ class Records(ABC):
     has_targets: bool = True
     assumed: Sequence[str] = ()
     replaced: Sequence[str] = ()
+    tokenization: Mapping[str, Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int:
