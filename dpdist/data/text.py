@@ -421,7 +421,9 @@ class TextColumn:
     @cached_property
     def _own_tokenizer(self) -> ConversationTokenizer | None:
         """The tokenizer with its special tokens and template; None where its folder has none."""
-        if self.tokenizer is None or not (self.tokenizer.parent / SETTINGS_FILE).exists():
+        if self.tokenizer is None or self.tokenizer.name != TOKENIZER_FILE:
+            return None
+        if not (self.tokenizer.parent / SETTINGS_FILE).exists():
             return None
         return ConversationTokenizer.from_folder(self.tokenizer.parent, _KEY)
 
