@@ -578,6 +578,7 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     return recipe.model_copy(update={"script": script.model_copy(update=said)})
 
 
+_PROBED_TOKENS = 4  # of documents whose logits are kept: a vocabulary may be large
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _ARGUMENTS = {
     "training.": "", "script.": "", "data.root": "held_out", "data.rates": "rates",
@@ -811,6 +812,7 @@ class PrivateTraining:
         _check_no_search(self.run)
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
+        self._tokenization = self._records.tokenization
         self._device = next(model.parameters()).device
         self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
@@ -1180,10 +1182,19 @@ class PrivateTraining:
         }
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
-        if not self.steps_left and self._spec.name.startswith(f"{SCRIPT}:"):  # for a factory
-            slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
+        given = not self._spec.name.startswith(f"{SCRIPT}:")
+        if not self.steps_left and not (given and self._tokenization is None):  # for a factory
+            slots |= pack("module", self._module_record())
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
+
+    def _module_record(self) -> dict[str, Any]:
+        """Return the trained module's description; of a causal model, as it answers tokens."""
+        inputs: Any = self._records.examples(_EXAMPLES)[0]
+        answering = models.NextTokenLogits.around(self.model)
+        if answering is not None:
+            inputs = models.NextTokenLogits.rows(inputs, _PROBED_TOKENS)
+        return module_record(self.model, inputs, answering, self._tokenization)
 
     # --- what a search looks at
 

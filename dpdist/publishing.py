@@ -24,6 +24,7 @@ from dpdist.release.bundle import (
     FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
+    SETTINGS,
     SIGNATURE,
     TEXT_FORMAT,
     WEIGHTS,
@@ -110,12 +111,11 @@ def write_release(
         for number, table in enumerate(facts.tables, 1):
             write_atomic(aside / table_name(number), read_bytes(table.path))
         model = _load_copied_model(facts, aside, factory)
-        if factory is not None:
-            described["extra"] |= {"model": factory, "model hash": models.model_hash(aside)}
+        if (made := models.model_hash(aside)) != facts.training_summary["model"]:
+            described["extra"] |= {"model": models.read_spec(aside).name, "model hash": made}
         for table in facts.tables:
             check_table(table, models.model_hash(aside), model, models.read_spec(aside))
-        if facts.recipe.data.text is not None:
-            _write_tokenizer(facts, models.read_spec(aside), aside)
+        _write_tokenizer(facts, models.read_spec(aside), aside)
         about = _release_record(facts, model, aside, licence)
         if (base := _write_released_adapter(facts, model, aside)) is not None:
             about["base"] = base
@@ -145,8 +145,16 @@ def _release_record(
     tested = None
     if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
+        if facts.next_token_count is not None:
+            tested |= {name: evaluation[name] for name in ("perplexity", "next_tokens")}
     kind = set() if recipe.data.targets == "class" else {"targets"}
-    text = {} if recipe.data.text is None else {"text": _text_record(facts)}
+    data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind)
+    text, names = {}, recipe.data.class_names
+    if (record := _text_record(facts)) is not None:
+        text = {"text": record}
+    if recipe.data.text is None and text:  # a script's documents, whose classes are their tokens
+        classes = models.read_spec(copied_model).classes
+        data, names = {**data, "classes": classes}, [str(token) for token in range(classes)]
     raw = {} if recipe.by_script is None else {"raw_inputs": True}
     pictures: dict[str, Any] = {}
     if recipe.method.capabilities.picture_preparation:
@@ -158,11 +166,11 @@ def _release_record(
         "name": recipe.name,
         "method": recipe.method.name,
         "model": models.model_hash(copied_model),
-        "tokens": recipe.data.text is not None,
-        "classes": recipe.data.class_names,
+        "tokens": bool(text),
+        "classes": names,
         "noise": find_noise_location(model).describe(),
         "certificate": certificate,
-        "data": recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind),
+        "data": data,
         "tested": tested,
         "certified": [certified_accuracy_record(table) for table in facts.tables],
         "licence": licence,
@@ -172,33 +180,63 @@ def _release_record(
     }
 
 
-def _text_record(facts: Facts) -> dict[str, Any]:
-    """Return how tokens are made, for release.json: no path, as the file lies in the release."""
+def _text_record(facts: Facts) -> dict[str, Any] | None:
+    """Return how tokens are made, for release.json: no path, as the file lies in the release.
+
+    None where inputs are no texts, or nobody knows how their tokens are made.
+    """
     text = facts.recipe.data.text
-    assert text is not None
+    if text is None:
+        made = _script_documents(facts)
+        return None if made is None else {
+            "length": made["length"], "tokens": "tokenizer", "words": None, "predict": "next",
+            "settings": True, **({"chat": True} if made["chat"] else {}),
+        }  # fmt: skip
     tokens = "bytes" if text.words is None else "words"
     tokens = tokens if text.tokenizer is None else "tokenizer"
-    return {
+    found: dict[str, Any] = {
         "length": text.length, "tokens": tokens, "words": text.words, "predict": text.predict,
     }  # fmt: skip
+    column = data_source(facts.recipe).columns.text
+    assert column is not None
+    if column.settings is not None:
+        found |= {"settings": True} | ({"chat": True} if column.shows_chats else {})
+    return found
+
+
+def _script_documents(facts: Facts) -> dict[str, Any] | None:
+    """Return how the tokens of a script's documents are made (`Records.tokenization`), if known."""
+    from dpdist.training.script_state import read_module_record
+
+    if facts.recipe.by_script is None:
+        return None
+    record = read_module_record(facts.folder.checkpoints) or {}
+    made: dict[str, Any] | None = record.get("text")
+    return made
 
 
 def _write_tokenizer(facts: Facts, spec: ModelSpec, aside: Path) -> None:
-    """Copy what makes the tokens, as it was trained with. Raises UserError where it is not there.
+    """Write what makes the tokens, as it was trained with. Raises UserError where it is not there.
 
     It was made of no private document: the privacy card says so under its assumptions.
     """
-    column = data_source(facts.recipe).columns.text
-    assert column is not None
-    text = ReleasedText.model_validate(_text_record(facts))
-    try:
-        content = column.token_file
-    except UserError as error:
-        raise UserError(
-            f"{error}; the release needs what made the tokens of this run: put it back"
-        ) from None
-    if text.file is not None and content is not None:
-        write_atomic(aside / text.file, content)
+    if (record := _text_record(facts)) is None:
+        return
+    text, column = ReleasedText.model_validate(record), data_source(facts.recipe).columns.text
+    if column is None:
+        for name, content in (_script_documents(facts) or {})["files"].items():
+            write_atomic(aside / name, content)
+    else:
+        try:
+            content = column.token_file
+        except UserError as error:
+            raise UserError(
+                f"{error}; the release needs what made the tokens of this run: put it back"
+            ) from None
+        if text.file is not None and content is not None:
+            write_atomic(aside / text.file, content)
+        if column.settings is not None:
+            write_atomic(aside / SETTINGS, column.settings)
     check_text_column(text_column(text, aside), spec, aside)
 
 
@@ -337,10 +375,13 @@ def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) ->
 
     where = facts.folder.model_folder
     _require_trained(facts, copied_model)
-    if factory is not None:
+    own = facts.recipe.model.name
+    if factory is None and not own.startswith(f"{models.SCRIPT}:") and _script_documents(facts):
+        _rebuild(facts, copied_model, own)
+    elif factory is not None:
         _name_factory(facts, copied_model, factory)
     try:
-        trusted = facts.recipe.model.name if factory is None else factory
+        trusted = own if factory is None else factory
         module = models.load(copied_model, trusted_factory=trusted)
         models.check_outputs(module, models.read_spec(copied_model))
     except UserError as error:
@@ -385,9 +426,27 @@ def _name_factory(facts: Facts, copied_model: Path, factory: str) -> None:
             f"{facts.folder.certificates} are of the script's own module: move them away, and "
             "certify the release"
         )
-    from dpdist.training.script_state import check_built_again
+    _rebuild(facts, copied_model, factory)
 
+
+def _rebuild(facts: Facts, copied_model: Path, factory: str) -> None:
+    """Let a factory build the copied model anew, check that it does, and save it as it answers."""
+    from dpdist.training.script_state import check_built_again, read_module_record
+
+    spec = models.read_spec(copied_model)
     built = replace(spec, name=factory, options={})
+    record = read_module_record(facts.folder.checkpoints) or {}
+    if record.get("following"):
+        if record.get("text") is None:
+            raise UserError(
+                f"{facts.folder.path}: its documents must have come with their tokenizer, to be "
+                "asked for texts: make them by dpdist.documents(rows, tokenizer, length=...), or "
+                "write the adapter alone by dpdist.integrations.transformers.save_adapter"
+            )
+        built = replace(built, classes=int(record["outputs"].shape[2]), following=True)
     module = models.initialise(built, 0)
-    check_built_again(module, copied_model / WEIGHTS, facts.folder.checkpoints, factory)
+    inner = module.network if isinstance(module, models.NextTokenLogits) else module
+    check_built_again(
+        inner, copied_model / WEIGHTS, facts.folder.checkpoints, factory, answering=module
+    )
     models.save(module, built, copied_model)

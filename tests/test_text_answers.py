@@ -20,10 +20,18 @@ from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BEGIN
 from dpdist.data.text import TextColumn, WordList
-from dpdist.evaluation import load_model
+from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.publishing import write_release
 from dpdist.release import generation
-from dpdist.release.bundle import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compute_checksums
+from dpdist.release.bundle import (
+    CHECKSUMS,
+    DESCRIPTION,
+    TOKENIZER,
+    WORDS,
+    compute_checksums,
+    parse_description,
+)
+from dpdist.release.model_card import model_card
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 from dpdist.serving.app import RequestHandler
@@ -34,7 +42,9 @@ WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
 LENGTH = 8
 
 
-def made(tmp: Path, name: str, predict: str, text: dict[str, Any], model: Any) -> RunFolder:
+def made(
+    tmp: Path, name: str, predict: str, text: dict[str, Any], model: Any, evaluate: bool = False
+) -> RunFolder:
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
         texts = [f"{split} {k} " + " ".join(rng.choice(WORDS_OF, 5)) for k in range(40)]
@@ -46,6 +56,8 @@ def made(tmp: Path, name: str, predict: str, text: dict[str, Any], model: Any) -
         data |= {"classes": 2, "names": ["good", "bad"]}
     recipe, folder = make(tmp / "runs", name, data=data, model=model, training__steps=3)
     train(recipe, folder)
+    if evaluate:
+        evaluate_stage(recipe, folder)
     write_release(folder, not_private=True)
     return folder
 
@@ -133,8 +145,29 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert rows["tokenizer"] == f"{WORDS}; the model reads its tokens"
     about = json.loads((following.release_folder / DESCRIPTION).read_text())
     assert about["text"] == {"length": LENGTH, "tokens": "words", "words": 4, "predict": "next"}
-    assert about["format"] == 3 and str(tmp_path.parent) not in json.dumps(about)
-    assert "`words.txt`, 4 words" in (following.release_folder / "README.md").read_text()
+    assert about["format"] == 4 and str(tmp_path.parent) not in json.dumps(about)
+    page = (following.release_folder / "README.md").read_text()
+    assert "`words.txt`, 4 words" in page
+
+
+def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path, monkeypatch):
+    model = {"name": "next-word-mlp", "options": {}}
+    folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
+    measured = json.loads(folder.evaluation.read_text())
+    page = (folder.release_folder / "README.md").read_text()
+    said = f"On {measured['next_tokens']:,} next tokens of 40 public test documents"
+    assert said in page and f"({measured['data']})" in page
+    assert f"Perplexity {measured['perplexity']:.4g}" in page
+    for word in ("radius", "Robustness", "--sigma", "certified-robustness", "l2", "L2"):
+        assert word not in page.replace("texts have no radius", "")
+    assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
+    # The page of a release that was written before says what it said.
+    about = json.loads((folder.release_folder / DESCRIPTION).read_text())
+    for name in ("perplexity", "next_tokens"):
+        del about["tested"][name]
+    old = parse_description({**about, "format": 3}, "old")
+    release = dpdist.load(folder.release_folder)
+    assert "## Robustness" in model_card(old, release.card, release.spec)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +180,7 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
         ({"tokens": "tokenizer", "words": None}, f"must hold {TOKENIZER} as .* got {WORDS}"),
         ({"tokens": "bytes", "words": None}, f"must hold no tokenizer as .* got {WORDS}"),
         ({"tokens": "bytes"}, "words must be given with tokens: words, and only then"),
-        (None, "text must be given in format 3"),
+        (None, "text must be given in format 4"),
     ],
 )
 def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):

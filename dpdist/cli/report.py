@@ -6,7 +6,6 @@ commands show or send are those that may be published, and `generate` is post-pr
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -302,7 +301,10 @@ def _test_data(release: Release, root: Path | None) -> Dataset:
 _Texts = Annotated[int, option("Texts to sample for each prompt.", Count)]
 _Tokens = Annotated[int, option("Most tokens of a text behind its prompt.", Count)]
 _Prompts = Annotated[
-    Path | None, path_option("A file with a prompt a line (default: one empty prompt).")
+    Path | None,
+    path_option(
+        "A file with a prompt a line; .jsonl: texts or messages (default: one empty prompt)."
+    ),
 ]
 _To = Annotated[Path, path_option("A new folder, for the texts and the card.", metavar="FOLDER")]
 _Temperature = Annotated[
@@ -333,14 +335,9 @@ def generate_command(
     from dpdist.core import console
     from dpdist.core.files import read_text
     from dpdist.release.bundle import load
-    from dpdist.release.generation import PAGE, Sampling, write_texts
+    from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
 
-    # Of the ends of lines that Python knows, only these are those of a file.
-    prompts = [""] if prompt_file is None else re.split("\r?\n", read_text(prompt_file))
-    if prompt_file is not None and not prompts[-1]:
-        del prompts[-1]
-    if not prompts:
-        raise UserError(f"--prompt-file: must have a prompt a line, got none in {prompt_file}")
+    prompts = [""] if prompt_file is None else parse_prompts(read_text(prompt_file), prompt_file)
     sampling = Sampling(n, tokens, temperature, secrets.randbits(32) if seed is None else seed)
     found = load(release, trusted_factory=trust_factory, signer=signer)
     folder = write_texts(found, prompts, sampling, to)

@@ -1197,6 +1197,10 @@ def documents(
     assert isinstance(records, DocumentRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
     records.unit_name = unit if isinstance(unit, str) else ""
+    by_template = cutter.has_template and any(row.get(text) is None for row in rows)
+    records.tokenization = {
+        "length": length, "chat": by_template, "files": cutter.files,
+    }  # fmt: skip
     return records
 
 

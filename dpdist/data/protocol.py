@@ -49,6 +49,8 @@ class Records(ABC):
         assumed: assumptions of the guarantee about these records that nobody can check.
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
         unit_name: name of what `unit_id` returns, such as "author", for the card; "" where unknown.
+        tokenization: of documents, how their tokens are made: length, chat, and the tokenizer's
+            files by name; None where nobody said.
 
     Example:
         >>> import torch, dpdist
@@ -70,6 +72,7 @@ class Records(ABC):
     assumed: Sequence[str] = ()
     replaced: Sequence[str] = ()
     unit_name: str = ""
+    tokenization: Mapping[str, Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int:

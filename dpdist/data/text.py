@@ -112,8 +112,9 @@ class WordList:
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 _USER = "user"
-TOKENIZER_FILE = "tokenizer.json"
-_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_ANSWER = "dpdist-answer"  # a message whose end is looked for
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+_FILES = (TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,15 @@ class Tokens:
 
     ids: list[int]
     learned: list[bool]
+
+
+def _no_tokenizer(key: str, place: Path) -> UserError:
+    """Return the complaint about a place without a tokenizer, such as the name of a hub's."""
+    return UserError(
+        f"{key}: must be the folder of a tokenizer on this machine (with {TOKENIZER_FILE}), got "
+        f"{place}; nothing is downloaded: transformers.AutoTokenizer.from_pretrained(NAME)"
+        ".save_pretrained(FOLDER) makes one"
+    )
 
 
 class ConversationTokenizer:
@@ -143,6 +153,8 @@ class ConversationTokenizer:
     @classmethod
     def from_folder(cls, folder: Path, key: str) -> ConversationTokenizer:
         """Read the tokenizer of a folder as `save_pretrained` writes it. Raises UserError."""
+        if not (folder / TOKENIZER_FILE).exists():
+            raise _no_tokenizer(key, folder)
         transformers = import_extra("transformers", "hf", key)
         try:
             made = transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -161,6 +173,45 @@ class ConversationTokenizer:
     def vocabulary_size(self) -> int:
         """How many tokens there are, added ones too."""
         return len(self._tokenizer)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Return the tokenizer as files by name, without a path: tokens, and `settings`."""
+        return {
+            TOKENIZER_FILE: self._tokenizer.backend_tokenizer.to_str(),
+            SETTINGS_FILE: self.settings,
+        }
+
+    @property
+    def settings(self) -> str:
+        """Return the content of a tokenizer_config.json: special tokens and chat template alone."""
+        found = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokenizer.special_tokens_map}
+        if self.has_template:
+            found["chat_template"] = self._tokenizer.get_chat_template()
+        plain = {name: each if isinstance(each, str) else list(map(str, each))
+                 for name, each in found.items()}  # fmt: skip
+        return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation that the assistant goes on with. Raises UserError."""
+        self._require_template()
+        text = self._rendered(messages, True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Return the tokens that end a text: the tokenizer's own, and the template's of an answer.
+
+        The latter is what stands right behind an assistant's message, where it is no plain text.
+        """
+        found = {self._tokenizer.eos_token_id} - {None}
+        if self.has_template:
+            said = [{"role": _USER, "content": "a"}, {"role": ASSISTANT, "content": _ANSWER}]
+            _, _, behind = self._rendered(said).rpartition(_ANSWER)
+            ids = self._tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+            found |= {*ids} & {*self._tokenizer.all_special_ids,
+                               *self._tokenizer.get_added_vocab().values()}  # fmt: skip
+        return frozenset(found)
 
     def text(self, text: str, length: int) -> Tokens:
         """Return the tokens of a text without parts, which are all learned.
@@ -191,11 +242,7 @@ class ConversationTokenizer:
         Raises UserError without a chat template, for a conversation without an assistant, and for
         one of which the template shows an earlier message otherwise once others follow.
         """
-        if not self.has_template:
-            raise UserError(
-                f"{self._key}: must have a chat template for messages, has none: take the "
-                "tokenizer of a model that was made for chats, or columns of prompts and answers"
-            )
+        self._require_template()
         if not any(message.get("role") == ASSISTANT for message in messages):
             raise UserError("messages: must have one of the role assistant, which is learned")
         whole, spans = self._rendered(messages), []
@@ -212,6 +259,13 @@ class ConversationTokenizer:
             spans.append((len(before), len(with_it)))
         found = self._spans(whole, spans, False)
         return Tokens(found.ids[:length], found.learned[:length])
+
+    def _require_template(self) -> None:
+        if not self.has_template:
+            raise UserError(
+                f"{self._key}: must have a chat template for messages, has none: take the "
+                "tokenizer of a model that was made for chats, or columns of prompts and answers"
+            )
 
     def _rendered(self, messages: Sequence[Message], asks: bool = False) -> str:
         try:
@@ -362,6 +416,51 @@ class TextColumn:
             while last and encoded.special_tokens_mask[last - 1]:
                 last -= 1
             tokens = np.asarray(encoded.ids[:last], dtype=np.int64)
+        return self._fitting(tokens)
+
+    @cached_property
+    def _own_tokenizer(self) -> ConversationTokenizer | None:
+        """The tokenizer with its special tokens and template; None where its folder has none."""
+        if self.tokenizer is None or self.tokenizer.name != TOKENIZER_FILE:
+            return None
+        if not (self.tokenizer.parent / SETTINGS_FILE).exists():
+            return None
+        return ConversationTokenizer.from_folder(self.tokenizer.parent, _KEY)
+
+    @property
+    def settings(self) -> str | None:
+        """Return what tokenizer_config.json says of special tokens and the template, if it does."""
+        return None if self._own_tokenizer is None else self._own_tokenizer.settings
+
+    @property
+    def shows_chats(self) -> bool:
+        """Whether documents are prompts and answers that a chat template shows."""
+        own = None if self.conversation is None else self._own_tokenizer
+        return own is not None and own.has_template
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Return the tokens that end a document, as far as the tokenizer says."""
+        if self.tokenizer is None:
+            return frozenset({END})
+        encoded = self._tokenizer.encode("a")
+        last = encoded.ids[-1:] if encoded.special_tokens_mask[-1:] == [1] else []
+        return frozenset(last) | (self._own_tokenizer.ends if self._own_tokenizer else frozenset())
+
+    def tokenize_chat(self, messages: Sequence[Message]) -> np.ndarray:
+        """Return the tokens of a conversation that goes on, int64 (tokens,), by the chat template.
+
+        Raises UserError without a template, or for a conversation that does not fit.
+        """
+        if self._own_tokenizer is None:
+            raise UserError(
+                "messages: must have a tokenizer with a chat template, this one has none; give the "
+                "prompt as a text"
+            )
+        return self._fitting(np.asarray(self._own_tokenizer.prompt(messages), dtype=np.int64))
+
+    def _fitting(self, tokens: np.ndarray) -> np.ndarray:
+        """Return tokens that are continued. Raises UserError where they do not fit."""
         if not 0 < len(tokens) <= self.length:
             raise UserError(
                 f"text: must have 1 to {self.length} tokens to be continued, got {len(tokens):,}"
@@ -449,6 +548,8 @@ class TextColumn:
     @cached_property
     def _file(self) -> bytes:
         assert self.tokenizer is not None
+        if not self.tokenizer.exists():
+            raise _no_tokenizer(_KEY, self.tokenizer)
         return read_bytes(self.tokenizer, _MOST_BYTES)
 
     @cached_property

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from dpdist.models.outputs import (
         NO_CLASS,
+        NextTokenLogits,
         check_views,
         device_of,
         predicted_classes,
@@ -65,6 +66,7 @@ __all__ = [
     "BlockNoise",
     "DPALNetwork",
     "ModelSpec",
+    "NextTokenLogits",
     "PatchFeatures",
     "SplitModel",
     "attach_block_noise",
@@ -119,7 +121,14 @@ _WITH_TORCH = {
         "require_split",
         "split_after_first_layer",
     ),
-    "outputs": ("NO_CLASS", "check_views", "device_of", "predicted_classes", "softmax_scores"),
+    "outputs": (
+        "NO_CLASS",
+        "NextTokenLogits",
+        "check_views",
+        "device_of",
+        "predicted_classes",
+        "softmax_scores",
+    ),
     "weights": ("Adapter", "base_digest", "base_dtype"),
     "zoo": ("DPALNetwork", "residual_blocks"),
 }

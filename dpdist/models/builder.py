@@ -25,7 +25,7 @@ from dpdist.models.factory_code import (
     source_digests,
 )
 from dpdist.models.noise import attach_block_noise, attach_zero_noise, drop_noise
-from dpdist.models.outputs import ViewAverage, check_views
+from dpdist.models.outputs import NextTokenLogits, ViewAverage, check_views
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
@@ -231,6 +231,8 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
         raise UserError(
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
         )
+    if spec.following and spec.name not in ZOO:
+        network = NextTokenLogits.around(network) or network
     if spec.mean or spec.std:
         network = NormalisedNetwork(
             network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0)

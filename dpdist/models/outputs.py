@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import list_shifts
+from dpdist.core.fields import PADDING, PROMPT, list_shifts
 from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec
 
 # --- device -----------------------------------------------------------------------------------
@@ -45,6 +45,47 @@ class Answers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(self.function(x))
+
+
+# --- language models ---------------------------------------------------------------------------
+
+
+class NextTokenLogits(nn.Module):
+    """Token numbers (B, T), below 0 behind a document's end, to logits (B, T, tokens).
+
+    network: a causal model of `transformers`, with adapters of peft or without: it gets no mask,
+    since no token sees what fills a document up behind it.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.where(x < PADDING, PROMPT - x, x).long().clamp(min=0)
+        logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @classmethod
+    def around(cls, network: nn.Module) -> NextTokenLogits | None:
+        """Return the wrapped model; None for one that is not of `transformers` and causal."""
+        inner: Any = network
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        names = [kind.__name__ for kind in type(inner).__mro__]
+        causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+        return cls(network) if causal else None
+
+    @staticmethod
+    def rows(fields: Any, most: int) -> Tensor | None:
+        """Return the first tokens of documents as rows, of the fields that the model is trained on.
+
+        None where the fields are not those of documents.
+        """
+        if not isinstance(fields, dict) or "input_ids" not in fields:
+            return None
+        tokens: Tensor = fields["input_ids"][:, :most].float()
+        there = fields.get("attention_mask")
+        return tokens if there is None else tokens.where(there[:, :most] != 0, float(PADDING))
 
 
 # --- classes of logits ------------------------------------------------------------------------

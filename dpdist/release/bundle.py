@@ -89,8 +89,9 @@ CHECKSUMMED_FILES = (
 )
 REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 """What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
-WORDS, TOKENIZER = "words.txt", "tokenizer.json"
-"""A release of a text model whose tokens are no bytes has one of these, to make them by."""
+WORDS, TOKENIZER, SETTINGS = "words.txt", "tokenizer.json", "tokenizer_config.json"
+"""A release of a text model whose tokens are no bytes has one of the first two, to make them by; of
+a tokenizer that has special tokens or a chat template, the third too."""
 DOSSIER = "dossier.md"  # where `dpdist release --dossier` asked for it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base.json"
@@ -112,7 +113,7 @@ def table_name(number: int) -> str:
 
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, DOSSIER, *_ADAPTER)
+    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
     return name in known or _TABLE.fullmatch(name) is not None
 
 
@@ -143,7 +144,8 @@ def compute_checksums(folder: Path) -> str:
 
 def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
     """Return the names that SHA256SUMS has a line for, where these files lie."""
-    others = (name for name in (WORDS, TOKENIZER, DOSSIER, *_ADAPTER) if name in present)
+    optional = (WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
+    others = (name for name in optional if name in present)
     return (*CHECKSUMMED_FILES, *others, *list_table_names(present))
 
 
@@ -248,7 +250,9 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 # --- release.json -----------------------------------------------------------------------------
 
 
-FORMAT, TEXT_FORMAT = 2, 3  # 1 had no tables of certificates; 3: of texts, with their tokenizer
+# 1 had no tables of certificates; 3 and 4: of texts, with their tokenizer; 3 has images' pages.
+FORMAT, TEXT_FORMAT = 2, 4
+_TEXT_FORMATS = (3, TEXT_FORMAT)
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
@@ -257,11 +261,16 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class CleanAccuracy(Section):
-    """Clean accuracy on named test data: the publisher's word."""
+    """Clean accuracy on named test data: the publisher's word.
+
+    perplexity, next_tokens: of documents, over so many tokens; only where they were measured.
+    """
 
     data: SingleLine
     inputs: Count
     accuracy: Ratio
+    perplexity: Annotated[float, RejectBool, Field(ge=1, le=1e308)] | None = None
+    next_tokens: Count | None = None
 
 
 class CertifiedAccuracy(Section):
@@ -325,13 +334,24 @@ class ReleasedText(Section):
 
     length: tokens that the model reads. tokens: what they are; of words, the first `words` lines of
     words.txt; of a tokenizer, those of tokenizer.json. predict: the label of a text, or what comes
-    after it.
+    after it. settings: tokenizer_config.json lies beside it. chat: the documents of the training
+    were shown by its chat template.
     """
 
     length: Annotated[int, RejectBool, Field(ge=4, le=2**16)]
     tokens: Literal["bytes", "words", "tokenizer"]
     words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None
     predict: Literal["label", "next"]
+    settings: bool = False
+    chat: bool = False
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> ReleasedText:
+        if self.settings and self.tokens != "tokenizer":
+            raise ValueError("settings must be left out without a tokenizer")
+        if self.chat and not self.settings:
+            raise ValueError("chat must be left out without settings, which hold the template")
+        return self
 
     @model_validator(mode="after")
     def _check_words(self) -> ReleasedText:
@@ -343,6 +363,11 @@ class ReleasedText(Section):
     def file(self) -> str | None:
         """Return the name of the file that makes the tokens; None where they are bytes."""
         return {"words": WORDS, "tokenizer": TOKENIZER}.get(self.tokens)
+
+    @property
+    def files(self) -> set[str]:
+        """Return the names of all files that lie in the release for its tokens."""
+        return ({self.file} - {None}) | ({SETTINGS} if self.settings else set())  # type: ignore[return-value]
 
 
 class ReleasedPictures(Section):
@@ -403,7 +428,7 @@ class ReleaseDescription(Section):
     base: of the adapter that lies beside the whole model; written only where there is one.
     """
 
-    format: Literal[2, 3]
+    format: Literal[2, 3, 4]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
     method: SingleLine
@@ -421,9 +446,14 @@ class ReleaseDescription(Section):
     raw_inputs: bool = False
     base: ReleasedBase | None = None
 
+    @property
+    def has_text_page(self) -> bool:
+        """Whether the model card speaks of texts; that of format 3 spoke of images."""
+        return self.text is not None and self.format == TEXT_FORMAT
+
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
-        if (self.format == TEXT_FORMAT) != (self.text is not None):
+        if (self.format in _TEXT_FORMATS) != (self.text is not None):
             raise ValueError(f"text must be given in format {TEXT_FORMAT}, and only there")
         if self.text is not None and not self.tokens:
             raise ValueError("text must be left out where inputs are no tokens")
@@ -1008,11 +1038,11 @@ def load(
                 f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
                 f"{len(about.certified)}"
             )
-        wanted = None if about.text is None else about.text.file
-        if (there := {WORDS, TOKENIZER} & sums.keys()) != ({wanted} - {None}):
+        wanted = set() if about.text is None else about.text.files
+        if (there := {WORDS, TOKENIZER, SETTINGS} & sums.keys()) != wanted:
             raise UserError(
-                f"{path}: must hold {wanted or 'no tokenizer'} as {DESCRIPTION} says, got "
-                f"{', '.join(sorted(there)) or 'none'}"
+                f"{path}: must hold {', '.join(sorted(wanted)) or 'no tokenizer'} as {DESCRIPTION} "
+                f"says, got {', '.join(sorted(there)) or 'none'}"
             )
         adapter = set(_ADAPTER) & sums.keys()
         if adapter != (set() if about.base is None else set(_ADAPTER)):

@@ -7,16 +7,17 @@ post-processing: any number of texts costs no more privacy than the release.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BEGIN, END, FIRST_BYTE, UNKNOWN, Count, RejectBool
+from dpdist.core.fields import BEGIN, FIRST_BYTE, UNKNOWN, Count, RejectBool
 from dpdist.core.files import atomic_folder, read_bytes, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
@@ -58,13 +59,13 @@ class TokenDecoder:
         column: makes tokens of texts.
 
     Attributes:
-        end: the token that ends a document; None where the tokenizer has none.
+        ends: the tokens that end a document; none where the tokenizer says of none.
         never: tokens that are no text: the begin, and words that are on no list.
     """
 
     def __init__(self, column: TextColumn) -> None:
         self._column = column
-        self.end: int | None = END
+        self.ends = column.ends
         self.never: tuple[int, ...] = (BEGIN,)
         self._tokenizer = None
         if column.words is not None:
@@ -73,9 +74,7 @@ class TokenDecoder:
             tokenizers = import_extra("tokenizers", "hf", "generate")
             text = read_bytes(column.tokenizer).decode()
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            encoded = self._tokenizer.encode("a")
-            ends = bool(encoded.ids) and bool(encoded.special_tokens_mask[-1])
-            self.end, self.never = (encoded.ids[-1] if ends else None), ()
+            self.never = ()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; words stand apart by a space each."""
@@ -86,12 +85,48 @@ class TokenDecoder:
         return bytes(token - FIRST_BYTE for token in tokens).decode(errors="replace")
 
 
-def sample_texts(answerer: TextAnswerer, prompt: str, sampling: Sampling) -> Iterator[str]:
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+def parse_prompts(text: str, where: Path) -> list[Prompt]:
+    """Return the prompts of a file: a text a line, or of a .jsonl file a value a line.
+
+    A value is a text, or a conversation: a list of messages, each with a role and a content, or an
+    object with this list under "messages".
+
+    Raises:
+        UserError: a line is no such value, or there is none.
+    """
+    from dpdist.data.text import messages_of
+
+    # Of the ends of lines that Python knows, only these are those of a file.
+    lines = re.split("\r?\n", text)
+    lines = lines if lines[-1] else lines[:-1]
+    if not lines:
+        raise UserError(f"--prompt-file: must have a prompt a line, got none in {where}")
+    if where.suffix != ".jsonl":
+        return list(lines)
+    found: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            value = value.get("messages") if isinstance(value, dict) else value
+            found.append(value if isinstance(value, str) else messages_of(value))
+        except (ValueError, UserError):
+            raise UserError(
+                f"--prompt-file: line {number} must be a text or a list of messages, each with a "
+                f"role and a content, in JSON: {where}"
+            ) from None
+    return found
+
+
+def sample_texts(answerer: TextAnswerer, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
     """Yield texts that a model says after a prompt, without the prompt.
 
     Args:
         answerer: of a model of next tokens.
-        prompt: the beginning of each text; "" where the model begins by itself.
+        prompt: the beginning of each text; "" where the model begins by itself. A list of messages
+            is shown by the chat template, and the assistant goes on.
         sampling: how many, how long and how random.
 
     Raises:
@@ -103,7 +138,11 @@ def sample_texts(answerer: TextAnswerer, prompt: str, sampling: Sampling) -> Ite
     if not column.predicts_next_token:
         raise UserError("generate: must have a model of next tokens, got one that tells labels")
     decoder = TokenDecoder(column)
-    begun = column.tokenize_beginning(prompt)
+    begun = (
+        column.tokenize_beginning(prompt)
+        if isinstance(prompt, str)
+        else column.tokenize_chat(prompt)
+    )
     generator = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.count):
         found: list[int] = []
@@ -112,7 +151,7 @@ def sample_texts(answerer: TextAnswerer, prompt: str, sampling: Sampling) -> Ite
             scores = scores[: column.vocabulary_size].clone()
             scores[list(decoder.never)] = float("-inf")
             token = _draw(scores, sampling.temperature, generator)
-            if token == decoder.end:
+            if token in decoder.ends:
                 break
             found.append(token)
         yield decoder.decode(found)
@@ -153,7 +192,9 @@ number: they are post-processing of the release.
 _NOT_PRIVATE = "**The model is NOT private, and neither are these texts.**\n\n"
 
 
-def write_texts(release: Release, prompts: Sequence[str], sampling: Sampling, folder: Path) -> Path:
+def write_texts(
+    release: Release, prompts: Sequence[Prompt], sampling: Sampling, folder: Path
+) -> Path:
     """Write sampled texts into a new folder, with the release's card and what it does not promise.
 
     Guarantee: post-processing of the release; the folder holds no more of private records than it.

@@ -58,10 +58,9 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         + _outputs(description),
         "## Privacy",
         _privacy_section(card),
-        "## Robustness",
-        _robustness_section(description),
+        *_measured(description),
         "## Limits",
-        _limits(card),
+        _limits(description, card),
         "## Licence",
         f"{description.licence} (SPDX)."
         if description.licence
@@ -126,6 +125,8 @@ def _outputs(description: ReleaseDescription) -> str:
     made = "bytes, none of a file" if text.file is None else f"by `{text.file}`"
     if text.words is not None:
         made += f", {text.words:,} words"
+    if text.chat:
+        made += "; conversations are shown by the chat template in `tokenizer_config.json`"
     if text.predict == "next":
         return f"Tokens: {made}. It tells {len(description.classes):,} next tokens."
     return f"Tokens: {made}. Classes: {_format_classes(description.classes)}."
@@ -143,11 +144,38 @@ _LIMITS = """\
   tests."""
 
 
-def _limits(card: Mapping[str, Any]) -> str:
+_TEXT_LIMITS = """\
+* The privacy guarantee is about single training records, each a document, under the assumptions of
+  the privacy card. It says nothing of the test data, of prompts, or of public weights that the
+  training began with. What many documents say, the model may say.
+* No robustness is certified: texts have no radius.
+* Figures are the publisher's measurements on the test data named, and hold for texts like those.
+* Answers may be false or harmful. For decisions about people only after one's own tests."""
+
+
+def _limits(description: ReleaseDescription, card: Mapping[str, Any]) -> str:
     """Say what the statements of a release do not cover."""
+    text = _TEXT_LIMITS if description.has_text_page else _LIMITS
     if "group" in card["guarantee"]:
-        return _LIMITS.replace("single training records", "whole groups of training records", 1)
-    return _LIMITS
+        return text.replace("single training records", "whole groups of training records", 1)
+    return text
+
+
+def _measured(description: ReleaseDescription) -> list[str]:
+    """Return the section of what was measured and certified; of texts there are no certificates."""
+    if not description.has_text_page:
+        return ["## Robustness", _robustness_section(description)]
+    said = "Nothing was measured on test data."
+    if (tested := description.tested) is not None:
+        said = _clean_accuracy_sentence(description)
+        if tested.next_tokens is not None:
+            said = (
+                f"On {tested.next_tokens:,} next tokens of {tested.inputs:,} public test documents "
+                f"({tested.data}): {format_percent(tested.accuracy)} % are the most probable one."
+            )
+        if tested.perplexity is not None:
+            said += f" Perplexity {format_significant(tested.perplexity, 4)}."
+    return ["## Measured", said]
 
 
 def _origin(about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:
@@ -177,12 +205,17 @@ def _metadata(
     if description.tokens:
         kind = "text-generation" if spec.following else "text-classification"
     tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]
+    if description.has_text_page:
+        tags = [tag for tag in tags if tag != "certified-robustness"]
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
     if description.licence is not None:
         found["license"] = description.licence.lower()
     if description.tested is None:
         return found
     metrics = [_metric("accuracy", "clean accuracy", description.tested.accuracy)]
+    if description.tested.perplexity is not None:
+        shown = float(format_significant(description.tested.perplexity, 6))
+        metrics.append({"type": "perplexity", "name": "perplexity", "value": shown})
     for table in description.certified:
         metrics += [
             _metric(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -36,6 +38,8 @@ from dpdist.core.files import (
     exists_as_non_folder,
     parse_yaml,
     quoted,
+    read_json,
+    read_text,
     read_yaml,
     validate_path,
 )
@@ -80,6 +84,21 @@ class Recipe(BaseRecipe):
     """
 
     method: AnyMethod = DEFAULT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_token_count(cls, value: Any) -> Any:
+        """Set data.classes to the tokens of the folder's own head, or of the tokenizer."""
+        data = value.get("data") if isinstance(value, dict) else None
+        if not isinstance(data, dict) or "classes" in data:
+            return value
+        text = data.get("text")
+        if not isinstance(text, dict) or text.get("predict") != "next":
+            return value
+        if not isinstance(tokenizer := text.get("tokenizer"), str | Path):
+            return value
+        count = _tokens_of_own_head(value.get("model")) or _tokens_of(Path(tokenizer).expanduser())
+        return value if count is None else {**value, "data": {**data, "classes": count}}
 
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
@@ -242,6 +261,37 @@ class Recipe(BaseRecipe):
     def experiment_settings(self) -> dict[str, Any]:
         """Return all settings that the model depends on, a dict of JSON values by dotted key."""
         return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
+
+
+def _tokens_of_own_head(model: Any) -> int | None:
+    """Return how many tokens the own head of a model's folder tells; None for another head."""
+    options, initial = (
+        (model.get("options"), model.get("initial")) if isinstance(model, dict) else (None, None)
+    )
+    if not (isinstance(options, dict) and options.get("head") == "own"):
+        return None
+    config = options.get("config")
+    folder = initial.get("folder") if isinstance(initial, dict) else None
+    if isinstance(folder, str | Path):
+        with suppress(UserError):
+            config = read_json(Path(folder).expanduser() / "config.json")
+    count = config.get("vocab_size") if isinstance(config, dict) else None
+    return count if type(count) is int else None
+
+
+_TOKENIZER_BYTES = 256 * 2**20
+
+
+def _tokens_of(tokenizer: Path) -> int | None:
+    """Return how many tokens a tokenizer.json knows, given it or its folder; None if unreadable."""
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        found = json.loads(read_text(file, _TOKENIZER_BYTES))
+        vocabulary = found["model"]["vocab"]
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max(map(int, [*numbers, *(each["id"] for each in found["added_tokens"])]))
+    except (UserError, ValueError, KeyError, TypeError):
+        return None  # it is refused where it is read
 
 
 class ScriptedRecipe(Recipe):

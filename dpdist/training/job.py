@@ -6,6 +6,7 @@ of its records are made here as well.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -346,8 +347,39 @@ def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[st
     models.check_name(recipe.model.name)
     from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
 
+    _check_answers(recipe, source)
     check_model(recipe, dataset)
     return dataset, pretrained
+
+
+_ANSWERS_AT_ONCE = 4096  # documents
+
+
+def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
+    """Warn of documents whose answers are cut away, and raise UserError where all of them are.
+
+    They would be paid for, and nothing be learned of them.
+    """
+    if recipe.data.text is None or not recipe.data.text.has_prompts:
+        return
+    records = training_records(recipe, source)
+    empty = 0
+    for start in range(0, len(records), _ANSWERS_AT_ONCE):
+        targets = records.targets(slice(start, start + _ANSWERS_AT_ONCE))
+        empty += int((targets < 0).all(1).sum())
+    key, length = "data.text.length", recipe.data.text.length
+    if empty == len(records):
+        raise UserError(
+            f"{key}: must leave a token of an answer in some document, got {length}, by which all "
+            "answers are cut away; give a longer length"
+        )
+    if empty:
+        warnings.warn(
+            f"{key}: of {empty:,} of {len(records):,} training documents nothing is learned, since "
+            f"their answers lie behind token {length}; give a longer length, or leave them out "
+            "(the count is private)",
+            stacklevel=2,
+        )
 
 
 def _check_target(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> None:

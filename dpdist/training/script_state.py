@@ -412,23 +412,37 @@ _PROBED = 3  # invented inputs whose outputs are kept
 _CLOSE = 1e-4  # of outputs on another machine, relative to the largest
 
 
-def module_record(model: nn.Module, inputs: Any) -> dict[str, Any]:
+def module_record(
+    model: nn.Module, inputs: Any, answering: nn.Module | None = None, text: Any = None
+) -> dict[str, Any]:
     """Return the description by which a module is recognised when a factory builds it, for `pack`.
 
     Args:
         model: as it was trained.
         inputs: (B, ...) invented inputs; None among the outputs where it does not answer them.
+        answering: the module that answers them; default: the model.
+        text: how the tokens of its documents are made (`Records.tokenization`).
 
     Returns:
-        Classes and settings of its layers, digests of the classes' code, and its outputs in
+        Classes and settings of its layers, code or versions of the classes, and its outputs in
         evaluation mode for some of the inputs.
     """
     found: dict[str, Any] = {"layers": _layers(model), "code": _class_codes(model)}
+    if answering is not None:
+        found |= {"following": True, "text": text}
     if isinstance(inputs, Tensor):
         rows = inputs[-_PROBED:].float().cpu()
-        outputs = _outputs(copy.deepcopy(model).cpu(), rows)
+        outputs = _outputs(copy.deepcopy(answering or model).cpu(), rows)
         found |= {"inputs": rows, "outputs": outputs}
     return found
+
+
+def read_module_record(checkpoints: Path) -> dict[str, Any] | None:
+    """Return the `module_record` of a run; None where its checkpoints have none."""
+    state = load_latest(checkpoints)
+    return None if state is None or "module.json" not in state.slots else unpack(
+        "module", state.slots
+    )  # fmt: skip
 
 
 def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
@@ -440,7 +454,10 @@ def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
     save(target, TrainState(state.step, torch.zeros(0), slots), ledger.anchor)
 
 
-def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: str) -> None:
+def check_built_again(
+    model: nn.Module, file: Path, checkpoints: Path, factory: str,
+    answering: nn.Module | None = None,
+) -> None:  # fmt: skip
     """Load a script's trained weights into what a factory built, and check that it is that module.
 
     Args:
@@ -448,18 +465,18 @@ def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: 
         file: the run's weights, in safetensors.
         checkpoints: of the run, the last of which holds the `module_record`.
         factory: name of the factory, for complaints.
+        answering: the module that answers rows of inputs by the model; default: the model.
 
     Raises:
         UserError: tensors, layers, code of classes or outputs are others than those of the run.
     """
-    state = load_latest(checkpoints)
-    if state is None or "module.json" not in state.slots:
+    wanted, weights = read_module_record(checkpoints), load_file(file)
+    if wanted is None:
         raise UserError(
             f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
             "not describe its module, which an earlier version trained or a restored archive left "
             "out; run the script again with PrivateTraining(..., factory=...) in another folder"
         )
-    wanted, weights = unpack("module", state.slots), load_file(file)
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
     for name in (*before, *now):
         if before.get(name) != now.get(name):
@@ -467,16 +484,20 @@ def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: 
                 factory, f"{name} must be {before.get(name, 'left out')}, "
                 f"got {now.get(name, 'nothing of that name')}"
             )  # fmt: skip
-    if changed := sorted(set(_class_codes(model)) ^ set(wanted["code"])):
-        raise _another_module(factory, f"the code of {changed[0].partition(' ')[0]} is another")
+    known = any(each.partition(" ")[0] in _BY_VERSION for each in wanted["code"])
+    codes = _class_codes(model, by_version=known)  # earlier runs have their code, whosever it is
+    if changed := sorted(set(codes) ^ set(wanted["code"])):
+        name = changed[0].partition(" ")[0]
+        what = "version" if name in _BY_VERSION else "code"
+        raise _another_module(factory, f"the {what} of {name} is another")
     model.load_state_dict(dict(weights))
     outputs = wanted.get("outputs")
     if outputs is None:
         raise UserError(
-            "factory: must build a module of one tensor of numbers for each record, as releases "
-            "answer by; this run's takes something else"
+            "factory: must build a module of one tensor of numbers for each record, or a causal "
+            "model of transformers, as releases answer by; this run's is neither"
         )
-    found = _outputs(model, wanted["inputs"])
+    found = _outputs(answering or model, wanted["inputs"])
     if found is None or found.shape != outputs.shape or not torch.allclose(
         found, outputs, rtol=_CLOSE, atol=_CLOSE * max(1.0, float(outputs.abs().max()))
     ):  # fmt: skip
@@ -508,11 +529,27 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
     return found.float() if isinstance(found, Tensor) else None
 
 
-def _class_codes(model: nn.Module) -> list[str]:
-    """Return name and digest of the code of each class that is not torch's, wherever it stands."""
+def _class_codes(model: nn.Module, *, by_version: bool = True) -> list[str]:
+    """Return name and digest of the code of each class that is not torch's, wherever it stands.
+
+    Of libraries that are known by their version, name and version.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT]
-    return sorted(f"{kind.__name__} {_hash(_class_bytes(kind))}" for kind in own)
+    found = set()
+    for kind in kinds:
+        version = _library_version(kind) if by_version else None
+        if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT:
+            found.add(version or f"{kind.__name__} {_hash(_class_bytes(kind))}")
+    return sorted(found)
+
+
+def _library_version(thing: Any) -> str | None:
+    """Return name and version of a thing's library; None where its own code says what it does."""
+    home = str(getattr(thing, "__module__", None) or "")
+    top = home.partition(".")[0]
+    if top not in _BY_VERSION or not is_library(home):
+        return None
+    return f"{top} {importlib.metadata.version(top)}"
 
 
 def _class_bytes(kind: type) -> bytes:
@@ -556,8 +593,8 @@ def code_digest_of(model: nn.Module, *others: Any) -> str:
         top = home.partition(".")[0]
         if not callable(thing) or top in _NOT_OF_A_SCRIPT:
             continue
-        if top in _BY_VERSION and is_library(home):
-            found[top] = importlib.metadata.version(top)
+        if (version := _library_version(thing)) is not None:
+            found[top] = version.partition(" ")[2]
             continue
         if home not in known:
             known[home] = {}

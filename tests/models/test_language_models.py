@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import shutil
@@ -32,11 +33,13 @@ from dpdist.gradients.row_independence import find_mixing_operation
 from dpdist.models import ModelSpec
 from dpdist.models.transformers import read_tokens
 from dpdist.publishing import write_release
+from dpdist.release import generation
 from dpdist.release.bundle import CHECKSUMS, compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training.job import prepare
+from dpdist.training import script_state
+from dpdist.training.job import check_trainable, prepare
 from dpdist.training.model_setup import initial_model, model_spec
 
 pytestmark = pytest.mark.whole
@@ -448,7 +451,7 @@ def test_documents_that_are_refused():
 
 
 @pytest.mark.slow
-def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path):
+def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     model = lm.with_lora(lm.transformers().AutoModelForCausalLM.from_pretrained(folder))
     rows = [
@@ -472,6 +475,95 @@ def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path):
     assert moved == {name for name in before if "lora_" in name}
     learned = "no private document is among what the tokenizer was learned from"
     assert learned in (tmp_path / "run" / "recipe.yaml").read_text()
+    check_released_by_factory(training, tmp_path, monkeypatch)
+
+
+FACTORY = """
+import peft, transformers
+
+
+def adapted():
+    base = transformers.AutoModelForCausalLM.from_pretrained({base!r})
+    return peft.get_peft_model(base, peft.LoraConfig(r={rank}, target_modules="all-linear"))
+"""
+
+
+def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
+    """A factory named at the release: texts are told and sampled, by tokens and template."""
+    base, run = tmp_path / "base", training.run
+    for rank in (3, 2):
+        (tmp_path / f"rank{rank}.py").write_text(FACTORY.format(base=str(base), rank=rank))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="factory: must build the module that was trained"):
+        write_release(run, factory="rank2:adapted")
+    write_release(run, factory="rank3:adapted")
+    release = dpdist.load(run.release_folder, trusted_factory="rank3:adapted")
+    row = torch.tensor([[5.0, 6.0, 7.0, -1.0]])
+    padded = torch.nn.functional.pad(row, (0, 60), value=-1.0)
+    with torch.no_grad():
+        wanted = training.model.eval()(torch.tensor([[5, 6, 7]])).logits
+        torch.testing.assert_close(release.model(padded)[:, :3], wanted)
+    rows = dict(verify_release(run.release_folder, trusted_factory="rank3:adapted"))
+    digest = integration.base_digest(lm.transformers().AutoModelForCausalLM.from_pretrained(base))
+    assert rows["adapter"] == f"that of the model; its base is base, digest {digest}"
+    assert rows["tokenizer"] == "tokenizer.json; the model reads its tokens"
+    assert len(release.text_answerer("what is 3").likely) == 5
+    page = (run.release_folder / "README.md").read_text()
+    assert "chat template" in page and str(tmp_path) not in page
+    again = lm.transformers().AutoTokenizer.from_pretrained(run.release_folder)
+    assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
+    (tmp_path / "prompts.jsonl").write_text('"what is 3"\n[{"role": "user", "content": "hi"}]\n')
+    prompts = generation.parse_prompts((tmp_path / "prompts.jsonl").read_text(), Path("p.jsonl"))
+    assert prompts == ["what is 3", [{"role": "user", "content": "hi"}]]
+    sampling = generation.Sampling(2, 5, 1.0, 0)
+    folder = generation.write_texts(release, prompts, sampling, tmp_path / "texts")
+    lines = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [prompts[0]] * 2 + [prompts[1]] * 2
+    column, tokenizer = release.text_answerer.column, lm.chat_tokenizer()
+    shown = tokenizer.decode(column.tokenize_chat(prompts[1]))
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert {tokenizer.decode([each]) for each in column.ends} == {"<|im_end|>", "<|end|>"}
+    with pytest.raises(UserError, match=r"--prompt-file: line 1 must be a text or a list"):
+        generation.parse_prompts('{"no": 1}', Path("p.jsonl"))
+
+
+def test_libraries_are_known_by_their_version_and_own_code_by_its_source():
+    model = lm.with_lora(lm.make("llama"))
+
+    class Own(type(model)):
+        def forward(self, **named):
+            return super().forward(**named)
+
+    codes = script_state.module_record(model, None)["code"]
+    libraries = [each for each in codes if not each.startswith("ABC ")]
+    assert libraries == [f"{n} {importlib.metadata.version(n)}" for n in ("peft", "transformers")]
+    model.__class__ = Own
+    (own,) = set(script_state.module_record(model, None)["code"]) - set(codes)
+    assert own.startswith("Own ")
+
+
+def test_documents_without_their_tokenizer_are_not_released(tmp_path, monkeypatch):
+    folder = lm.save_model(tmp_path / "base")
+    (tmp_path / "rank1.py").write_text(FACTORY.format(base=str(folder), rank=1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import rank1
+
+    model, tokens = rank1.adapted(), torch.randint(250, (20, 6))
+    records = dpdist.as_records([{"input_ids": row, "labels": row} for row in tokens])
+    training = dpdist.PrivateTraining(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        records,
+        loss=dpdist.language_model_loss,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        batch_size=8,
+        steps=1,
+        folder=tmp_path / "run",
+    )
+    training.run_all()
+    with pytest.raises(UserError, match=r"its documents must have come with their tokenizer"):
+        write_release(training.run, factory="rank1:adapted")
+    assert not training.run.release_folder.exists()
 
 
 # --- whole runs by a recipe
@@ -607,6 +699,55 @@ def test_prompts_and_answers_of_a_table(tmp_path):
         for place, more in enumerate((columns, {"messages": "messages"}))
     ]  # fmt: skip
     assert torch.equal(found[0].batch(slice(None)), found[1].batch(slice(None)))
+
+
+def test_answers_that_are_cut_away_are_counted_or_refused(tmp_path):
+    base = lm.save_model(tmp_path / "base")
+    rows = [
+        [{"role": "user", "content": "x" * size}, {"role": "assistant", "content": "yes"}]
+        for size in (5, 60, 60, 5, 60)
+    ]  # fmt: skip
+    for split in ("train", "test"):
+        says = [[{**m, "content": m["content"] + split[:2]} for m in row] for row in rows]
+        write_split(tmp_path / "data" / "chats", split, messages=says)
+    text = {"length": 60, "predict": "next", "tokenizer": str(base), "messages": "messages"}
+    recipe = recipe_of(tmp_path, base, data={"text": text}, training={"batch_size": 2})
+    with pytest.warns(UserWarning, match=r"data\.text\.length: of 3 of 5 training documents"):
+        check_trainable(recipe, "test")
+    cut = {"text": {**text, "length": 20}}
+    short = recipe_of(tmp_path, base, data=cut, training={"batch_size": 2})
+    with pytest.raises(UserError, match=r"data\.text\.length: must leave a token of an answer"):
+        check_trainable(short, "test")
+
+
+def test_the_number_of_tokens_follows_from_the_folder(tmp_path):
+    """Of the own head, of which there may be more than the tokenizer knows; else of the latter."""
+    base = lm.save_model(tmp_path / "base")
+    raw = recipe_of(tmp_path, base).model_dump(mode="json")
+    for name in ("classes", "columns"):
+        del raw["data"][name]
+    assert parse_recipe(raw, "test").data.classes == 259
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    assert parse_recipe(raw, "test").data.classes == 300
+    raw["model"]["options"]["head"] = "new"
+    assert parse_recipe(raw, "test").data.classes == 259 == len(lm.chat_tokenizer())
+    raw["data"]["classes"] = 400
+    assert parse_recipe(raw, "test").data.classes == 400
+
+
+def test_the_name_of_a_hub_is_no_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = r"tokenizer: must be the folder of a tokenizer on this machine .*got .*gpt2; nothing is"
+    with pytest.raises(UserError, match=said):
+        dpdist.documents([{"text": "a"}], "gpt2", length=4)
+    base = lm.save_model(tmp_path / "base")
+    write_chats(tmp_path / "data")
+    text = {"length": 80, "predict": "next", "tokenizer": "gpt2"}
+    for more in ({"messages": "messages"}, {"column": "asked"}):
+        recipe = recipe_of(tmp_path, base, data={"text": {**text, **more}})
+        with pytest.raises(UserError, match=said):
+            check_trainable(recipe, "test")
 
 
 def test_wrong_settings_of_prompts(tmp_path):

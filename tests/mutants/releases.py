@@ -308,7 +308,7 @@ FAULTS: list[Fault] = [
             "the answer is that of the last word but one",
         ),
         (
-            "        if (there := {WORDS, TOKENIZER} & sums.keys()) != ({wanted} - {None}):\n",
+            "        if (there := {WORDS, TOKENIZER, SETTINGS} & sums.keys()) != wanted:\n",
             "        if False:\n",
             "a release may hold any tokenizer",
         ),

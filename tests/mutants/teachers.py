@@ -152,7 +152,7 @@ FAULTS: list[Fault] = [
         "dpdist/publishing.py",
         ANSWERS,
         (
-            'raise UserError(f"{folder.path}: {facts.recipe.method.capabilities.not_releasable_reason}")',
+            'raise UserError(f"{facts.folder.path}: {reason}")',
             "pass",
             "a model that must not leave is released",
         ),

@@ -1472,7 +1472,7 @@ FAULTS: list[Fault] = [
             "certificates are of a release's other factory",
         ),
         (
-            '"model hash": models.model_hash(aside)}',
+            '"model hash": made}',
             "}",
             "the card of a release by a factory names another model",
         ),
