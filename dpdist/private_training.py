@@ -300,6 +300,14 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
+def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:
+    """Raise UserError for targets or tokens that do not fit the loss or the model."""
+    if isinstance(loss, str):
+        check_targets(records, loss, classes)
+    if loss is language_model_loss and (limits := token_limits(model)) is not None:
+        check_tokens(records, *limits)
+
+
 def _check_sampled_classes(records: Records, classes: int) -> None:
     """Raise UserError for records that have not one class each, by which they could be sampled."""
     targets = records.examples(2)[1]
@@ -817,16 +825,12 @@ class PrivateTraining:
         self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
         self._spec = _spec_of(model, factory, examples[0], loss)
-        if isinstance(loss, str):
-            check_targets(self._records, loss, self._spec.classes)
-        if loss is language_model_loss and (limits := token_limits(model)) is not None:
-            check_tokens(self._records, *limits)
+        _check_what_is_learned(self._records, loss, model, self._spec.classes)
         self._recipe = recipe = self._recipe_of(
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,
              "reproducible": reproducible},
-            {"rates": rates or {}, "class_counts": class_counts or {},
-             "importance_weights": importance_weights},
+            (rates, class_counts, importance_weights),
         )  # fmt: skip
         self._records = _by_unit(self._recipe, self._records)
         self._set_up(recipe, examples)
@@ -862,7 +866,7 @@ class PrivateTraining:
         isolate: bool,
         certify: Mapping[str, Any] | None,
         training: dict[str, Any],
-        sampling: dict[str, Any],
+        sampling: tuple[Mapping[Any, float] | None, Mapping[Any, int] | None, bool],
     ) -> Recipe:
         """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
@@ -875,7 +879,8 @@ class PrivateTraining:
                     "root": None if self._public is None else str(self.run.path / HELD_OUT),
                     "classes": self._spec.classes,
                     "targets": self._kind(),
-                    **sampling,
+                    "rates": sampling[0] or {}, "class_counts": sampling[1] or {},
+                    "importance_weights": sampling[2],
                 },
                 "model": {
                     "name": self._spec.name, "options": self._spec.options, "isolate": isolate,

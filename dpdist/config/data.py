@@ -35,7 +35,6 @@ DataName = Annotated[
 ClassCount = Annotated[int, RejectBool, Field(ge=1, le=2**20)]
 
 
-_RATES_PAGE = "explanation/privacy.md#rare-classes"
 BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
 
 
@@ -322,13 +321,17 @@ class DataRecipe(Section):
                     raise key_error(key, f"must be left out without data.rates, got {given}")
             return self
         if (why := self.single_label_error("must be left out")) is not None:
-            raise key_error("rates", why.removeprefix("must be left out: "), see=_RATES_PAGE)
+            raise key_error(
+                "rates",
+                why.removeprefix("must be left out: "),
+                see="explanation/privacy.md#rare-classes",
+            )
         if not self.class_counts:
             raise key_error(
                 "class_counts",
                 "must be the public number of records of each class with data.rates, got none: "
                 "counts of private records would move every rate",
-                see=_RATES_PAGE,
+                see="explanation/privacy.md#rare-classes",
             )
         for key in ("rates", "class_counts"):
             if set(given := getattr(self, key)) != set(self.class_names):

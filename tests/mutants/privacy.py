@@ -334,7 +334,7 @@ FAULTS: list[Fault] = [
             "the true number makes the rate",
         ),
         ("recipe.method.cost(steps),", "(steps,),", "what a method pays besides is forgotten"),
-        ("noise_multiplier, rate, cap)", "noise_multiplier, rate, None)", "the plan knows no cap"),
+        ("noise_multiplier, rate, cap, classes)", "noise_multiplier, rate, None)", "the plan knows no cap"),
     ),
     *group(
         "dpdist/training/job.py",

@@ -1490,8 +1490,8 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_class_without_an_output_is_refused_at_the_start",
         (
-            "            check_targets(self._records, loss, self._spec.classes)\n",
-            "            pass\n",
+            "        check_targets(records, loss, classes)\n",
+            "        pass\n",
             "a label is told by an error",
         ),
     ),
