@@ -119,18 +119,25 @@ def write_release(
         about = _release_record(facts, model, aside, licence)
         if (base := _write_released_adapter(facts, model, aside)) is not None:
             about["base"] = base
-        write_json(aside / PRIVACY_CARD, described)
-        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
-        write_json(aside / DESCRIPTION, about)
-        pages = parse_description(about, DESCRIPTION), described, models.read_spec(aside)
-        write_atomic(aside / MODEL_CARD, model_card(*pages))
-        if dossier:
-            write_atomic(aside / DOSSIER, dossier_page(*pages))
+        _write_pages(aside, about, described, dossier)
         sums = compute_checksums(aside)
         write_atomic(aside / CHECKSUMS, sums)
         if key is not None:
             write_atomic(aside / SIGNATURE, sign_checksums(key, sums.encode()))
     return sorted(folder.release_folder.iterdir())
+
+
+def _write_pages(
+    aside: Path, about: dict[str, Any], described: dict[str, Any], dossier: bool
+) -> None:
+    """Write release.json, the privacy card, and the pages that are made of them."""
+    write_json(aside / PRIVACY_CARD, described)
+    write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
+    write_json(aside / DESCRIPTION, about)
+    read = parse_description(about, DESCRIPTION), described, models.read_spec(aside)
+    write_atomic(aside / MODEL_CARD, model_card(*read))
+    if dossier:
+        write_atomic(aside / DOSSIER, dossier_page(*read))
 
 
 def _release_record(

@@ -364,54 +364,14 @@ def _annex_iv(
     """Yield the headings of Annex IV and their points, in its order."""
     size = " x ".join(map(str, spec.input_shape))
     inputs = f"Inputs: {size} {'tokens' if about.tokens else 'numbers'}."
-    yield (
-        "General description of the AI system",
-        [
-            ("(a) Intended purpose, provider, version", [
-                f"Name {about.name}, model `{about.model}`. Purpose, provider and earlier "
-                "versions:", NOT_HELD]),
-            ("(b) Interaction with other hardware and software", NOT_HELD),
-            ("(c) Versions of relevant software", [
-                f"dpdist {about.dpdist}, {card['library']}. Requirements of updates:", NOT_HELD]),
-            ("(d) Forms in which it is placed on the market", [
-                f"Files: `{WEIGHTS}` and `{ARCHITECTURE}` beside their cards. How they are placed "
-                "on the market:", NOT_HELD]),
-            ("(e) Hardware on which it is intended to run", NOT_HELD),
-            ("(f) Illustrations of a product of which it is a component", NOT_HELD),
-            ("(g) User interface for the deployer", [
-                f"The commands and the Python calls in `{MODEL_CARD}`. Any other:", NOT_HELD]),
-            ("(h) Instructions for use", [f"`{MODEL_CARD}`. For the intended purpose:", NOT_HELD]),
-        ],
-    )  # fmt: skip
+    yield "General description of the AI system", _general_points(about, card)
     yield (
         "Detailed description of the elements and of the process of development",
-        [
-            ("(a) Methods and steps of the development, pre-trained parts", [
-                f"Method {about.method}.", *_ledger(card), _pretrained(card),
-                "Other steps and tools:", NOT_HELD]),
-            ("(b) Design specifications, key choices and assumptions", [
-                *_lines("The privacy guarantee holds if:", card["assumptions"]),
-                "Rationale, classification choices and trade-offs:", NOT_HELD]),
-            ("(c) Architecture and computational resources", [
-                f"{spec.name}, in full in `{ARCHITECTURE}`. {inputs} Outputs: "
-                f"{len(about.classes):,}, named in `{DESCRIPTION}`. Resources of the development:",
-                NOT_HELD]),
-            ("(d) Data requirements: training data, their origin and preparation", [
-                _training_data(card), "Origin, selection, labelling and cleaning:", NOT_HELD]),
-            ("(e) Human oversight measures (Article 14)", NOT_HELD),
-            ("(f) Pre-determined changes", NOT_HELD),
-            ("(g) Validation and testing, metrics, test reports", [
-                *_tests(about, card), "Discriminatory impacts, and dated and signed reports:",
-                NOT_HELD]),
-            ("(h) Cybersecurity measures", [
-                f"Nothing of this release is unpickled. `{CHECKSUMS}` has a SHA-256 sum of each "
-                f"file; where `{SIGNATURE}` lies beside it, it signs them (Ed25519). Measures in "
-                "operation:", NOT_HELD]),
-        ],
-    )  # fmt: skip
+        _development_points(about, card, spec, inputs),
+    )
     yield (
         "Monitoring, functioning and control of the AI system",
-        [("", [_limits(card), inputs, "Accuracy for groups of persons, foreseeable unintended "
+        [("", [_limits(about, card), inputs, "Accuracy for groups of persons, foreseeable unintended "
                "outcomes, human oversight:", NOT_HELD])],
     )  # fmt: skip
     yield "Appropriateness of the performance metrics", [("", NOT_HELD)]
@@ -426,6 +386,55 @@ def _annex_iv(
     yield "Harmonised standards applied in full or in part", [("", NOT_HELD)]
     yield "Copy of the EU declaration of conformity (Article 47)", [("", NOT_HELD)]
     yield "Post-market monitoring system and plan (Article 72)", [("", NOT_HELD)]
+
+
+def _general_points(about: ReleaseDescription, card: Mapping[str, Any]) -> list[_Point]:
+    """Return point 1 of Annex IV."""
+    return [
+        ("(a) Intended purpose, provider, version", [
+            f"Name {about.name}, model `{about.model}`. Purpose, provider and earlier "
+            "versions:", NOT_HELD]),
+        ("(b) Interaction with other hardware and software", NOT_HELD),
+        ("(c) Versions of relevant software", [
+            f"dpdist {about.dpdist}, {card['library']}. Requirements of updates:", NOT_HELD]),
+        ("(d) Forms in which it is placed on the market", [
+            f"Files: `{WEIGHTS}` and `{ARCHITECTURE}` beside their cards. How they are placed "
+            "on the market:", NOT_HELD]),
+        ("(e) Hardware on which it is intended to run", NOT_HELD),
+        ("(f) Illustrations of a product of which it is a component", NOT_HELD),
+        ("(g) User interface for the deployer", [
+            f"The commands and the Python calls in `{MODEL_CARD}`. Any other:", NOT_HELD]),
+        ("(h) Instructions for use", [f"`{MODEL_CARD}`. For the intended purpose:", NOT_HELD]),
+    ]  # fmt: skip
+
+
+def _development_points(
+    about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec, inputs: str
+) -> list[_Point]:
+    """Return point 2 of Annex IV."""
+    return [
+        ("(a) Methods and steps of the development, pre-trained parts", [
+            f"Method {about.method}.", *_ledger(card), _pretrained(card),
+            "Other steps and tools:", NOT_HELD]),
+        ("(b) Design specifications, key choices and assumptions", [
+            *_lines("The privacy guarantee holds if:", card["assumptions"]),
+            "Rationale, classification choices and trade-offs:", NOT_HELD]),
+        ("(c) Architecture and computational resources", [
+            f"{spec.name}, in full in `{ARCHITECTURE}`. {inputs} Outputs: "
+            f"{len(about.classes):,}, named in `{DESCRIPTION}`. Resources of the development:",
+            NOT_HELD]),
+        ("(d) Data requirements: training data, their origin and preparation", [
+            _training_data(card), "Origin, selection, labelling and cleaning:", NOT_HELD]),
+        ("(e) Human oversight measures (Article 14)", NOT_HELD),
+        ("(f) Pre-determined changes", NOT_HELD),
+        ("(g) Validation and testing, metrics, test reports", [
+            *_tests(about, card), "Discriminatory impacts, and dated and signed reports:",
+            NOT_HELD]),
+        ("(h) Cybersecurity measures", [
+            f"Nothing of this release is unpickled. `{CHECKSUMS}` has a SHA-256 sum of each "
+            f"file; where `{SIGNATURE}` lies beside it, it signs them (Ed25519). Measures in "
+            "operation:", NOT_HELD]),
+    ]  # fmt: skip
 
 
 def _impact(card: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
