@@ -371,8 +371,8 @@ def _annex_iv(
     )
     yield (
         "Monitoring, functioning and control of the AI system",
-        [("", [_limits(about, card), inputs, "Accuracy for groups of persons, foreseeable unintended "
-               "outcomes, human oversight:", NOT_HELD])],
+        [("", [_limits(about, card), inputs, "Accuracy for groups of persons, foreseeable "
+               "unintended outcomes, human oversight:", NOT_HELD])],
     )  # fmt: skip
     yield "Appropriateness of the performance metrics", [("", NOT_HELD)]
     yield "Risk management system (Article 9)", [("", NOT_HELD)]
