@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -116,12 +115,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -184,9 +178,8 @@ class JobRecord(FileShape):
 
 def settings_digest(job_record: Mapping[str, Any]) -> str:
     """Names what was executed: equal for the same JSON, whatever the order of its keys."""
-    return hashlib.blake2b(
-        _canonical(job_record), digest_size=16, person=b"dpdist.bulk.1"
-    ).hexdigest()
+    made = hashlib.blake2b(_canonical(job_record), digest_size=16, person=b"dpdist.bulk.1")
+    return made.hexdigest()
 
 
 def _canonical(job_record: Mapping[str, Any]) -> bytes:
@@ -293,9 +286,7 @@ def refuse_difference(
 
 
 def _flatten_record(job_record: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {
-        key: value for key, value in job_record.items() if key not in ("settings", "format", "seed")
-    }
+    flat = {k: v for k, v in job_record.items() if k not in ("settings", "format", "seed")}
     return flat | dict(job_record.get("settings", {}))
 
 

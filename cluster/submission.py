@@ -78,8 +78,7 @@ class PackageSpec:
                         f"{path}: would hide the package 'dpdist' from the workers; rename it, or "
                         "submit from another directory"
                     )
-        found: list[Path] = []
-        left: list[str] = []
+        found, left = list[Path](), list[str]()
         for folder, folders, files in os.walk(source):
             here = Path(folder)
             ours = _CHECKOUT_FOLDERS if checkout and here == source else ()
@@ -152,9 +151,8 @@ def excluded_paths(
     found: list[Path] = []
     if settings.get("root") is not None:
         root = (working_directory / settings["root"]).resolve()
-        found += (
-            [root] if working_directory != root and root not in working_directory.parents else []
-        )
+        if working_directory != root and root not in working_directory.parents:
+            found.append(root)
     if root is not None and "root" in settings:
         names = (settings.get(key) for key in ("name", "data"))
         found += [(root / name).resolve() for name in names if isinstance(name, str)]
@@ -261,24 +259,18 @@ class JobClient:
             raise ClusterError(f"{self.address}: {_last_line(error)}") from error
 
     def submit(
-        self,
-        name: str,
-        entrypoint: str,
-        *,
-        working_dir: Path | None = None,
+        self, name: str, entrypoint: str, *, working_dir: Path | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start `entrypoint` (a shell command) on the head as job `name`, with a copy of
         `working_dir` as its directory on every host."""
         environment = {} if working_dir is None else {"working_dir": str(working_dir)}
         self._call(
             lambda: self._client.submit_job(
-                entrypoint=entrypoint,
-                submission_id=name,
-                runtime_env=environment,
+                entrypoint=entrypoint, submission_id=name, runtime_env=environment,
                 metadata=dict(metadata or {}),
             )
-        )
+        )  # fmt: skip
 
     def get_job(self, name: str) -> Job:
         """Return the status of a job. Raises ClusterError when there is none of that name."""
@@ -313,8 +305,7 @@ class JobClient:
         shown, silent_since = 0, None
         while True:
             try:
-                job = self.get_job(name)
-                text = self.read_log(name)
+                job, text = self.get_job(name), self.read_log(name)
                 silent_since = None
             except _ServerUnreachableError:
                 now = time.monotonic()
@@ -337,13 +328,10 @@ class _ServerUnreachableError(ClusterError):
 
 def _job(info: Any) -> Job:
     return Job(
-        name=info.submission_id or "",
-        state=info.status.value,
-        message=info.message or "",
-        entrypoint=info.entrypoint or "",
-        metadata=dict(info.metadata or {}),
+        name=info.submission_id or "", state=info.status.value, message=info.message or "",
+        entrypoint=info.entrypoint or "", metadata=dict(info.metadata or {}),
         start_time=(info.start_time or 0) / 1000,
-    )
+    )  # fmt: skip
 
 
 def _last_line(error: BaseException) -> str:

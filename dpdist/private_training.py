@@ -816,9 +816,8 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
-        self.run = _run_folder(folder)
+        self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         _check_no_search(self.run)
-        self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
         self._tokenization = self._records.tokenization
         self._device = next(model.parameters()).device

@@ -33,6 +33,7 @@ CALLED_FROM_OUTSIDE = {
 # Called by users from Python only.
 KEPT = {
     "answerer": "a release's answers", "from_layer_norms": "given limits of layers",
+    "load_adapter": "an adapter on its base",
     "from_journal_bytes": "an archived ledger", "prepare_search": "a search without its command",
     **dict.fromkeys(("to_arrow", "to_pandas"), "a table of certificates"),
     **dict.fromkeys(("for_step", "unit_id", "examples", "keyed_fingerprint"), "own loops"),

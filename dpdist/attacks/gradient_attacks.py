@@ -61,9 +61,8 @@ class Ball:
         moved = self.centre.double() + self._projected_shift(point)
         if self.box is None:
             return moved
-        low, high = self.box
-        boxed = ((self.centre >= low) & (self.centre <= high)).flatten(1).all(1)
-        return torch.where(per_row(boxed, moved), moved.clamp(low, high), moved)
+        boxed = (self.centre == self.centre.clamp(*self.box)).flatten(1).all(1)
+        return torch.where(per_row(boxed, moved), moved.clamp(*self.box), moved)
 
     def project_to_float32(self, point: Tensor) -> Tensor:
         """`project`, rounded towards the centre: float32 (B, ...), exactly inside."""

@@ -63,8 +63,7 @@ def audit_canaries(
 ) -> AuditFinding:
     """Return the audit of a run trained with canaries.
 
-    Raises UserError for another run, and for a request that had to be fixed before the
-    training.
+    Raises UserError for another run, and for a request that had to be fixed before the training.
     """
     folder = _check_planted_canaries(options, target)
     from dpdist.training.canaries import draw_coins
@@ -97,13 +96,10 @@ def audit_canaries(
             *(() if options.replaces_record else target.removal_assumptions),
         ),
         details={
-            "canaries": run.canaries,
-            "canary": options.canary,
-            "guesses": run.guesses,
-            "right": run.correct,
-            "epsilon_by_counting": counted,
+            "canaries": run.canaries, "canary": options.canary, "guesses": run.guesses,
+            "right": run.correct, "epsilon_by_counting": counted,
         },
-    )
+    )  # fmt: skip
 
 
 def audited_recipe(recipe: Recipe, options: AuditOptions, context: str) -> Recipe:
@@ -284,9 +280,7 @@ def audit_many_runs(
     work = ManyRunsJob(options, target)
     private = make_private_folder(output)  # wherever it was asked for: models of private records
     with open_executor(log_file=private / "ray.log"):
-        table = run_job(
-            work, private, progress=lambda done, total, rate: report_progress(done, total)
-        )
+        table = run_job(work, private, progress=lambda done, total, _: report_progress(done, total))
     trial, present, score = (table[name].to_numpy() for name in work.columns)
     return evaluate_trials(options, target, CanaryScores(trial, present == 1, score))
 

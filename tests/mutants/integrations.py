@@ -86,11 +86,11 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/integrations/transformers.py",
+        "dpdist/models/weights.py",
         "integrations/test_private_module",
         (
-            "    for name, parameter in whole.named_parameters():\n",
-            "    for name, parameter in model.named_parameters():\n",
+            "        trained = ((n, p) for n, p in model.named_parameters() if",
+            "        trained = ((n, p) for n, p in holder.named_parameters() if",
             "a card speaks of an adapter beside which other layers were trained",
         ),
     ),
