@@ -234,7 +234,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     slurm.ask(f"scancel --batch --signal=TERM {job}")
     wait_for(lambda: is_stop_requested(RunFolder(run)), 60)
     write_atomic(limit, "10")
-    wait_for(lambda: "interrupted; the same command continues" in log.read_text(), 60)
+    wait_for(RunFolder(run).interruption.exists, 60)
     limit.unlink()
     wait_for(lambda: slurm.state(job) == "COMPLETED" or slurm.failed(job), 400)
     assert slurm.state(job) == "COMPLETED", log.read_text()
