@@ -89,6 +89,13 @@ class Slurm:
     def start(self, node: rooms.Host) -> None:
         self._prepare(node, "slurmd", "-N", node.name, "-L", "/run/slurm/log")
 
+    def replace(self, node: rooms.Host) -> None:
+        """Bring a lost node back, empty, with another network card."""
+        self.room.replace(node)
+        for host in (self.room, *self.nodes):
+            host.run("ip", "neighbour", "flush", "all")
+        self.start(node)
+
     def _prepare(self, host: rooms.Host, *daemon: str) -> None:
         """Start munge and a daemon of SLURM, which have all their files on the host's own disk."""
         host.run("mkdir", "-p", "-m", "755", "/run/munge", "/run/slurm/state", "/run/slurm/spool")
@@ -135,6 +142,51 @@ def slurm(tmp_path) -> Iterator[Slurm]:
         yield Slurm(room)
 
 
+# In place of Ray and dpdist, for what the script and SLURM do by themselves.
+STAND_INS = {
+    "ray": "#!/bin/sh\ncase $* in *--block*) exec sleep 600;; esac\n",
+    "dpdist": """#!/bin/sh
+trap 'echo told; exit 130' TERM
+echo "start ${SLURM_RESTART_COUNT:-0} $RAY_ADDRESS $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"
+sleep 600 & wait $!
+""",
+}
+
+
+def test_the_script_goes_back_into_the_queue_unless_it_is_cancelled(slurm):
+    room, one, two = slurm.room, *slurm.nodes
+    tools = room.shared / "tools" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "python").symlink_to(sys.executable)
+    for name, text in STAND_INS.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    text = templates()["slurm"].replace("FILL-IN-ENVIRONMENT", f"{rooms.SHARED}/tools")
+    (room.folder / "slurm.sbatch").write_text(text.replace("cpus-per-task=8", "cpus-per-task=1"))
+    job = slurm.ask(f"sbatch --chdir={rooms.SHARED} {room.folder}/slurm.sbatch").split()[-1]
+    log = room.shared / f"dpdist-{job}.log"
+
+    def starts(number: int) -> None:
+        word = f"start {number} {one.address}:{20000 + int(job)} token 64"
+        wait_for(lambda: log.exists() and word in log.read_text(), 100)
+
+    starts(0)
+    for node in (one, two):
+        assert node.run("stat", "-c", "%a", f"/tmp/dpdist-{job}").stdout == "700\n"
+    two.kill()
+    wait_for(lambda: slurm.state(job) == "PENDING", 60)  # SLURM has missed the node
+    slurm.replace(two)
+    starts(1)
+    slurm.ask(f"scancel --batch --signal=TERM {job}")  # as --signal=B:TERM does
+    starts(2)
+    assert log.read_text().count("told") == 2
+    slurm.ask(f"scontrol requeue {job}")
+    starts(3)
+    slurm.ask(f"scancel {job}")
+    wait_for(lambda: slurm.ask(f"squeue -h -j {job}", check=False) == "", 60)
+    assert slurm.state(job) == "CANCELLED" and "start 4" not in log.read_text()
+
+
 def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     room = slurm.room
     project = room.shared / "project"
@@ -174,8 +226,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
             if line.split()[3].endswith(":8265")} == {"127.0.0.1:8265"}  # fmt: skip
     two.kill()
     wait_for(lambda: slurm.state(job) == "PENDING", 60)  # SLURM has missed the node
-    room.replace(two)
-    slurm.start(two)
+    slurm.replace(two)
     write_atomic(limit, "8")
     wait_for(lambda: len(read_groups(RunFolder(run))) == 2 or slurm.failed(job), 400)
     trains(8)
@@ -183,7 +234,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     slurm.ask(f"scancel --batch --signal=TERM {job}")
     wait_for(lambda: is_stop_requested(RunFolder(run)), 60)
     write_atomic(limit, "10")
-    wait_for(lambda: "interrupted; the same command continues" in log.read_text(), 60)
+    wait_for(RunFolder(run).interruption.exists, 60)
     limit.unlink()
     wait_for(lambda: slurm.state(job) == "COMPLETED" or slurm.failed(job), 400)
     assert slurm.state(job) == "COMPLETED", log.read_text()
