@@ -233,7 +233,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     # As --signal=B:TERM does: the script ends the command and puts the job back into the queue.
     slurm.ask(f"scancel --batch --signal=TERM {job}")
     wait_for(lambda: is_stop_requested(RunFolder(run)), 60)
-    write_atomic(limit, "10")
+    write_atomic(limit, "11")  # beyond the step at which both must end
     wait_for(RunFolder(run).interruption.exists, 60)
     limit.unlink()
     wait_for(lambda: slurm.state(job) == "COMPLETED" or slurm.failed(job), 400)
