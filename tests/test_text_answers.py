@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import dpdist
 from dpdist import models
 from dpdist.cli.main import app
+from dpdist.core.console import format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BEGIN
 from dpdist.data.text import TextColumn, WordList
@@ -157,7 +158,7 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     page = (folder.release_folder / "README.md").read_text()
     said = f"On {measured['next_tokens']:,} next tokens of 40 public test documents"
     assert said in page and f"({measured['data']})" in page
-    assert f"Perplexity {measured['perplexity']:.4g}" in page
+    assert f"Perplexity {format_significant(measured['perplexity'], 4)}" in page  # rounded up
     for word in ("radius", "Robustness", "--sigma", "certified-robustness", "l2", "L2"):
         assert word not in page.replace("texts have no radius", "")
     assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))

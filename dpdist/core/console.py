@@ -167,10 +167,10 @@ def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bo
         round_down: round down instead, for a lower bound.
 
     Example:
-        >>> significant(1e-5), significant(1.23456e-5), significant(99.99999)
+        >>> format_significant(1e-5), format_significant(1.23456e-5), format_significant(99.99999)
         ('1e-05', '1.235e-05', '100')
-        >>> significant(0.1), significant(0.1, down=True), significant(0.12345, down=True)
-        ('0.1', '0.1', '0.1234')
+        >>> format_significant(0.1), format_significant(0.12345, round_down=True)
+        ('0.1', '0.1234')
     """
     context = Context(prec=digits, rounding=ROUND_FLOOR if round_down else ROUND_CEILING)
     return f"{float(context.plus(Decimal(repr(float(number))))):.{digits}g}"

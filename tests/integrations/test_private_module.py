@@ -457,6 +457,6 @@ def test_warnings_are_errors_of_no_private_value(tmp_path):
     known = (
         "`max_epochs`", "`LightningModule.configure_optimizers`", "Total length of `list`",
         "The 'train_dataloader' does not have many workers", "privacy.run_key: is fixed",
-        "`isinstance(treespec",
+        "`isinstance(treespec", "The `srun` command is available",
     )  # fmt: skip
     assert told and [str(w.message) for w in told if not str(w.message).startswith(known)] == []
