@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,9 @@ def _found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         yield {}
 
 
-def failures(text: str, name: str) -> str:
+def failures(text: str, name: str, known: Mapping[str, object] | None = None) -> str:
     """Return what doctest prints of a docstring's examples that fail; nothing when all pass."""
-    test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    test = doctest.DocTestParser().get_doctest(text, dict(known or {}), name, None, 0)
     assert test.examples, f"{name} has no example"
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(test, out=said.append)
@@ -62,6 +64,28 @@ def test_a_public_docstring_is_complete_and_its_example_runs(
     assert _found[name] == ""
     if name == "run":
         assert Path("runs/small/report/index.html").exists()
+
+
+def _other_examples() -> Iterator[tuple[str, str]]:
+    """Yield module and name of whatever else has an example: it is read as well."""
+    root = Path(dpdist.__file__).resolve().parents[1]
+    for folder in ("dpdist", "cluster", "tuning"):
+        for path in sorted((root / folder).rglob("*.py")):
+            module = ".".join(path.relative_to(root).with_suffix("").parts)
+            module = module if folder == "dpdist" else f"dpdist.{module}"
+            for node in ast.parse(path.read_text()).body:
+                if (
+                    isinstance(node, ast.FunctionDef | ast.ClassDef)
+                    and ">>> " in (ast.get_docstring(node) or "")
+                    and node.name not in PUBLIC
+                ):
+                    yield module, node.name
+
+
+@pytest.mark.parametrize(("module", "name"), list(_other_examples()))
+def test_other_examples_run(module: str, name: str) -> None:
+    within = vars(importlib.import_module(module))
+    assert failures(inspect.getdoc(within[name]) or "", name, within) == ""
 
 
 def test_a_wrong_example_and_a_missing_section_are_found() -> None:

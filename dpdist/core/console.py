@@ -142,7 +142,7 @@ def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool =
         round_up: round up instead, for an upper bound.
 
     Example:
-        >>> percent(9_996 / 10_000, 1), percent(0.29), percent(1e-9, up=True)
+        >>> format_percent(0.9996, 1), format_percent(0.29), format_percent(1e-9, round_up=True)
         ('99.9', '29.00', '0.01')
     """
     return _rounded(Decimal(repr(float(fraction))) * 100, digits, round_up)
@@ -152,8 +152,8 @@ def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = Fal
     """Return a bound with so many digits behind the point, rounded down; round_up: rounded up.
 
     Example:
-        >>> bound(0.9996), bound(0.0001, up=True), bound(float("inf"), up=True)
-        ('0.999', '0.001', 'inf')
+        >>> format_bound(0.9996), format_bound(0.0001, round_up=True)
+        ('0.999', '0.001')
     """
     return _rounded(Decimal(repr(float(number))), digits, round_up)
 
@@ -180,7 +180,7 @@ def format_confidence(error: SupportsFloat) -> str:
     """Return 1 less an error in %, without its sign and with all its digits.
 
     Example:
-        >>> confidence(0.05), confidence(1e-6)
+        >>> format_confidence(0.05), format_confidence(1e-6)
         ('95', '99.9999')
     """
     left = (1 - Decimal(repr(float(error)))) * 100
@@ -200,7 +200,7 @@ def format_exact(number: float) -> str:
     """Return a number with six digits where that is the number itself, else with all it has.
 
     Example:
-        >>> exact(0.25), exact(0.12345678)
+        >>> format_exact(0.25), format_exact(0.12345678)
         ('0.25', '0.12345678')
     """
     short = f"{number:g}"

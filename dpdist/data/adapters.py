@@ -161,7 +161,8 @@ def adapt(data: Any, options: Options) -> Records:
             data.name = options.name
         return data
     found = _adapted(data, options)
-    found.unit_name = found.unit_name or (options.unit if isinstance(options.unit, str) else "")
+    if isinstance(options.unit, str) and not found.unit_name:
+        found.unit_name = options.unit
     return found
 
 

@@ -209,7 +209,8 @@ def test_nobody_else_moves_files_into_their_places():
 IN_PLACE = {
     "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 2,
     "dpdist/data/registry.py": 1, "dpdist/data/text.py": 1, "dpdist/data/parquet.py": 1,
-    "dpdist/training/monitoring.py": 2, "cluster/job_folder.py": 1, "dpdist/searching.py": 1,
+    # two logs; a flag, which is read by whoever has it open, on every network file system
+    "dpdist/training/monitoring.py": 4, "cluster/job_folder.py": 1, "dpdist/searching.py": 1,
 }  # fmt: skip
 
 
