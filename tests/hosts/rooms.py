@@ -99,9 +99,12 @@ class Host:
         return self.run("bash", "-c", f"source ~/.bashrc; {script}", **options).stdout
 
     def processes(self, word: str) -> list[int]:
-        """This host's processes whose command line holds `word`, in its own count."""
+        """This host's processes whose command line holds `word`, in its own count.
+
+        Not those that have ended: process 1 of a host here collects none of them.
+        """
         lines = self.run("ps", "-ww", "-eo", "pid=,args=").stdout.splitlines()
-        return [int(line.split()[0]) for line in lines if word in line]
+        return [int(line.split()[0]) for line in lines if word in line and "<defunct>" not in line]
 
     def kill_processes(self, word: str, name: str) -> None:
         """Send the signal to them; there must be one."""
