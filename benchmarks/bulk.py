@@ -43,7 +43,7 @@ RADII = (0.0, 0.25, 0.5, 0.75)
 MODES = {
     "fixed": ("--mode", "fixed"),
     "target": ("--mode", "target", "--radii", "0.25,0.5,0.75"),
-    "anytime": ("--mode", "anytime"),
+    "anytime": ("--mode", "anytime", "--radii", "0.25,0.5,0.75"),
 }
 
 
