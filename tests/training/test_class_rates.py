@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -425,7 +426,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
 
 
 def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
-    first = own_loop(tmp_path / "one")
+    first = own_loop(tmp_path / "one", rates=MappingProxyType({0: 1, 1: 4}))
     assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
     first.step()
     first.step()
@@ -455,6 +456,8 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
         ({"rates": {0: 1}}, "data.rates: must be one number for each of the 2 classes"),
         ({"rates": None}, "data.class_counts: must be left out without data.rates"),
         ({"rates": {0: 1, 1: 0.0}}, "data.rates.1: must be"),
+        ({"rates": {0: 1, 1: 4, "1": 9}}, "data.rates: must name each class once"),
+        ({"class_counts": {0: 180, 1: 20, "0": 1}}, "data.class_counts: must name each class once"),
     ],
 )
 def test_arguments_of_a_loop_that_make_no_rates_are_refused(tmp_path, options, said):
