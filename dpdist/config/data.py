@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -239,9 +240,12 @@ class DataRecipe(Section):
     @classmethod
     def _name_classes(cls, value: Any) -> Any:
         """Take a class's number for its name, as YAML reads it."""
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             return value
-        return {str(key) if type(key) is int else key: each for key, each in value.items()}
+        named = {str(key) if type(key) is int else key: each for key, each in value.items()}
+        if len(named) < len(value):
+            raise ValueError("must name each class once, got a class by number and as text")
+        return named
 
     @model_validator(mode="before")
     @classmethod

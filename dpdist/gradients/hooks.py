@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,16 +29,21 @@ from dpdist.gradients.per_example import LayerCall
 # --- losses and batches -----------------------------------------------------------------------
 
 
+def _as_they_are(losses: Tensor, targets: Tensor) -> Tensor:
+    return losses
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """A loss that runs the forward passes itself.
 
     function: of the module and a batch to losses (B,), one value a record. The batch is
     `(inputs, targets)`, `(*inputs, targets)` where a record has several inputs, or the dict of its
-    fields.
+    fields. then: of losses (B,) and targets (B, ...), to the losses that are learned.
     """
 
     function: Callable[[nn.Module, Any], Tensor]
+    then: Callable[[Tensor, Tensor], Tensor] = _as_they_are
 
 
 Losses = Callable[[Tensor, Tensor], Tensor]  # of the model's outputs and the targets
@@ -54,10 +59,9 @@ class _WithLoss(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        if isinstance(inputs, dict):
-            return self.loss.function(self.model, inputs)
         several = inputs if isinstance(inputs, tuple) else (inputs,)
-        return self.loss.function(self.model, (*several, targets))
+        batch = inputs if isinstance(inputs, dict) else (*several, targets)
+        return self.loss.then(self.loss.function(self.model, batch), targets)
 
 
 def example_losses(
@@ -90,8 +94,8 @@ def example_losses(
 def followed_by(objective: Objective, then: Callable[[Tensor], Tensor]) -> Objective:
     """Return an objective whose losses go through `then`."""
     if isinstance(objective, OwnLoss):
-        own = objective.function
-        return OwnLoss(lambda module, batch: then(own(module, batch)))
+        before = objective.then
+        return replace(objective, then=lambda losses, targets: then(before(losses, targets)))
     return lambda outputs, targets: then(objective(outputs, targets))
 
 
@@ -100,14 +104,17 @@ def weighted_by_class(objective: Objective, weights: Sequence[float]) -> Objecti
 
     A record's gradient is then clipped with its weight in it, so that it adds no more to a sum.
     """
-    own: Any = objective.function if isinstance(objective, OwnLoss) else objective
 
-    def of(losses: Tensor, targets: Tensor) -> Tensor:
-        return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)[targets]
+    def weighted(losses: Tensor, targets: Tensor) -> Tensor:
+        # A mean over the batch must not become (B,) here: `example_losses` refuses it as it is.
+        if not isinstance(losses, Tensor) or losses.shape != targets.shape:
+            return losses
+        by_class = torch.tensor(weights, dtype=losses.dtype, device=losses.device)
+        return losses * by_class[targets.long()]  # bools and bytes would be a mask of rows
 
     if isinstance(objective, OwnLoss):
-        return OwnLoss(lambda module, batch: of(own(module, batch), batch[-1]))
-    return lambda outputs, targets: of(own(outputs, targets), targets)
+        return replace(objective, then=weighted)
+    return lambda outputs, targets: weighted(objective(outputs, targets), targets)
 
 
 def each_tensor(function: Callable[[Tensor], Any], inputs: Inputs) -> Inputs:

@@ -42,9 +42,9 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/hooks.py", "gradients/test_objective",
         ("or losses.shape != (count,)", "or losses.dim() > 1", "a mean over the batch is taken for each record's loss"),
-        ("        return self.loss.function(self.model, (*several, targets))", "        return self.loss.function(self.model, (several[0], targets))",
+        ("isinstance(inputs, dict) else (*several, targets)", "isinstance(inputs, dict) else (several[0], targets)",
          "a record's other inputs are lost"),
-        ("return OwnLoss(lambda module, batch: then(own(module, batch)))", "return objective",
+        ("return replace(objective, then=lambda losses, targets: then(before(losses, targets)))", "return objective",
          "an own loss is not followed"),
     ),
     *group(

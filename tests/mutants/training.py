@@ -1903,6 +1903,24 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/gradients/hooks.py",
+        "training/test_class_rates::test_a_weight_makes_no_losses_of_what_is_none",
+        (
+            "or losses.shape != targets.shape:",
+            "or losses.dim() > 1:",
+            "a mean over the batch becomes a loss a record by its weight",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/hooks.py",
+        "training/test_class_rates::test_targets_of_any_kind_choose_their_own_weights",
+        (
+            "by_class[targets.long()]",
+            "by_class[targets]",
+            "targets of bools are a mask, by which records weigh each other",
+        ),
+    ),
+    *group(
         "dpdist/training/private_step.py",
         "training/test_class_rates::"
         "test_the_sum_is_divided_by_the_public_batch_and_never_by_the_drawn_one",

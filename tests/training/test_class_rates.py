@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from scipy.stats import binom
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
+from torch import Tensor
 
 import dpdist
 from dpdist import UserError
@@ -24,7 +26,7 @@ from dpdist.audits.trainings import VectorizedTrainings
 from dpdist.config.sections import MechanismAudit
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.gradients.hooks import OwnLoss, weighted_by_class
+from dpdist.gradients.hooks import OwnLoss, example_losses, followed_by, weighted_by_class
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.poisoning.evaluation import Poisoning
 from dpdist.privacy.card import card_markdown
@@ -292,11 +294,39 @@ def test_weights_stand_before_the_clip_so_that_no_record_adds_more(root):
 
 
 def test_a_loss_of_one_s_own_is_weighted_by_the_batch_s_targets():
-    loss = OwnLoss(lambda module, batch: module(batch[0])[:, 0])
-    both = weighted_by_class(loss, (2.0, 5.0)).function(  # type: ignore[union-attr]
-        torch.nn.Identity(), (torch.ones(3, 1), torch.tensor([0, 1, 0]))
-    )
-    assert both.tolist() == [2.0, 5.0, 2.0]
+    labels = torch.tensor([0, 1, 0])
+    fields = {"x": torch.ones(3, 1), "label": labels}
+    for loss, inputs in (
+        (lambda module, batch: module(batch[0])[:, 0], fields["x"]),
+        (lambda module, batch: module(batch[1])[:, 0], (torch.zeros(3, 1), fields["x"])),
+        (lambda module, batch: module(batch["x"])[:, 0], fields),
+    ):
+        both = weighted_by_class(OwnLoss(loss), (2.0, 5.0))
+        found = example_losses(torch.nn.Identity(), both, {}, inputs, labels)
+        assert found.tolist() == [2.0, 5.0, 2.0]
+        doubled = followed_by(both, lambda losses: 2 * losses)
+        again = example_losses(torch.nn.Identity(), doubled, {}, inputs, labels)
+        assert again.tolist() == [4.0, 10.0, 4.0]
+
+
+@pytest.mark.parametrize("loss", [Tensor.mean, lambda losses: losses.mean()[None]])
+def test_a_weight_makes_no_losses_of_what_is_none(loss):
+    """A mean over the batch times weights (B,) would have the shape of losses, one a record."""
+    inputs, labels = torch.rand(3, 2), torch.tensor([0, 1, 1])
+    own = OwnLoss(lambda module, batch: loss(module(batch[0])[:, 0]))
+    for objective in (own, lambda outputs, targets: loss(outputs[:, 0])):
+        weighted = weighted_by_class(objective, (2.0, 5.0))
+        with pytest.raises(UserError, match="must return one loss per example"):
+            example_losses(torch.nn.Linear(2, 2), weighted, {}, inputs, labels)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.int32, torch.int64])
+def test_targets_of_any_kind_choose_their_own_weights(kind):
+    """As a mask of rows, two of two classes would weigh each other: one record moves another's."""
+    weighted = weighted_by_class(lambda outputs, targets: outputs[:, 0], (2.0, 5.0))
+    for labels in ([0, 0], [0, 1], [1, 0], [1, 1]):
+        found = weighted(torch.ones(2, 1), torch.tensor(labels).to(kind))
+        assert found.tolist() == [(2.0, 5.0)[label] for label in labels]
 
 
 # --- whole trainings ----------------------------------------------------------------------------
@@ -396,7 +426,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
 
 
 def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
-    first = own_loop(tmp_path / "one")
+    first = own_loop(tmp_path / "one", rates=MappingProxyType({0: 1, 1: 4}))
     assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
     first.step()
     first.step()
@@ -426,6 +456,8 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
         ({"rates": {0: 1}}, "data.rates: must be one number for each of the 2 classes"),
         ({"rates": None}, "data.class_counts: must be left out without data.rates"),
         ({"rates": {0: 1, 1: 0.0}}, "data.rates.1: must be"),
+        ({"rates": {0: 1, 1: 4, "1": 9}}, "data.rates: must name each class once"),
+        ({"class_counts": {0: 180, 1: 20, "0": 1}}, "data.class_counts: must name each class once"),
     ],
 )
 def test_arguments_of_a_loop_that_make_no_rates_are_refused(tmp_path, options, said):
