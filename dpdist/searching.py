@@ -335,9 +335,16 @@ def _settings_of_space(
     """Return the recipes that the space's values make, one for each cost.
 
     Listed values that change a trial's cost are combined with each other. Raises UserError for a
-    range of such values: what lies between its ends is not known.
+    range of such values, since what lies between its ends is not known, and for rates by class
+    that are not those of all trials, by which the search is priced.
     """
     found = [recipe_of(values) for values in iter_probe_values(tune)]
+    rates, *others = ((each.data.rates, each.data.class_counts) for each in found)
+    if any(each != rates for each in others):
+        raise UserError(
+            "train: rates and class_counts must be the same in every trial, got others for other "
+            "values of the space: give them outside of it"
+        )
     first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
     own, costly = recipe_cost_box(found[0]), dict[str, tuple[Any, ...]]()
     for key, domain in tune.space.items():

@@ -28,6 +28,7 @@ from torch import nn
 import dpdist
 from dpdist import PrivateTraining, UserError, pipeline, searching
 from dpdist.cluster.executor import LocalExecutor
+from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts, RepeatAndSelect
@@ -146,6 +147,20 @@ LAWS = [
     FIXED, POISSON, {"name": "logarithmic", "mean": 4.0},
     {"name": "negative-binomial", "shape": -0.5, "mean": 3.0},
 ]  # fmt: skip
+
+
+def test_rates_by_class_are_those_of_every_trial(tmp_path):
+    """A search is priced by the rates of one trial, so another one may not have larger ones."""
+    ones = int(TRAINED[1].sum())
+
+    def rare(config: Any) -> PrivateTraining:
+        counts = {0: RECORDS - ones, 1: ones}
+        return build(config, rates={0: config.get("more", 2), 1: 1}, class_counts=counts)
+
+    priced = prepare(tmp_path / "one", rare).cost.plan
+    assert priced.guarantee().epsilon > prepare(tmp_path / "none").cost.plan.guarantee().epsilon
+    with pytest.raises(UserError, match="rates and class_counts must be the same in every trial"):
+        prepare(tmp_path / "two", rare, space={**SPACE, "more": {"choice": [2, 4]}})
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
