@@ -28,7 +28,6 @@ from torch import nn
 import dpdist
 from dpdist import PrivateTraining, UserError, pipeline, searching
 from dpdist.cluster.executor import LocalExecutor
-from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts, RepeatAndSelect
