@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "bulk": {
         "| 0.25 | target | # | # | # (# to #) | # (# to #) | # (# to #) | # (# to #) |": 1,
         "train-0.25: 1 epochs, # minutes of processor time, accuracy # %, under noise # %": 1,
-        "rate-0.25: draws/s: frozen #, bf16 #, loop #; ...": 1,
+        "draws/s of one thread: frozen #, bf16 #, loop #; ...": 1,
     },
     "canary_audits": {"| # | # (# to #) | # | # of 1 | # |": 1, "# of 1 exceeded ...": 1},
     "certification": {
