@@ -124,10 +124,11 @@ def make_watched_run(steps: int, answer: Path) -> Any:
 
     from dpdist.training import worker
 
-    def run(job: Any, reducer: Any, until: int | None = None) -> None:
+    def run(job: Any, reducer: Any, until: int | None = None, host_leaves: Any = None) -> None:
         watch = PhaseTimer(steps // 3)
         with ExitStack() as stack:
             one = worker.restore(job, reducer, stack, until)
+            one.host_leaves = host_leaves
             watch.attach(one)
             job.recipe.method.execution().learn(one)
             one.finish()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     # As --signal=B:TERM does: the script ends the command and puts the job back into the queue.
     slurm.ask(f"scancel --batch --signal=TERM {job}")
     wait_for(lambda: is_stop_requested(RunFolder(run)), 60)
+    time.sleep(1.5)  # workers look for the word at most once a second, and steps are faster here
     write_atomic(limit, "11")  # beyond the step at which both must end
     wait_for(RunFolder(run).interruption.exists, 60)
     limit.unlink()
