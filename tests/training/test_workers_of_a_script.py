@@ -839,7 +839,8 @@ def test_a_worker_that_dies_ends_the_others_with_one_line(tmp_path, pair, lost):
         "checkpoint\n"
     )
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1, 1: 1}
-    assert [code for code, _ in execute_all(script, tmp_path / "own", -1)] == [0, 0]
+    again = execute_all(script, tmp_path / "own", -1)
+    assert [code for code, _ in again] == [0, 0], again
     run = RunFolder(tmp_path / "own")
     assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
     assert torch.equal(parameters(run), parameters(RunFolder(tmp_path / "undisturbed")))
