@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import fnmatch
 import io
+import json
 import os
 import sys
 import tempfile
@@ -161,3 +163,28 @@ def process_label(title: str) -> str:
         if name in title:
             return name
     return title.strip()[:40]
+
+
+def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
+    """Return the parts of a script whose names match one of the patterns, in order."""
+    return {
+        name: part
+        for name, part in found.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    }
+
+
+def read_parts(results: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of a result file by their parts; none where there is no file."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    return {line["part"]: line for line in map(json.loads, lines)}
+
+
+def show_gap(gaps: Sequence[float]) -> str:
+    """Return the mean of differences with Student's 95 % interval, where there are two or more."""
+    from dpdist.audits.membership_statistics import Estimate
+
+    found = Estimate.from_values(gaps)
+    if len(gaps) < 2:
+        return f"{found.value:+.2f}"
+    return f"{found.value:+.2f} ({found.low:+.2f} to {found.high:+.2f})"

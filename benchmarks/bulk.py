@@ -13,7 +13,6 @@ what is there is not made again, and an interrupted part continues.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import io
 import json
 import os
@@ -27,7 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import make_images, parse_arguments, require_data, scratch_folder
+from _common import (
+    choose_parts,
+    make_images,
+    parse_arguments,
+    read_parts,
+    require_data,
+    scratch_folder,
+)
 from _resnet20 import resnet20
 from scipy.special import ndtri
 from torch import Tensor, nn
@@ -256,16 +262,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
             found[f"{mode}-{sigma:g}"] = (certify, sigma, mode)
         found[f"hoeffding-{sigma:g}"] = (by_hoeffding, sigma)
     found[f"rate-{SIGMAS[0]:g}"] = (rate, SIGMAS[0])
-    return {
-        name: part
-        for name, part in found.items()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)
-    }
-
-
-def read(results: Path) -> dict[str, dict[str, Any]]:
-    lines = results.read_text().splitlines() if results.exists() else []
-    return {line["part"]: line for line in map(json.loads, lines)}
+    return choose_parts(found, options.only)
 
 
 def show(found: dict[str, dict[str, Any]]) -> None:
@@ -320,7 +317,7 @@ def main() -> None:
             "only": ["train-0.25", "target-0.25", "rate-0.25"]}  # fmt: skip
     options = parse_arguments(parser, tiny, ("out", "results"))
     if options.table:
-        return show(read(options.results))
+        return show(read_parts(options.results))
     if options.quick:
         make_images(scratch_folder() / "data", "cifar10", 20, shape=(32, 32, 3))
         options.data = scratch_folder() / "data" / "cifar10"
@@ -330,13 +327,13 @@ def main() -> None:
     options.out = options.out.resolve()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name, (work, *arguments) in parts(options).items():
-        if name in read(options.results):
+        if name in read_parts(options.results):
             continue
         line = {"part": name, **work(options, *arguments), "processor": processor()}
         with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{name}: done", flush=True)
-    show(read(options.results))
+    show(read_parts(options.results))
     return None
 
 

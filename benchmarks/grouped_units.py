@@ -39,8 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import parse_arguments, scratch_folder
-from scipy.stats import t as student_t
+from _common import parse_arguments, scratch_folder, show_gap
 from torch import nn
 
 import dpdist
@@ -260,22 +259,13 @@ def print_table(options: argparse.Namespace) -> None:
             way, f"{first['units']:,}", f"{first['records']:,}", f"{first['noise']:.2f}",
             f"{first['lr']:g}, {first['clip']:g}", f"{max(one['epsilon'] for one in each):.3f}",
             f"{np.mean(tests):.2f} ({min(tests):.2f} to {max(tests):.2f})",
-            "" if way == ways[-1] else interval(gaps),
+            "" if way == ways[-1] else show_gap(gaps),
         ])  # fmt: skip
     head = [
         "way", "units", "records", "noise multiplier", "rate, clip", "epsilon of a person",
         "accuracy, %", f"more than `{ways[-1] if ways else ''}`",
     ]  # fmt: skip
     print(markdown_table([head, *rows]))
-
-
-def interval(gaps: list[float]) -> str:
-    """Return a mean with Student's 95 % interval."""
-    mean = float(np.mean(gaps))
-    if len(gaps) < 2:
-        return f"{mean:+.2f}"
-    half = student_t.ppf(0.975, len(gaps) - 1) * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
-    return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What LoRA at epsilon 3 and 8 is worth on texts that a small base has not seen.
+"""Perplexity of LoRA at epsilon 3, at 8 and without privacy, on texts new to a small base.
 
     python benchmarks/perplexity.py --out DIR [--only base 'private-*'] [--quick]
     python benchmarks/perplexity.py --table
@@ -17,7 +17,6 @@ is there is not made again. Times are wall clock, of a machine that does nothing
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -36,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import end_script, parse_arguments
+from _common import choose_parts, end_script, parse_arguments, read_parts
 from torch import nn
 
 import dpdist
@@ -232,7 +231,7 @@ def recipe_of(
     options: argparse.Namespace, name: str, way: str, key: int, rate: float
 ) -> dict[str, Any]:
     """Return the recipe of LoRA on a set of documents, at an epsilon or without privacy."""
-    about = read(options.results)["corpus"]
+    about = read_parts(options.results)["corpus"]
     records = about[name]["train"]
     epsilon = WAYS[way]
     privacy: dict[str, Any] = {"noise_multiplier": 0.0, "clipping": "none"}
@@ -244,7 +243,7 @@ def recipe_of(
     return {
         "name": f"{name}-{way}-{rate:g}-{key}",
         "data": {
-            "name": name, "root": str(options.out), "classes": read(options.results)["base"][
+            "name": name, "root": str(options.out), "classes": read_parts(options.results)["base"][
                 "vocabulary"],
             "text": {"length": options.length, "predict": "next",
                      "tokenizer": str(folder(options) / "tokenizer.json")},
@@ -324,7 +323,9 @@ def best_rate(options: argparse.Namespace, way: str) -> float:
     """Return the rate of the least perplexity on the proxy; 8 takes that of 3."""
     tried = "none" if way == "none" else "3"
     found = [
-        line for part, line in read(options.results).items() if part.startswith(f"proxy-{tried}-")
+        line
+        for part, line in read_parts(options.results).items()
+        if part.startswith(f"proxy-{tried}-")
     ]
     if not found:
         end_script(f"needs the parts 'proxy-{tried}-*' first, which choose the rate", True)
@@ -342,7 +343,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     kept = {"base": [np.load(options.out / "private-base.npz")]}
     for way in WAYS:
         lines = [
-            line for line in read(options.results).values()
+            line for line in read_parts(options.results).values()
             if line.get("set") == "private" and line["way"] == way
         ]  # fmt: skip
         names = [f"private-{way}-{line['rate']:g}-{line['key']}.npz" for line in lines]
@@ -394,16 +395,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
         for way in WAYS:
             found[f"private-{way}-{key}"] = (tune, "private", way, key)
     found["compare"] = (compare,)
-    return {
-        name: part
-        for name, part in found.items()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)
-    }
-
-
-def read(results: Path) -> dict[str, dict[str, Any]]:
-    lines = results.read_text().splitlines() if results.exists() else []
-    return {line["part"]: line for line in map(json.loads, lines)}
+    return choose_parts(found, options.only)
 
 
 def show(found: dict[str, dict[str, Any]]) -> None:
@@ -465,13 +457,13 @@ def main() -> None:
                                    "compare"]}  # fmt: skip
     options = parse_arguments(parser, tiny, ("out", "results"))
     if options.table:
-        return show(read(options.results))
+        return show(read_parts(options.results))
     warnings.filterwarnings("ignore", message="privacy.run_key")
     torch.set_num_threads(options.threads)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, (work, *arguments) in parts(options).items():
-        if name in read(options.results):
+        if name in read_parts(options.results):
             continue
         began = time.monotonic()
         line = {"part": name, **work(options, *arguments)}
@@ -479,7 +471,7 @@ def main() -> None:
         with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{name}: {line['seconds']:.0f} s", flush=True)
-    show(read(options.results))
+    show(read_parts(options.results))
     return None
 
 

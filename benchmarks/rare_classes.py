@@ -27,7 +27,6 @@ import argparse
 import fnmatch
 import hashlib
 import json
-import math
 import time
 import warnings
 from pathlib import Path
@@ -35,8 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import parse_arguments, require_data, scratch_folder
-from scipy.stats import t as student_t
+from _common import parse_arguments, require_data, scratch_folder, show_gap
 from torch import Tensor, nn
 
 import dpdist
@@ -185,22 +183,13 @@ def print_table(options: argparse.Namespace) -> None:
             f"{np.mean([one['common_accuracy'] for one in lines]):.2f}",
             f"{np.mean([one['rare_accuracy'] for one in lines]):.2f}",
             f"{np.mean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})",
-            "" if way == "equal" or not gaps else interval(gaps),
+            "" if way == "equal" or not gaps else show_gap(gaps),
         ])  # fmt: skip
     head = [
         "way", "largest rate", "noise multiplier", "learning rate", "epsilon", "common, %",
         "rare, %", "balanced accuracy, %", "more than `equal`",
     ]  # fmt: skip
     print(markdown_table([head, *rows]))
-
-
-def interval(gaps: list[float]) -> str:
-    """Return a mean with Student's 95 % interval."""
-    mean = float(np.mean(gaps))
-    if len(gaps) < 2:
-        return f"{mean:+.2f}"
-    half = student_t.ppf(0.975, len(gaps) - 1) * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
-    return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
 
 
 def main() -> None:
