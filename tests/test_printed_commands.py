@@ -167,7 +167,7 @@ PARTS: dict[str, Callable[[ModuleType, argparse.Namespace], None]] = {
 
 
 class Parsed(Exception):
-    """What a script's parser made of a command; raised where the script would go on."""
+    """Carry the arguments that a script parsed, from where it would go on."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given

@@ -126,9 +126,7 @@ class StepHarness:
     def records(self, coordinates: np.ndarray) -> ProbeRecords | GroupedRecords:
         """Return a position for each coordinate: a record, or a whole group of them."""
         if self.max_records is None:
-            rates = self.step_plan.class_rates
-            sampled_most = 0 if rates is None else rates.rates.index(rates.largest)
-            return ProbeRecords(coordinates, label=sampled_most)
+            return ProbeRecords(coordinates, label=self.step_plan.most_sampled_class)
         return probe_groups(coordinates, self.max_records)
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:

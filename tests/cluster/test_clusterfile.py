@@ -338,7 +338,7 @@ def _closed(schema):
 
 
 def crd_errors(documents: list[dict], version: str) -> list[str]:
-    """What an API server with this operator's CRDs has against manifests of its kinds."""
+    """Return the complaints of an API server with this operator's CRDs about manifests."""
     found = []
     for document in documents:
         if document["kind"] in ("RayCluster", "RayJob"):

@@ -721,7 +721,7 @@ def test_answers_that_are_cut_away_are_counted_or_refused(tmp_path):
 
 
 def test_the_number_of_tokens_follows_from_the_folder(tmp_path):
-    """Of the own head, of which there may be more than the tokenizer knows; else of the latter."""
+    """The own head may have more tokens than its tokenizer, which counts where there is no head."""
     base = lm.save_model(tmp_path / "base")
     raw = recipe_of(tmp_path, base).model_dump(mode="json")
     for name in ("classes", "columns"):

@@ -202,6 +202,13 @@ def test_counts_that_are_not_those_of_the_records_are_refused(root):
         check_trainable(few, "test")
 
 
+def test_rates_that_leave_a_class_out_are_named(root):
+    """The rare class alone is the batch: the others' rate is nothing, to all digits."""
+    far = recipe_of(root, data__rates={"ill": 1e9, "well": 1e-9}, training__batch_size=20)
+    with pytest.raises(UserError, match=r"data\.rates: must leave each class a chance to join"):
+        check_trainable(far, "far")
+
+
 def test_other_class_counts_and_wires_than_those_of_the_run_are_refused(root):
     recipe = recipe_of(root)
     with pytest.raises(UserError, match=r"data\.rates: class counts are of all records"):
