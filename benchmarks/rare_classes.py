@@ -1,6 +1,6 @@
 """Compare rates by class with equal rates and with loss weights, at equal epsilon, on a rare class.
 
-    OMP_NUM_THREADS=1 python benchmarks/rare_classes.py [--data-root DIR] [--epsilon 2] [--keys 3]
+    OMP_NUM_THREADS=1 python benchmarks/rare_classes.py [--data-root DIR] [--epsilon 2] [--keys 5]
     python benchmarks/rare_classes.py --table
     python benchmarks/rare_classes.py --quick       # a smoke test on the built-in digits
 
@@ -200,10 +200,10 @@ def main() -> None:
     parser.add_argument("--digit", type=int, default=8, help="the rare class")
     parser.add_argument("--share", type=float, default=0.02, help="of the records that are rare")
     parser.add_argument("--epsilon", type=float, default=2.0)
-    parser.add_argument("--keys", type=int, default=3, help="trainings of each way")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--keys", type=int, default=5, help="trainings of each way")
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[0.1, 0.4, 1.6])
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[0.025, 0.1, 0.4, 1.6, 6.4])
     parser.add_argument("--only", default="*", help="ways to train, as a pattern")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the results, train nothing")
