@@ -58,7 +58,7 @@ TEST = 0.1  # share of the documents of a set, by hash
 ROW = 20  # words of a block of a public document that no other set's document may hold
 BEGIN = "<begin>"
 WAYS = {"none": None, "3": 3.0, "8": 8.0}
-RATES = {"none": (3e-3, 1e-2), "3": (1e-3, 3e-3, 1e-2)}  # tried on the proxy
+RATES = {"none": (3e-3, 1e-2, 3e-2), "3": (1e-3, 3e-3, 1e-2, 3e-2)}  # tried on the proxy
 KEYS = 3
 RESAMPLES = 2000
 

@@ -203,7 +203,9 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=5, help="trainings of each way")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[0.025, 0.1, 0.4, 1.6, 6.4])
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", default=[0.025, 0.1, 0.4, 1.6, 6.4]
+    )
     parser.add_argument("--only", default="*", help="ways to train, as a pattern")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the results, train nothing")
