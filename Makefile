@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # They make the tables of docs/: hours to days each, and the same command continues.
 EXPERIMENTS := bulk canary_audits dplis flagship functional grouped_units hidden many_run_audits membership \
-	pate perplexity private_prediction rare_classes residual smoothing splits transdenoiser
+	papers_run pate perplexity private_prediction rare_classes residual smoothing splits transdenoiser
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

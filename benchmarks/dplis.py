@@ -4,10 +4,11 @@
     python benchmarks/dplis.py --small [--sweeps radius,clip,draws] [--seeds 5]
     python benchmarks/dplis.py --quick                                  # a smoke test of the second
 
-The first trains a row of papers/dplis.yaml at full size, in this process. The second sweeps R, the
-clip and K on scikit-learn's digits at the paper's noise multiplier, to the same epsilons by its
-accountant. A training pauses at the steps of each budget, and its model so far is
-evaluated: all of these models together cost what the last one costs alone, for they are made of
+The first trains a row of papers/dplis.yaml at full size, in this process; --shorter 4 for a quarter
+of its first budget's steps, --draws 3 with so many draws of the smoothing, and its line says so.
+The second sweeps R, the clip and K on scikit-learn's digits at the paper's noise multiplier, to the
+same epsilons by its accountant. A training pauses at the steps of each budget, and its model so far
+is evaluated: all of these models together cost what the last one costs alone, for they are made of
 the same noisy gradients. Accuracy on training records is told of public data only.
 
 Each training is a line of --results; what is there is not made again. docs/evidence/papers.md and
@@ -142,11 +143,20 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
             root = require_data(given.data_root, recipe.data.name)
             budgets = list(about["budgets"][recipe.data.name]["steps"].values())
             steps = {c: budgets[i] for c, i in zip(item["columns"], item["at"], strict=True)}
-            change = (row.get("change") or {}) | {
-                "training.steps": max(steps.values()), "training.init_seed": seed,
+            change, setting = row.get("change") or {}, None
+            if given.shorter > 1:
+                few = budgets[item["at"][0]] // given.shorter
+                steps, setting = {f"{few:,} steps": few}, f"the paper's network, {few:,} steps"
+            if given.draws is not None:
+                setting = f"{setting or 'as published'}, K = {given.draws} where smoothed"
+                if recipe.method.name == "dplis":
+                    change = change | {"method.draws": given.draws}
+            change = change | {
+                "training.steps": max(steps.values()),
+                "training.init_seed": seed,
                 "data.root": str(root),
-            }  # fmt: skip
-            name = {"item": item["id"], "row": row["row"], "seed": seed, "setting": None}
+            }
+            name = {"item": item["id"], "row": row["row"], "seed": seed, "setting": setting}
             yield (
                 name | {"recipe": row["recipe"]},
                 load_recipe(find_recipe(row["recipe"]), change),
@@ -175,6 +185,8 @@ def main() -> None:
     parser.add_argument("--sweeps", default="radius,clip,draws", help=", ".join(SWEEPS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of each small training; default: the budgets'")
+    parser.add_argument("--shorter", type=int, default=1, help="share of the first budget's steps")
+    parser.add_argument("--draws", type=int, help="K of rows at full size, in place of the paper's")
     parser.add_argument("--results", type=Path, default=RESULTS)
     tiny = {"sweeps": "radius", "seeds": 1, "steps": 2}
     given = parse_arguments(parser, tiny, output_options=["results"])
@@ -185,6 +197,8 @@ def main() -> None:
     else:
         trainings = full_trainings(given)
         words = f"--item '{given.item}' --seeds {given.seeds} --data-root DATA"
+        words += f" --shorter {given.shorter}" if given.shorter > 1 else ""
+        words += f" --draws {given.draws}" if given.draws is not None else ""
     for name, recipe, steps in trainings:
         if any(name.items() <= one.items() for one in read(given.results)):
             continue

@@ -88,18 +88,23 @@ def results(paper: str, item: dict[str, Any]) -> list[Result]:
     for line in lines_of("papers/measured.jsonl"):
         if (line["paper"], line["item"]) == (paper, item["id"]):
             own.append(Result(**{k: v for k, v in line.items() if k not in ("paper", "item")}))
-    same = {"file": f"{paper}.jsonl", "where": {"item": item["id"]}, "setting": None}
-    return [*own, *gathered(same), *gathered(item.get("smaller") or {})]
+    same = {"file": f"{paper}.jsonl", "where": {"item": item["id"]}}
+    run = {"file": "papers_run.jsonl", "where": {"paper": paper, "item": item["id"]}}
+    return [*own, *gathered(same), *gathered(run), *gathered(item.get("smaller") or {})]
 
 
 def gathered(source: dict[str, Any]) -> Iterator[Result]:
-    """Lines of a file, each a training, by row. where: which. rows: in this order; None: all."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Lines of a file, each a training, by row and setting. where: which. rows: their order."""
+    found: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for line in lines_of(source["file"]) if source else ():
         if source["where"].items() <= line.items():
-            found.setdefault(line["row"], []).append(line)
-    for row in source.get("rows") or found:
-        trained = found.get(row, [])
+            setting = None if "setting" in source else line["setting"]
+            found.setdefault((line["row"], setting), []).append(line)
+    order = source.get("rows") or list(dict.fromkeys(row for row, _ in found))
+    for (row, _), trained in sorted(
+        (each for each in found.items() if each[0][0] in order),
+        key=lambda each: order.index(each[0][0]),
+    ):
         cells: dict[str, list[float]] = {}
         for line in trained:
             paths = source.get("cells") or {c: [source.get("of", "test"), c] for c in line["test"]}
@@ -109,18 +114,17 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
                     value = value.get(key) if value is not None else None
                 if value is not None:
                     cells.setdefault(column, []).append(value)
-        if trained:
-            one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
-            command = one["command"].replace("{trainings}", str(len(trained)))
-            setting = source["setting"] if "setting" in source else one["setting"]
-            n = one.get("n")
-            if source.get("of", "test") != "test":  # no sample of anything
-                setting, n = f"{setting}; accuracy on {source['of']}ing records", None
-            keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
-            yield Result(
-                row, cells, setting, one["commit"], command, keys,
-                n, one.get("recipe"), change=one.get("change", {}),
-            )  # fmt: skip
+        one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
+        command = one["command"].replace("{trainings}", str(len(trained)))
+        setting = source["setting"] if "setting" in source else one["setting"]
+        n = one.get("n")
+        if source.get("of", "test") != "test":  # no sample of anything
+            setting, n = f"{setting}; accuracy on {source['of']}ing records", None
+        keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
+        yield Result(
+            row, cells, setting, one["commit"], command, keys,
+            n, one.get("recipe"), change=one.get("change", {}),
+        )  # fmt: skip
 
 
 def interval(values: list[float], n: int | None, statistic: str = "mean") -> Estimate:

@@ -7,6 +7,7 @@ In this process, by the parts that runs and `dpdist membership` are made of. For
   references are the plain shadows of all seeds.
 * audit: one training with mislabelled canaries behind a quarter, and what they bound epsilon by.
 * inside: whether residual noise inside the clip helps at equal epsilon, on scikit-learn's digits.
+* cost: seconds of the processor that a training alone takes, the rows of a seed in turn.
 
 Each result is a line of --results; what is there is not made again. --table prints Markdown.
 
@@ -92,6 +93,8 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
         "En1, gamma 0.75": noisy(0.75),
         "En1, gamma 2": noisy(2.0),
         "En1, gamma 4.5": noisy(4.5),
+        "En1, gamma 9": noisy(9.0),
+        "En1, gamma 18": noisy(18.0),
         "En1, gamma 0.75, no skip": noisy(0.75, skip=False),
         "En1, Strategy II, gamma 2": noisy(2.0, strategy="multiplicative"),
         "En2, gamma 0.75": noisy(0.75, 2),
@@ -117,8 +120,8 @@ ENSEMBLES = ["En5, gamma 0.75", "En2, gamma 0.75"]
 PROMISED = ["DP-SGD, noise multiplier 1.1", "En1, gamma 0.75", "En1, gamma 4.5"]  # to audit against
 ORDER: tuple[tuple[str, str, list[str] | None], ...] = (  # what is made first; None: all rows
     ("cifar10", "shadow", CORE), ("cifar10", "audit", PROMISED), ("cifar10", "shadow", ENSEMBLES),
-    ("cifar10", "shadow", None), ("cifar10-2", "shadow", None), ("mnist", "shadow", None),
-    ("digits", "inside", None),
+    ("cifar10", "shadow", None), ("cifar10", "cost", [*BOTH, "En1, gamma 4.5"]),
+    ("cifar10-2", "shadow", None), ("mnist", "shadow", None), ("digits", "inside", None),
 )  # fmt: skip
 # records: of all four quarters. side: of an image, in pixels; 0 for the original's.
 NUMBERS = {
@@ -302,7 +305,18 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     return line
 
 
-TASKS = {"shadow": shadow, "audit": audit, "inside": inside}
+def cost(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
+    """Processor seconds of one training on a quarter of the records, set-up left out."""
+    recipe = recipe_of(data, row, given, seed, 0.25)
+    with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
+        job = prepare(recipe, RunFolder(Path(place) / "run"), row)
+        worker.run_training(job, Reducer(0, 1, torch.device("cpu")), 1)  # its set-up
+        began, steps = time.process_time(), job.plan.steps
+        worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+        return {"processor_seconds": round(time.process_time() - began, 2), "steps": steps - 1}
+
+
+TASKS = {"shadow": shadow, "audit": audit, "inside": inside, "cost": cost}
 
 
 # --- the tables; intervals are Student's over trainings

@@ -103,6 +103,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "... The five papers: what is built, ...": 1,
         "| system | where | recipe | verdict | why |": 5,
     },
+    "papers_run": {
+        "clean #, certified at # #, ... under PGD # #; # s": 1,
+    },
     "pate": {'{"queries": 8, ..., "labels": 8, "labels right": #, "accuracy": #}': 2},
     "perplexity": {
         "p...: # documents to learn, # to test, # bytes, # left out: ...": 3,
@@ -287,6 +290,7 @@ def test_missing_data_end_a_script_well_unless_a_folder_was_named(tmp_path, monk
         ("functional", []),
         ("hidden", []),
         ("membership", []),
+        ("papers_run", []),
         ("pate", []),
         ("private_prediction", []),
         ("residual", []),

@@ -18,8 +18,8 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
 def load(name: str, patch: pytest.MonkeyPatch | None = None) -> ModuleType:
     """Return a script as a module.
 
-    Like `python benchmarks/NAME.py` it finds the files beside it; afterwards no test does, some of
-    whose packages are called as these are.
+    Like `python benchmarks/NAME.py` it finds the files beside it, whatever was imported under their
+    names before; afterwards no test does, some of whose packages are called as these are.
 
     Args:
         name: of the script, without its suffix.
@@ -32,6 +32,8 @@ def load(name: str, patch: pytest.MonkeyPatch | None = None) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as within:
         within.syspath_prepend(str(BENCHMARKS))
+        for script in BENCHMARKS.glob("*.py"):
+            within.delitem(sys.modules, script.stem, raising=False)
         known = set(sys.modules)
         spec.loader.exec_module(module)
     for other in set(sys.modules) - known:
