@@ -394,6 +394,28 @@ def test_costs_of_votes_grow_with_disagreement_up_to_the_bound_without_votes():
     assert quiet["all pass"].epsilon == pytest.approx(math.log(1e5) / 5000, rel=1e-6)
 
 
+def test_a_test_of_the_most_votes_costs_its_own_sensitivity():
+    """One count moves by one: above the divergence of passing and not, which has two outcomes."""
+    std, most, threshold = 40.0, 320, 200.0
+    rarer = float(stats.norm.logcdf((threshold - most) / std))
+    orders = 1 + np.geomspace(0.05, 5000.0, 400)
+    bound = claims.data_dependent_rdp(np.array([rarer]), math.sqrt(2) * std, orders)[0]
+    own = stats.norm.cdf((most - threshold) / std)
+    for moved in (-1, 1):
+        there = stats.norm.cdf((most + moved - threshold) / std)
+        for order in (1.5, 2.0, 8.0, 32.0):
+            laws = (np.array([x, 1 - x]) for x in (own, there))
+            (most_here,) = claims.data_dependent_rdp(
+                np.array([rarer]), math.sqrt(2) * std, np.array([order])
+            )[0]
+            assert renyi(*laws, order) <= most_here <= order / (2 * std**2)
+    votes = np.array([[most, 0]] * 400)
+    found = claims.data_dependent_pate_claims(votes, 1e7, threshold, std)["all pass"].epsilon
+    alone = float(np.min(400 * bound + math.log(1e5) / (orders - 1)))
+    assert found == pytest.approx(alone, rel=1e-6)
+    assert found < claims.pate_guarantee(400, 400, std, 1e7).epsilon / 2
+
+
 def test_nothing_plans_or_charges_by_votes_or_by_the_central_limit():
     """The functions are named in the calculator alone."""
     from pathlib import Path
