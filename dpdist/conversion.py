@@ -186,7 +186,7 @@ def _write_split(
             _check_alone(penultimate, filled, found[0], records.name)
         parts.append(found.numpy())
     values = np.concatenate(parts)
-    width = values.shape[1]
+    width: int = values.shape[1]
     columns = {
         "features": pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), width).cast(
             pa.list_(pa.float32())

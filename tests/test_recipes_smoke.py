@@ -63,7 +63,7 @@ LARGE = {
     "dplis-cifar100-transfer", "dplis-mnist-cnn-control", "dplis-mnist-cnn-r40",
     "dplis-mnist-cnn-sum", "dplis-pubfig83-transfer",
     "hgm-pixeldp-cifar10", "mnist-search-untuned", "pate-svhn", "pixeldp-cifar10",
-    "residual-cifar10-2",
+    "residual-cifar10-2", "residual-cifar10-batchnorm",
     "residual-cifar10-dpsgd", "residual-cifar10-en2", "residual-cifar10-en5",
     "residual-cifar10-multiplicative", "residual-cifar10-no-skip", "residual-cifar100",
     "residual-idc", "residual-mnist-dpsgd", "secure-sgd-agm-cifar10", "secure-sgd-cifar10",

@@ -358,15 +358,22 @@ class _PostActivation(ResidualBlock):
 
 
 class _PreActivation(ResidualBlock):
-    """x + F(x), or F(x) without the skip: GroupNorm, ReLU and a 3x3 convolution, twice."""
+    """x + F(x), or F(x) without the skip: normalisation, ReLU and a 3x3 convolution, twice."""
 
-    def __init__(self, width_in: int, width_out: int, stride: int, groups: int, skip: bool) -> None:
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        stride: int,
+        normalise: Callable[[int], nn.Module],
+        skip: bool,
+    ) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            nn.GroupNorm(groups, width_in),
+            normalise(width_in),
             nn.ReLU(),
             nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(groups, width_out),
+            normalise(width_out),
             nn.ReLU(),
             nn.Conv2d(width_out, width_out, 3, padding=1, bias=False),
         )
@@ -426,20 +433,28 @@ def resnet_rp(
     ensemble: int = 1,
     skip: bool = True,
     groups: int = 8,
+    norm: str = "group",
 ) -> nn.Module:
     """The 6n + 2 residual network of residual perturbation, with GroupNorm for its BatchNorm.
 
+    norm: "batch" is the paper's BatchNorm, for runs without privacy alone: it mixes records.
     Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
     ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
     False leaves the skip connections out (the paper's ablation).
     """
     if ensemble < 1:
         raise ValueError(f"ensemble must be >= 1, got {ensemble}")
+    if norm not in ("group", "batch"):
+        raise ValueError(f"norm must be group or batch, got {norm!r}")
+
+    def normalise(width: int) -> nn.Module:
+        return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(groups, width)
+
     members = [
         nn.Sequential(
             nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
-            *[_PreActivation(*stage, groups, skip) for stage in _stages(depth, width)],
-            nn.GroupNorm(groups, 4 * width),
+            *[_PreActivation(*stage, normalise, skip) for stage in _stages(depth, width)],
+            normalise(4 * width),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

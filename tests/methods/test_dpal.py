@@ -361,3 +361,25 @@ def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     found = AuditFinding.read(path)
     assert found.proved == math.inf and found.claimed == pytest.approx(0.2)
     assert found.epsilon > 1 and found.assumptions == () and found.view == "the trained model"
+
+
+@pytest.mark.slow
+def test_one_run_refutes_three_convolutions_at_a_claim_of_two(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """The form of the CIFAR-10 network, small, on built-in data; dpal-cifar10-audited is the whole
+    one. By a fixed key: another finds other labels."""
+    run_without_ray(monkeypatch)
+    change = {
+        "privacy.run_key": "5a" * 32,
+        "model.options": {"filters": [16, 16, 16], "kernels": [4, 5, 5], "dense": 64},
+        "method.epsilon": 2.0, "method.epsilon_2": 1.0, "training.batch_size": 240,
+        "method.encoder_sensitivity": 288, "audit.canaries": 100, "audit.guesses": 40,
+    }  # fmt: skip
+    recipe = load_recipe(find_recipe("digits-dpal-audited"), change)
+    (tmp_path / "x.yaml").write_text(recipe.to_yaml())
+    done = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
+    assert done.code == 1 and "refutes the claim" in done.out, done.out + done.err
+    (path,) = (tmp_path / "runs").rglob("audit.json")
+    found = AuditFinding.read(path)
+    assert found.claimed == pytest.approx(2.0) and found.epsilon > 2
