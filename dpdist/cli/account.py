@@ -34,6 +34,7 @@ from dpdist.core.fields import (
     NoiseMultiplier,
     Positive,
     PositiveFraction,
+    PositiveNoise,
     Probability,
     TrialCount,
 )
@@ -325,7 +326,7 @@ def _mechanism_rows(delta: float, sensitivity: float) -> list[dict[str, Any]]:
 _StepEpsilon = Annotated[float | None, option("Epsilon of each step.", Positive)]
 _StepDelta = Annotated[float | None, option("Delta of each step (default: 0).", FractionBelowOne)]
 _StepNoise = Annotated[
-    float | None, option("In their place, of DP-SGD: noise / clip norm.", NoiseMultiplier)
+    float | None, option("In their place, of DP-SGD: noise / clip norm.", PositiveNoise)
 ]
 _SampleRate = Annotated[
     float | None, option("Poisson sampling rate of DP-SGD (default: 1).", PositiveFraction)

@@ -358,6 +358,8 @@ def optimal_composition_epsilon(
     Arguments and errors are those of `advanced_composition_epsilon`.
     """
     _composition_slack(step_epsilon, step_delta, steps, delta)
+    if step_epsilon > _LARGEST_EPSILON:
+        return steps * step_epsilon
     from scipy import special
 
     left = np.arange(steps + 1.0)  # answers that speak against
@@ -386,7 +388,7 @@ def optimal_composition_epsilon(
 
 
 _LARGEST_EPSILON = 700.0  # beyond, exp(epsilon) is no float64
-_ROUNDING = 1e-7  # relative, of sums of up to a million terms
+_ROUNDING = 1e-5  # relative, of sums of up to a million terms
 
 
 def _composition_slack(step_epsilon: float, step_delta: float, steps: int, delta: float) -> float:
