@@ -1,6 +1,6 @@
 """``dpdist init`` and ``dpdist data``: a starter recipe for a user's own data, and the data sets.
 
-data: list, check and fetch data sets.
+data: list, check, fetch and make data sets.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _default_batch_size(records: int) -> int:
 
 
 data_app = typer.Typer(
-    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
+    cls=GroupedCommands, help="List, check, fetch and make data sets.", no_args_is_help=True
 )
 
 
