@@ -24,6 +24,7 @@ pytestmark = pytest.mark.whole
 
 RECORDS = 48
 SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "idc": (50, 50, 3)}
+SIDES["svhn"] = SIDES["cifar10"]
 FEATURES = {"cifar100-features": 1280, "pubfig83-features": 2048, "celeba1000-features": 2048}
 
 
@@ -57,10 +58,12 @@ def write(root, name, classes, columns, text=None) -> None:
 
 # Large ones, and variants: each has a smaller relative among the others.
 LARGE = {
-    "cifar10-flagship", "cifar10-stobatch", "dplis-cifar10-cnn-tanh", "dplis-cifar10-mlp",
+    "cifar10-flagship", "cifar10-stobatch", "dpal-cifar10", "dpal-cifar10-audited",
+    "dplis-cifar10-cnn-tanh", "dplis-cifar10-mlp",
     "dplis-cifar100-transfer", "dplis-mnist-cnn-control", "dplis-mnist-cnn-r40",
     "dplis-mnist-cnn-sum", "dplis-pubfig83-transfer",
-    "hgm-pixeldp-cifar10", "mnist-search-untuned", "pixeldp-cifar10", "residual-cifar10-2",
+    "hgm-pixeldp-cifar10", "mnist-search-untuned", "pate-svhn", "pixeldp-cifar10",
+    "residual-cifar10-2", "residual-cifar10-batchnorm",
     "residual-cifar10-dpsgd", "residual-cifar10-en2", "residual-cifar10-en5",
     "residual-cifar10-multiplicative", "residual-cifar10-no-skip", "residual-cifar100",
     "residual-idc", "residual-mnist-dpsgd", "secure-sgd-agm-cifar10", "secure-sgd-cifar10",

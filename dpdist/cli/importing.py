@@ -134,8 +134,8 @@ def imported(
     """
     from dpdist.runs.recipe import parse_changes
 
-    shape = _shape(input)
-    mean, std = _normalisation(normalize)
+    shape = input_shape(input)
+    mean, std = normalisation(normalize)
     try:
         factory_options = parse_changes(options)
     except UserError as error:
@@ -156,13 +156,14 @@ def _plan(folder: RunFolder) -> Any:
     return folder.read_plan()
 
 
-def _shape(text: str | None) -> tuple[int, ...] | None:
+def input_shape(text: str | None) -> tuple[int, ...] | None:
+    """Return the shape that --input gives; None without it. Raises UserError."""
     sizes = parse_numbers(text, "--input", Count)
     return None if sizes is None else tuple(int(size) for size in sizes)
 
 
-def _normalisation(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, from "0.49,0.48,0.45/0.2,0.2,0.2"."""
+def normalisation(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel, from "0.49,0.48,0.45/0.2,0.2,0.2"."""
     if text is None:
         return (), ()
     parts = text.split("/")

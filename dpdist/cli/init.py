@@ -1,6 +1,6 @@
 """``dpdist init`` and ``dpdist data``: a starter recipe for a user's own data, and the data sets.
 
-data: list, check and fetch data sets.
+data: list, check, fetch and make data sets.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist.cli import importing
 from dpdist.cli.options import (
     Changes,
     DataRoot,
@@ -27,7 +29,7 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Finite, RunName
+from dpdist.core.fields import Count, Finite, PositiveFraction, RunName
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset
@@ -342,7 +344,7 @@ def _default_batch_size(records: int) -> int:
 
 
 data_app = typer.Typer(
-    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
+    cls=GroupedCommands, help="List, check, fetch and make data sets.", no_args_is_help=True
 )
 
 
@@ -428,3 +430,125 @@ def make_data(
     if name != text.DATASET_NAME:
         raise UserError(f"data make: unknown {name!r}; there is {text.DATASET_NAME}")
     typer.echo(str(text.make_docstrings(data_root, typer.echo)))
+
+
+_Target = Annotated[
+    Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
+]
+
+
+@data_app.command("features")
+def make_features_data(
+    pictures: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|NAME", help="Folder of Parquet files with pictures, or a built-in name."
+        ),
+    ],
+    name: Annotated[str, option("Of the data set to make.", RunName, "--name", metavar="NAME")],
+    model: Annotated[
+        str,
+        option(
+            "A classifier: package.module:factory, torchvision:NAME, timm:NAME, a name of the zoo, "
+            "or a folder of `dpdist pretrain` or a release.",
+            metavar="PACKAGE.MODULE:FACTORY|DIR",
+        ),
+    ],
+    saw: Annotated[
+        str | None,
+        option("What a classifier from elsewhere was trained on, such as ImageNet-1k."),
+    ] = None,
+    weights: importing.Weights = None,
+    options: importing.Options = None,
+    input: importing.Input = None,
+    classes: Annotated[
+        int | None, option("Of the classifier, such as 1000 (default: of the data).", Count)
+    ] = None,
+    normalize: importing.Normalize = None,
+    resize: importing.Resize = None,
+    group: Annotated[
+        str | None, option("Column that is kept: whom a record belongs to.", metavar="COLUMN")
+    ] = None,
+    data_root: _Target = Path("data"),
+) -> None:
+    """Make a data set of the penultimate features of a classifier that saw no private record.
+
+    Its records are the pictures', one for one. What the classifier saw is written beside them and
+    becomes an assumption of each run on them, unless it was compared.
+    """
+    from dpdist.runs.recipe import parse_changes
+
+    try:
+        factory_options = parse_changes(options)
+    except UserError as error:
+        raise UserError(str(error).replace("--set", "--option")) from None
+    shape = importing.input_shape(input)
+    mean, std = importing.normalisation(normalize)
+    from dpdist.conversion import make_features  # loads torch
+    from dpdist.importing import ForeignModel
+
+    network: Path | ForeignModel = Path(model)
+    if not (Path(model) / "model.json").exists():
+        network = ForeignModel(model, weights, factory_options, shape, classes, mean, std)
+    elif given := [
+        key
+        for key, value in {
+            "--weights": weights,
+            "--option": options,
+            "--input": input,
+            "--normalize": normalize,
+        }.items()
+        if value
+    ]:
+        raise UserError(f"{given[0]}: must be left out for a folder, which says it")
+    folder = make_features(
+        pictures, network, data_root / name, saw=saw, resize=resize, group=group, log=typer.echo
+    )
+    typer.echo(f"wrote {folder}; next: dpdist init {folder}")
+
+
+class FitRule(StrEnum):
+    """Rule for pictures of another size."""
+
+    pad = "pad"
+    resize = "resize"
+
+
+@data_app.command("patients")
+def convert_patients_data(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            callback=path_callback(), help="PATIENT/CLASS/pictures, as IDC's: PATIENT/0, PATIENT/1."
+        ),
+    ],
+    name: Annotated[
+        str, option("Of the data set to make.", RunName, "--name", metavar="NAME")
+    ] = "idc",
+    size: Annotated[str, option("Height and width of every record.", metavar="H,W")] = "50,50",
+    fit: Annotated[
+        FitRule | None,
+        option(
+            "Pictures of another size: black around smaller ones, or the shorter side resized and "
+            "the centre cropped (default: they are refused)."
+        ),
+    ] = None,
+    test_fraction: Annotated[
+        float, option("Share of patients that are for testing.", PositiveFraction)
+    ] = 0.2,
+    data_root: _Target = Path("data"),
+) -> None:
+    """Make a data set of pictures by patient: each patient is in one split, by a hash of the name.
+
+    The column `patient` serves privacy.unit: group.
+    """
+    sides = parse_numbers(size, "--size", Count)
+    if sides is None or len(sides) != 2:
+        raise UserError(f"--size: must be H,W, such as 50,50, got {size}")
+    from dpdist.conversion import convert_patients
+
+    made = convert_patients(
+        folder, data_root / name, size=(int(sides[0]), int(sides[1])),
+        fit=None if fit is None else fit.value, test_fraction=test_fraction, log=typer.echo,
+    )  # fmt: skip
+    typer.echo(f"wrote {made}; next: dpdist init {made} --group patient")

@@ -222,7 +222,7 @@ class DPALTrainer:
         found = []
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
-            inputs = worker.step.data.batch(some).to(network.input_noise)
+            inputs = network.centre(worker.step.data.batch(some).to(network.input_noise))
             labels = worker.step.canaries.labels_for(some, worker.step.data.targets(some))
             found.append((2 * inputs - 1 + network.input_noise, labels.to(inputs.device)))
         return found
@@ -301,7 +301,7 @@ def measure_accuracy(method: DPAL, worker: Any) -> None:
     network, plan = check_network(method, worker.model), worker.job.plan
     test = data.load(worker.job.source, "test")
     count = min(method.images, len(test))
-    inputs = 2 * test.batch(slice(0, count)).to(network.input_noise) - 1
+    inputs = 2 * network.centre(test.batch(slice(0, count)).to(network.input_noise)) - 1
     labels = test.targets(slice(0, count)).to(inputs.device)
     scale, key = method.noise_scale(plan.step(0).expected_batch), worker.fixed.key
     first, second = (error.sum() / count for error in _errors(network, inputs))

@@ -358,15 +358,22 @@ class _PostActivation(ResidualBlock):
 
 
 class _PreActivation(ResidualBlock):
-    """x + F(x), or F(x) without the skip: GroupNorm, ReLU and a 3x3 convolution, twice."""
+    """x + F(x), or F(x) without the skip: normalisation, ReLU and a 3x3 convolution, twice."""
 
-    def __init__(self, width_in: int, width_out: int, stride: int, groups: int, skip: bool) -> None:
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        stride: int,
+        normalise: Callable[[int], nn.Module],
+        skip: bool,
+    ) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            nn.GroupNorm(groups, width_in),
+            normalise(width_in),
             nn.ReLU(),
             nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(groups, width_out),
+            normalise(width_out),
             nn.ReLU(),
             nn.Conv2d(width_out, width_out, 3, padding=1, bias=False),
         )
@@ -426,20 +433,28 @@ def resnet_rp(
     ensemble: int = 1,
     skip: bool = True,
     groups: int = 8,
+    norm: str = "group",
 ) -> nn.Module:
     """The 6n + 2 residual network of residual perturbation, with GroupNorm for its BatchNorm.
 
+    norm: "batch" is the paper's BatchNorm, for runs without privacy alone: it mixes records.
     Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
     ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
     False leaves the skip connections out (the paper's ablation).
     """
     if ensemble < 1:
         raise ValueError(f"ensemble must be >= 1, got {ensemble}")
+    if norm not in ("group", "batch"):
+        raise ValueError(f"norm must be group or batch, got {norm!r}")
+
+    def normalise(width: int) -> nn.Module:
+        return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(groups, width)
+
     members = [
         nn.Sequential(
             nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
-            *[_PreActivation(*stage, groups, skip) for stage in _stages(depth, width)],
-            nn.GroupNorm(groups, 4 * width),
+            *[_PreActivation(*stage, normalise, skip) for stage in _stages(depth, width)],
+            normalise(4 * width),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
@@ -594,10 +609,10 @@ def _build_denoiser(layers: list[nn.Module], residual: bool) -> nn.Module:
 
 
 class DPALNetwork(nn.Module):
-    """head(last(code(x + input_noise))), inputs (B, C, H, W) in [-1, 1].
+    """head(last(code(x + input_noise))), x the centre of inputs (B, C, H, W) in [-1, 1].
 
-    input_noise (C, H, W), hidden_noise (filters, H', W'): drawn once for a whole training, the same
-    for every record; 0 before it. They are saved with the weights.
+    input_noise (C, side, side), hidden_noise (filters, H', W'): drawn once for a whole training,
+    the same for every record; 0 before it. They are saved with the weights.
     """
 
     input_noise: Tensor
@@ -615,6 +630,12 @@ class DPALNetwork(nn.Module):
         self.encoder, self.rest, self.head = encoder, rest, head
         self.register_buffer("input_noise", torch.zeros(*input_shape))
         self.register_buffer("hidden_noise", torch.zeros(*code_shape))
+
+    def centre(self, x: Tensor) -> Tensor:
+        """Return the centre of images (B, C, H, W), of input_noise's size: what is read."""
+        height, width = self.input_noise.shape[1:]
+        top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
+        return x[:, :, top : top + height, left : left + width]
 
     def encode(self, noisy: Tensor) -> Tensor:
         """h-bar (B, filters, H', W') of noisy inputs."""
@@ -639,7 +660,7 @@ class DPALNetwork(nn.Module):
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(x + self.input_noise)
+        return self.logits(self.centre(x) + self.input_noise)
 
 
 def dpal_cnn(
@@ -649,24 +670,48 @@ def dpal_cnn(
     kernel: int = 5,
     dense: int = 256,
     activation: str = "relu",
+    kernels: Sequence[int] = (),
+    side: int = 0,
 ) -> nn.Module:
-    """DPAL's MNIST network; its batch normalisation, which mixes records, is layer normalisation.
+    """DPAL's network; its batch normalisation, which mixes records, is layer normalisation.
 
-    The encoder has no bias and the last layer none either, as in the paper's equations.
+    The defaults are that of MNIST. The encoder has no bias and the last layer none either, as in
+    the paper's equations. Each convolution has stride 2.
+
+    Args:
+        input_shape: (channels, height, width) of the inputs.
+        classes: Number of logits.
+        filters: Number of filters of each convolution, two or more; the first is the encoder.
+        kernel: Side of every kernel, odd, where `kernels` is not given.
+        dense: Size of the last hidden layer.
+        activation: Name of the activation behind each convolution.
+        kernels: Side of each kernel. CIFAR-10's network has 4, 5, 5.
+        side: Side of the centre of an image that the network reads; 0 is all of it. The paper's
+            CIFAR-10 has 28.
     """
-    if len(filters) != 2 or kernel % 2 == 0:
-        raise ValueError("two numbers of filters and an odd kernel are needed")
-    encoder = nn.Conv2d(input_shape[0], filters[0], kernel, 2, kernel // 2, bias=False)
-    second = nn.Conv2d(filters[0], filters[1], kernel, 2, kernel // 2)
-    halves = [math.ceil(side / 2) for side in input_shape[1:]]
-    code = [filters[0], *halves]
-    deeper = [filters[1], *(math.ceil(side / 2) for side in halves)]
-    rest = nn.Sequential(
-        nn.LayerNorm(code), activation_layer(activation), second,
-        nn.LayerNorm(deeper), activation_layer(activation), nn.Flatten(),
-        nn.Linear(math.prod(deeper), dense), nn.Tanh(),
-    )  # fmt: skip
-    return DPALNetwork(encoder, rest, nn.Linear(dense, classes, bias=False), input_shape, code)
+    sizes = tuple(kernels) or (kernel,) * len(filters)
+    if len(filters) < 2 or len(sizes) != len(filters) or min(sizes) < 1:
+        raise ValueError("two or more numbers of filters, and a kernel for each, are needed")
+    if not kernels and kernel % 2 == 0:
+        raise ValueError("kernel: must be odd; give kernels for even ones")
+    if not 0 <= side <= min(input_shape[1:]):
+        raise ValueError(f"side: must be 0 to {min(input_shape[1:])}, the images', got {side}")
+    seen = [input_shape[0], *((side, side) if side else input_shape[1:])]
+    shape, layers, encoder = list(seen), list[nn.Module](), None
+    for size, width in zip(sizes, filters, strict=True):
+        padding = (size - 1) // 2
+        convolution = nn.Conv2d(shape[0], width, size, 2, padding, bias=encoder is not None)
+        shape = [width, *((length + 2 * padding - size) // 2 + 1 for length in shape[1:])]
+        if min(shape) < 1:
+            raise ValueError(f"kernels: images of {seen[1:]} are too small for {list(sizes)}")
+        if encoder is None:
+            encoder, code = convolution, shape
+        else:
+            layers.append(convolution)
+        layers += [nn.LayerNorm(shape), activation_layer(activation)]
+    rest = nn.Sequential(*layers, nn.Flatten(), nn.Linear(math.prod(shape), dense), nn.Tanh())
+    assert encoder is not None
+    return DPALNetwork(encoder, rest, nn.Linear(dense, classes, bias=False), seen, code)
 
 
 # --- torchvision's classifiers ----------------------------------------------------------------

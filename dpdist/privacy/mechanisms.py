@@ -217,6 +217,34 @@ def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
     return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
 
 
+def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) -> float:
+    """Return at least sup ||S^(-1/2) v||_2 over differences v of neighbours, S the covariance.
+
+    Noise N(0, S) is the Gaussian mechanism of standard deviation 1 at this sensitivity: S^(-1/2)
+    turns one into the other and back. covariance: symmetric, (K, K), fixed without private records.
+    bounds: of ||v||_2, or of each |v_i|, (K,); exact for the first, and for a diagonal covariance.
+    Infinite where a direction has no noise. Raises ValueError for what is no covariance.
+    """
+    noise, reach = np.asarray(covariance, float), np.asarray(bounds, float)
+    if noise.ndim != 2 or noise.shape[0] != noise.shape[1] or noise.size == 0:
+        raise ValueError(f"covariance: must be a square matrix, got shape {noise.shape}")
+    if not np.all(np.isfinite(noise)) or np.abs(noise - noise.T).max() > 1e-9 * np.abs(noise).max():
+        raise ValueError("covariance: must be symmetric and of finite numbers")
+    if reach.shape not in ((), noise.shape[:1]) or not np.all((reach > 0) & np.isfinite(reach)):
+        raise ValueError(f"bounds: must be one number > 0, or {len(noise)}, got {reach.tolist()}")
+    values, vectors = np.linalg.eigh((noise + noise.T) / 2)
+    error = 4 * len(noise) * np.finfo(float).eps * np.abs(values).max()  # of an eigenvalue
+    if values[0] < -error:
+        raise ValueError(f"covariance: has a negative eigenvalue, {values[0]:.4g}")
+    if values[0] <= 2 * error:
+        return math.inf
+    by_norm = float(np.linalg.norm(reach) / math.sqrt(values[0] - error))
+    if not reach.shape:
+        return by_norm
+    inverse = np.abs((vectors / (values - error)) @ vectors.T)
+    return min(by_norm, float(np.sqrt(reach @ inverse @ reach)))
+
+
 def mixed_gaussian_added_std(
     xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
 ) -> float:

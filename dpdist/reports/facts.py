@@ -482,6 +482,8 @@ class Facts:
             return {}
         about = read_json(self.folder.pretraining_record, {"part": str, "saw": str})
         frozen = about["part"]
+        if frozen == "features":
+            return {"features by a network trained on": about["saw"]}
         if frozen == "initial":
             check_shape(about, str(self.folder.pretraining_record), {"denoiser": bool})
             began = {"initial weights trained on": about["saw"]}

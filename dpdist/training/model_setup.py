@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpdist import data, models
 from dpdist.cluster.session import WORKER_MIB
@@ -25,8 +26,13 @@ from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import weakest
 from dpdist.data import Dataset, next_tokens
-from dpdist.gradients.clipping import make_clipping
-from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
+from dpdist.gradients.clipping import Clipping, make_clipping
+from dpdist.gradients.engine import (
+    GradientEngine,
+    TrainingObjective,
+    WholeBatchEngine,
+    input_targets,
+)
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
@@ -291,9 +297,13 @@ def build_engine(
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
     clip_norm = recipe.privacy.clip_norm / (1 + build_reduce_dtype(recipe, plan).clip_reduction)
-    engine = recipe.method.execution().engine(
-        model,
+    clipping, execution = (
         make_clipping(recipe.privacy.clipping, clip_norm),
+        recipe.method.execution(),
+    )
+    engine = _whole_batch_engine(recipe, model, clipping) or execution.engine(
+        model,
+        clipping,
         expected_batch=expected_batch,
         steps=steps,
         micro_batch=recipe.resources.micro_batch,
@@ -306,6 +316,34 @@ def build_engine(
     records = None if plan is None else plan.records
     engine.objective = importance_weighted(engine.objective, recipe, records)
     return engine
+
+
+_MIXING_METHODS = ("dp-sgd", "residual")  # without noise in the sums they prove nothing
+
+
+def _whole_batch_engine(
+    recipe: Recipe, model: torch.nn.Module, clipping: Clipping
+) -> GradientEngine | None:
+    """Return the engine of a run without privacy whose model has BatchNorm; else None.
+
+    Raises UserError where such a run would see parts of a batch.
+    """
+    mixes = any(isinstance(module, _BatchNorm) for module in model.modules())
+    open_run = recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
+    if not (mixes and open_run and recipe.method.name in _MIXING_METHODS):
+        return None
+    wrong = {
+        "resources.workers: must be 1": recipe.resources.max_workers > 1,
+        "training.reproducible: must be false": recipe.training.reproducible,
+        "model.isolate: must be false": recipe.model.isolate,
+        "privacy.unit: must be record": recipe.group_unit is not None,
+        "audit: must be left out": recipe.audit is not None,
+    }
+    for rule, broken in wrong.items():
+        if broken:
+            raise UserError(f"{rule} for a model with BatchNorm, which sees whole batches")
+    task = recipe.method.execution().task()
+    return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
 
 
 def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PROVENANCE_FILE, RECORDS_FILE = "provenance.json", "records.npy"
+FEATURES_FILE = "features.json"  # beside features that a network made: what that one saw
 AMONG_PUBLIC_REASON = (
     "are among the public ones, which are used without privacy; set them aside with data.public, "
     "or take others"
@@ -41,8 +42,10 @@ _CARD = "privacy_card.json"
 # What a card calls the public parts that its model began with (`dpdist.reports.facts`).
 _PUBLIC_PART_KEYS = (
     "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
+    "features by a network trained on",
 )  # fmt: skip
 _PROVENANCE_TYPES = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
+_FEATURES_TYPES = {"model": str, "saw": str, "public": bool, "checked": bool, "files": dict}
 _CARD_TYPES = {
     "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
 }  # fmt: skip
@@ -229,8 +232,19 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
     UserError when a private record is among those that the part was trained on, or nobody says what
     it saw, or it was made by another section public than the recipe's.
     """
+    made = _describe_features(recipe, context)
     if recipe.model.pretrained_part is None:
-        return None
+        return made
+    about = _describe_part(recipe, private, context)
+    if made is None:
+        return about
+    assumed = "; ".join(each["assumed"] for each in (about, made) if each["assumed"])
+    saw = f"{about['saw']}; its inputs are features of a network that saw {made['saw']}"
+    return {**about, "saw": saw, "features": made["model"], "assumed": assumed or None}
+
+
+def _describe_part(recipe: Recipe, private: data.Dataset, context: str) -> dict[str, Any]:
+    assert recipe.model.pretrained_part is not None
     part, section = recipe.model.pretrained_part
     if part == "initial":
         _check_initial(recipe, private)
@@ -242,16 +256,100 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
     if part == "initial":
         about["denoiser"] = _initial_denoiser_spec(recipe, private) is not None
     compared = _was_compared(folder, private, begin)
+    if (folder / PROVENANCE_FILE).exists() and recipe.public is not None:
+        _check_pretraining_settings(folder, recipe.public, begin)
+    found = _describe_seen(folder, about["model"], recipe.data.name, begin, compared)
+    return {**about, **(found or _describe_declared(part, section, begin, compared))}
+
+
+def _describe_seen(
+    folder: Path, model: str, private: str, context: str, compared: bool
+) -> dict[str, Any] | None:
+    """What the model of a folder has seen, as files beside it say; None where none does."""
     if (folder / PROVENANCE_FILE).exists():
-        if recipe.public is not None:
-            _check_pretraining_settings(folder, recipe.public, begin)
-        return {**about, **_describe_pretrained(folder, about["model"], begin, compared)}
-    if (folder / _CARD).exists():
-        card = _card(folder, begin)
-        if card["extra"].get("model hash") != about["model"]:
-            raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
-        return {**about, **_describe_released(card, recipe, begin, compared)}
-    return {**about, **_describe_declared(part, section, begin, compared)}
+        return _describe_pretrained(folder, model, context, compared)
+    if not (folder / _CARD).exists():
+        return None
+    card = _card(folder, context)
+    if card["extra"].get("model hash") != model:
+        raise UserError(f"{context}: the model is not the one that {_CARD} speaks of")
+    return _describe_released(card, private, context, compared)
+
+
+# --- features that a network made ---------------------------------------------------------------
+
+
+def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) -> dict[str, Any]:
+    """Return what the model of a folder that dpdist wrote has seen: model, saw, checked, assumed.
+
+    private: records that must not be among it; name: of their data set. Raises UserError when one
+    is, or when nothing beside the model says what it saw.
+    """
+    if not (folder / "model.json").exists():
+        raise UserError(f"{context}: no model there")
+    compared = _was_compared(folder, private, context)
+    model = models.model_hash(folder)
+    found = _describe_seen(folder, model, name.partition("/")[0], context, compared)
+    if found is None:
+        raise UserError(
+            f"{context}: nothing says what it was trained on; take a folder of `dpdist pretrain`, "
+            "or a release",
+            see="explanation/denoisers.md#what-the-frozen-part-saw",
+        )
+    return {"model": model, **found}
+
+
+def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
+    """Return what a network from elsewhere has seen, by declaration, as `describe_seen` does.
+
+    private: name of the records' data set. Raises UserError where nothing is declared, or that set
+    is: the network's cost would have to be added.
+    """
+    if not saw:
+        raise UserError(
+            "--saw: must say what the network was trained on, such as ImageNet-1k; a network that "
+            "saw private records must not make their features"
+        )
+    own = private.partition("/")[0]
+    if saw.casefold() == own.casefold():
+        raise UserError(
+            f"--saw: must be other data than {own}, whose records are private here; a network that "
+            "saw them must not make their features: its cost would have to be added, which is not "
+            "done"
+        )
+    return {
+        "model": network,
+        "public": True,
+        "checked": False,
+        "saw": f"{saw} (declared, not checked)",
+        "assumed": f"no private record is among what {network}, which made the features, saw, "
+        f"{saw}: declared only",
+    }
+
+
+def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
+    """What the network saw that made the recipe's inputs; None where `data features` made none.
+
+    Raises UserError where other features lie there than it made.
+    """
+    if recipe.data.root is None:
+        return None
+    folder = Path(recipe.data.root) / recipe.data.name
+    if not (folder / FEATURES_FILE).exists():
+        return None
+    from dpdist.models.weights import file_digest
+
+    written = read_json(folder / FEATURES_FILE, _FEATURES_TYPES)
+    for name, digest in written["files"].items():
+        if file_digest(folder / Path(name).name) != digest:
+            raise UserError(
+                f"{context}: {folder / Path(name).name}: is not the file that {FEATURES_FILE} "
+                "speaks of; make the features again"
+            )
+    return {
+        "part": "features",
+        **{key: written.get(key) for key in ("model", "public", "checked", "saw", "assumed")},
+    }
 
 
 def _card(folder: Path, context: str) -> dict[str, Any]:
@@ -340,12 +438,12 @@ def _describe_pretrained(folder: Path, model: str, context: str, compared: bool)
 
 
 def _describe_released(
-    card: dict[str, Any], recipe: Recipe, context: str, compared: bool
+    card: dict[str, Any], private: str, context: str, compared: bool
 ) -> dict[str, Any]:
     extra = card["extra"]
     name = extra.get("training data")
     name = name if isinstance(name, str) else "an unnamed data set"
-    if not compared and name.casefold() == recipe.data.name.casefold():
+    if not compared and name.casefold() == private.casefold():
         raise UserError(
             f"{context}: trained on {name}, as this run is: its cost would have to be added, which "
             "is not done; take one that saw other records",

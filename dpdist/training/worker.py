@@ -520,7 +520,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         check_device_noise(reducer.device)
     own = sharing.local_slice(reducer, len(flat))
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat[own])
-    extra = execution.extra_checkpoint_state(model)
+    extra = execution.extra_checkpoint_state(model) | engine.batch_statistics
     slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible

@@ -62,12 +62,56 @@ def run(tmp: Path, name: str = "run", **more: Any) -> tuple[Any, Any]:
 
 
 def test_the_decoder_is_the_transpose_of_the_encoder() -> None:
-    for shape in (SHAPE, (3, 28, 28)):
-        made = models.initialise(ModelSpec("dpal-cnn", shape, 10, OPTIONS), 0)
+    wide = {**OPTIONS, "filters": [4, 4, 6], "kernels": [4, 5, 5], "side": 10}
+    for shape, options in ((SHAPE, OPTIONS), ((3, 28, 28), OPTIONS), ((3, 12, 12), wide)):
+        made = models.initialise(ModelSpec("dpal-cnn", shape, 10, options), 0)
+        shape = tuple(made.input_noise.shape)
         x = torch.randn(2, *shape)
         code = torch.randn_like(made.encoder(x))
         left, right = (made.encoder(x) * code).sum(), (made.decode(code) * x).sum()
         assert float(left) == pytest.approx(float(right), rel=1e-4)
+
+
+def test_the_network_of_cifar_10_is_the_paper_s() -> None:
+    recipe = load_recipe(find_recipe("dpal-cifar10"))
+    made = models.initialise(ModelSpec("dpal-cnn", (3, 32, 32), 10, recipe.model.options), 0)
+    assert isinstance(made, DPALNetwork)
+    convolutions = [m for m in made.modules() if isinstance(m, nn.Conv2d)]
+    assert [tuple(m.weight.shape) for m in convolutions] == [
+        (128, 3, 4, 4), (128, 128, 5, 5), (256, 128, 5, 5),
+    ]  # fmt: skip
+    assert made.hidden_noise.shape == (128, 14, 14) and made.head.weight.shape == (10, 256)
+    method = recipe.method
+    assert method.encoder_sensitivity == 3 * (14**2 + 2) * 16 and recipe.training.batch_size == 1851
+    dpal_training.check_network(method, made)  # the formulas of the paper for this network
+    gamma_x = 9504 / 1851  # printed: 5.13
+    budget = (2 - 1) / (1 + 1 / gamma_x + 1 / (2 * gamma_x))
+    assert method.noise_scale(1851) == pytest.approx(9504 / 1851 / budget)
+
+
+def test_only_the_centre_of_an_image_is_read() -> None:
+    options = {"filters": [2, 3, 4], "kernels": [4, 5, 5], "side": 8, "dense": 6}
+    made = models.initialise(ModelSpec("dpal-cnn", (3, 12, 12), 10, options), 0)
+    x = torch.rand(2, 3, 12, 12, requires_grad=True)
+    (slope,) = torch.autograd.grad(made(x).square().sum(), x)
+    inside = torch.zeros(12, 12, dtype=torch.bool)
+    inside[2:10, 2:10] = True
+    assert bool((slope[..., inside] != 0).all()) and not bool(slope[..., ~inside].any())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filters": [4]}, "two or more numbers of filters"),
+        ({"kernels": [4]}, "a kernel for each"),
+        ({"kernel": 4}, "must be odd; give kernels"),
+        ({"side": 9}, "side: must be 0 to 8"),
+        ({"kernels": [4, 5], "side": 1}, "are too small"),
+    ],
+)
+def test_networks_that_cannot_be_built(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        models.initialise(ModelSpec("dpal-cnn", SHAPE, 10, {**OPTIONS, **options}), 0)
 
 
 def test_both_losses_are_the_expansions_at_zero() -> None:
@@ -317,3 +361,25 @@ def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     found = AuditFinding.read(path)
     assert found.proved == math.inf and found.claimed == pytest.approx(0.2)
     assert found.epsilon > 1 and found.assumptions == () and found.view == "the trained model"
+
+
+@pytest.mark.slow
+def test_one_run_refutes_three_convolutions_at_a_claim_of_two(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """The form of the CIFAR-10 network, small, on built-in data; dpal-cifar10-audited is the whole
+    one. By a fixed key: another finds other labels."""
+    run_without_ray(monkeypatch)
+    change = {
+        "privacy.run_key": "5a" * 32,
+        "model.options": {"filters": [16, 16, 16], "kernels": [4, 5, 5], "dense": 64},
+        "method.epsilon": 2.0, "method.epsilon_2": 1.0, "training.batch_size": 240,
+        "method.encoder_sensitivity": 288, "audit.canaries": 100, "audit.guesses": 40,
+    }  # fmt: skip
+    recipe = load_recipe(find_recipe("digits-dpal-audited"), change)
+    (tmp_path / "x.yaml").write_text(recipe.to_yaml())
+    done = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
+    assert done.code == 1 and "refutes the claim" in done.out, done.out + done.err
+    (path,) = (tmp_path / "runs").rglob("audit.json")
+    found = AuditFinding.read(path)
+    assert found.claimed == pytest.approx(2.0) and found.epsilon > 2

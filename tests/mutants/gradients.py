@@ -11,6 +11,33 @@ OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/training/model_setup.py",
+        "training/test_batch_norm",
+        (
+            "if not (mixes and open_run and recipe.method.name in _MIXING_METHODS):",
+            "if not mixes:",
+            "a private run may have BatchNorm",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/engine.py",
+        "training/test_batch_norm",
+        (
+            "if not isinstance(clipping, NoClipping):",
+            "if False:",
+            "sums over mixed records are called clipped",
+        ),
+    ),
+    *group(
+        "dpdist/training/worker.py",
+        "training/test_batch_norm",
+        (
+            "extra = execution.extra_checkpoint_state(model) | engine.batch_statistics",
+            "extra = execution.extra_checkpoint_state(model)",
+            "a crash forgets BatchNorm's statistics",
+        ),
+    ),
+    *group(
         "dpdist/gradients/objective.py", "gradients/test_objective",
         ("losses.flatten(1).mean(1)", "losses.flatten(1).sum(1)", "a record's outputs are added up"),
         ("            outputs = outputs.squeeze(-1)", "            pass", "one output of a column is refused"),

@@ -303,6 +303,35 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/mechanisms.py",
+        "privacy/test_mechanisms::test_a_direction_without_noise_costs_everything "
+        "privacy/test_mechanisms::test_noise_with_a_covariance_is_the_gaussian_of_its_mahalanobis_sensitivity",
+        (
+            "by_norm = float(np.linalg.norm(reach) / math.sqrt(values[0] - error))",
+            "by_norm = float(np.linalg.norm(reach) / math.sqrt(values[-1]))",
+            "noise with a covariance is as good as its strongest direction",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/claims.py",
+        "privacy/test_claims",
+        (
+            "math.sqrt(2) * threshold_std, _VOTE_ORDERS",
+            "threshold_std, _VOTE_ORDERS",
+            "a test of the most votes costs as an answer",
+        ),
+        (
+            "ordered[:, -1:] - ordered[:, :-1]",
+            "2 * (ordered[:, -1:] - ordered[:, :-1])",
+            "votes flip less often than they do",
+        ),
+        (
+            "slack = delta - steps * step_delta",
+            "slack = delta",
+            "the steps' own deltas are not paid",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/mechanisms.py",
         "privacy/test_mechanisms",
         (
             "m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)",

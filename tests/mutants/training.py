@@ -1205,9 +1205,37 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/provenance.py",
+        "test_conversion",
+        (
+            "if saw.casefold() == own.casefold():",
+            "if saw == own:",
+            "another spelling hides that a network of features saw the records",
+        ),
+        (
+            "if file_digest(folder / Path(name).name) != digest:",
+            "if False:",
+            "other features are believed to be those of the network",
+        ),
+    ),
+    *group(
+        "dpdist/conversion.py",
+        "test_conversion",
+        (
+            '(inputs, "draws random numbers"), (others, "mixes records of a batch")',
+            '(inputs, "draws random numbers"), (inputs, "mixes records of a batch")',
+            "features that depend on other records are taken",
+        ),
+        (
+            '"test" if _is_tested(name, test_fraction) else "train"',
+            '"test" if len(splits["train"]) > 4 else "train"',
+            "a patient's split depends on the others",
+        ),
+    ),
+    *group(
+        "dpdist/training/provenance.py",
         "training/test_provenance",
         (
-            'if card["extra"].get("model hash") != about["model"]:',
+            'if card["extra"].get("model hash") != model:',
             "if False:",
             "a card of another model is believed",
         ),
@@ -1227,7 +1255,7 @@ FAULTS: list[Fault] = [
             "a shortened list of seen records is believed",
         ),
         (
-            "name.casefold() == recipe.data.name.casefold():",
+            "name.casefold() == private.casefold():",
             "name == recipe.data.name:",
             "another spelling of the data's name hides what a release was trained on",
         ),

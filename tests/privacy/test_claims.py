@@ -12,6 +12,7 @@ from support.mechanisms import heterogeneous_std
 from dpdist.privacy import claims
 from dpdist.privacy.claims import published_claims
 from dpdist.privacy.mechanisms import (
+    gaussian_epsilon,
     mixed_gaussian_added_std,
     redistribution,
 )
@@ -258,3 +259,175 @@ def test_data_dependent_redistribution_tells_neighbours_apart():
 
     scales[1] = scales[0]  # the same r: nothing to see
     assert accuses(scales[0]) == 0
+
+
+# ---- composition
+
+
+def test_advanced_composition_is_the_theorem_and_never_below_the_optimal_one():
+    mpmath = pytest.importorskip("mpmath")
+    for e, d, k, total in [(0.1, 0.0, 100, 1e-5), (0.5, 1e-8, 10, 1e-6), (0.01, 1e-10, 2000, 1e-6)]:
+        with mpmath.workdps(40):
+            slack = mpmath.mpf(total) - k * mpmath.mpf(d)
+            spread = mpmath.sqrt(2 * k * mpmath.log(1 / slack)) * e
+            exact = float(spread + k * e * (mpmath.exp(e) - 1))
+        advanced = claims.advanced_composition_epsilon(e, d, k, total)
+        assert advanced == pytest.approx(exact, rel=1e-9)
+        optimal = claims.optimal_composition_epsilon(e, d, k, total)
+        assert 0 < optimal <= min(advanced, k * e)
+
+
+@pytest.mark.parametrize(("e", "d", "k"), [(0.3, 0.0, 7), (0.5, 1e-3, 4), (2.0, 0.0, 1)])
+def test_optimal_composition_is_that_of_randomised_response_by_counting_answers(e, d, k):
+    """All answers of k randomised responses, each of which gives all away with probability d."""
+    import itertools
+
+    epsilon = claims.optimal_composition_epsilon(e, d, k, k * d + 1e-2)
+    p = math.exp(e) / (1 + math.exp(e))
+
+    def profile(at: float) -> float:
+        whole = 0.0
+        for answers in itertools.product((True, False), repeat=k):
+            mine, other = (
+                math.prod(share if a == right else 1 - share for a in answers)
+                for right, share in ((True, p), (False, p))
+            )
+            whole += max(0.0, mine - math.exp(at) * other)
+        return 1 - (1 - d) ** k * (1 - whole)
+
+    assert profile(epsilon) <= k * d + 1e-2 < profile(epsilon - 1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(0.1, 1e-6, 10, 1e-5), (0.0, 0.0, 1, 0.1), (0.1, 1.0, 1, 0.1), (0.1, 0.0, 0, 0.1)]
+)
+def test_composition_of_nothing_is_refused(wrong):
+    for theorem in (claims.advanced_composition_epsilon, claims.optimal_composition_epsilon):
+        with pytest.raises(ValueError):
+            theorem(*wrong)
+
+
+def test_the_central_limit_is_no_bound():
+    exact = float(gaussian_epsilon(1e-5, 4.0))
+    assert claims.clt_epsilon(1.0, 4.0, 1, 1e-5) > exact  # expm1(x) > x: above without sampling
+    proved = claims._dp_sgd(60_000, 600, 1.1, 1000).epsilon
+    near = claims.clt_epsilon(0.01, 1.1, 1000, 1e-5)
+    assert near < proved < 1.2 * near  # below what is proved: never to be charged
+    assert claims.advanced_dp_sgd_epsilon(0.01, 1.1, 1000, 1e-5) > proved
+    assert claims.clt_epsilon(0.01, 0.01, 1000, 1e-5) == math.inf
+
+
+# ---- PATE by its votes
+
+
+def argmax_law(votes, std):
+    """Probabilities that noisy votes name each class, by integration over the winner's count."""
+    votes = np.asarray(votes, float)
+    grid = np.linspace(-12, 12, 4801)
+    found = []
+    for place, count in enumerate(votes):
+        others = np.delete(votes, place)
+        below = stats.norm.cdf((count - others)[:, None] / std + grid).prod(axis=0)
+        found.append(np.trapezoid(stats.norm.pdf(grid) * below, grid))
+    return np.array(found)
+
+
+def renyi(p, q, order):
+    return float(np.log(np.sum(p**order * q ** (1 - order))) / (order - 1))
+
+
+@pytest.mark.parametrize("votes", [[30, 5, 2], [20, 18, 0], [40, 0], [12, 12, 12]])
+def test_the_cost_of_votes_is_above_every_neighbour_s_renyi_divergence(votes):
+    """By the laws themselves, against all votes that one teacher's change makes."""
+    std, orders = 6.0, np.array([1.5, 2.0, 4.0, 8.0, 16.0])
+    log_q = claims.vote_flip_log_probability(np.array([votes]), std)
+    own = argmax_law(votes, std)
+    missed = 1 - own.max()
+    assert missed <= math.exp(log_q[0]) * (1 + 1e-6)
+    bound = claims.data_dependent_rdp(log_q, std, orders)[0]
+    assert np.all(bound <= orders / std**2)
+    for giver in range(len(votes)):
+        for taker in range(len(votes)):
+            if giver == taker or votes[giver] == 0:
+                continue
+            changed = np.array(votes)
+            changed[giver] -= 1
+            changed[taker] += 1
+            there = argmax_law(changed, std)
+            for order, most in zip(orders, bound, strict=True):
+                assert max(renyi(own, there, order), 0.0) <= most + 1e-7
+
+
+def test_the_cost_of_votes_is_the_theorem_s_in_high_precision():
+    mpmath = pytest.importorskip("mpmath")
+    std, order, votes = 40.0, 12.0, [240, 6, 4]
+    log_q = claims.vote_flip_log_probability(np.array([votes]), std)
+    with mpmath.workdps(50):
+        q = sum(mpmath.erfc((votes[0] - n) / (2 * mpmath.mpf(std))) / 2 for n in votes[1:])
+        assert float(mpmath.log(q)) == pytest.approx(float(log_q[0]), rel=1e-12)
+        m2 = std * mpmath.sqrt(-mpmath.log(q))
+        m1 = m2 + 1
+        e1, e2 = m1 / std**2, m2 / std**2
+        assert q <= mpmath.exp((m2 - 1) * e2) / (m1 / (m1 - 1) * m2 / (m2 - 1)) ** m2
+        a = (1 - q) / (1 - (q * mpmath.exp(e2)) ** ((m2 - 1) / m2))
+        b = mpmath.exp(e1) / q ** (1 / (m1 - 1))
+        value = mpmath.log((1 - q) * a ** (order - 1) + q * b ** (order - 1)) / (order - 1)
+    found = claims.data_dependent_rdp(log_q, std, np.array([order]))[0, 0]
+    assert found == pytest.approx(float(value), rel=1e-8) and found < order / std**2
+
+
+def test_costs_of_votes_grow_with_disagreement_up_to_the_bound_without_votes():
+    agreed, split = [[250, 0, 0]], [[126, 124, 0]]
+    told = []
+    for top in (250, 220, 190, 160, 126):
+        votes = np.array([[top, 250 - top, 0]] * 400)
+        found = claims.data_dependent_pate_claims(votes, 40.0)
+        assert found["all pass"] == found["expected"] and found["all pass"].kind == "claimed"
+        told.append(found["all pass"].epsilon)
+    fixed = claims.pate_guarantee(400, 400, math.inf, 40.0).epsilon
+    assert told == sorted(told) and told[0] < fixed / 5 and told[-1] == fixed
+    tested = claims.data_dependent_pate_claims(np.array((agreed + split) * 50), 40.0, 200.0, 100.0)
+    proved = claims.pate_guarantee(100, 100, 100.0, 40.0).epsilon
+    assert tested["expected"].epsilon < tested["all pass"].epsilon <= proved
+    assert "the figure is private" in tested["expected"].assumptions
+    quiet = claims.data_dependent_pate_claims(np.array([[10**6, 0]]), 1.0)
+    assert quiet["all pass"].epsilon == pytest.approx(math.log(1e5) / 5000, rel=1e-6)
+
+
+def test_a_test_of_the_most_votes_costs_its_own_sensitivity():
+    """One count moves by one: above the divergence of passing and not, which has two outcomes."""
+    std, most, threshold = 40.0, 320, 200.0
+    rarer = float(stats.norm.logcdf((threshold - most) / std))
+    orders = 1 + np.geomspace(0.05, 5000.0, 400)
+    bound = claims.data_dependent_rdp(np.array([rarer]), math.sqrt(2) * std, orders)[0]
+    own = stats.norm.cdf((most - threshold) / std)
+    for moved in (-1, 1):
+        there = stats.norm.cdf((most + moved - threshold) / std)
+        for order in (1.5, 2.0, 8.0, 32.0):
+            laws = (np.array([x, 1 - x]) for x in (own, there))
+            (most_here,) = claims.data_dependent_rdp(
+                np.array([rarer]), math.sqrt(2) * std, np.array([order])
+            )[0]
+            assert renyi(*laws, order) <= most_here <= order / (2 * std**2)
+    votes = np.array([[most, 0]] * 400)
+    found = claims.data_dependent_pate_claims(votes, 1e7, threshold, std)["all pass"].epsilon
+    alone = float(np.min(400 * bound + math.log(1e5) / (orders - 1)))
+    assert found == pytest.approx(alone, rel=1e-6)
+    assert found < claims.pate_guarantee(400, 400, std, 1e7).epsilon / 2
+
+
+def test_nothing_plans_or_charges_by_votes_or_by_the_central_limit():
+    """The functions are named in the calculator alone."""
+    from pathlib import Path
+
+    import dpdist
+
+    folder = Path(dpdist.__file__).parent
+    names = ("data_dependent_", "clt_epsilon", "advanced_", "optimal_composition")
+    users = {
+        str(path.relative_to(folder.parent))
+        for room in ("dpdist", "tuning", "cluster")
+        for path in (folder.parent / room).rglob("*.py")
+        if any(name in path.read_text() for name in names)
+    }
+    assert users == {"dpdist/privacy/claims.py", "dpdist/cli/account.py"}

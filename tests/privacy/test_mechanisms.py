@@ -212,6 +212,57 @@ def test_mixed_noise():
     assert math.hypot(credited, math.sqrt(0.01)) < 0.2
 
 
+def test_noise_with_a_covariance_is_the_gaussian_of_its_mahalanobis_sensitivity():
+    """The loss of N(v, S) against N(0, S) has mean ||S^(-1/2) v||^2 / 2: the worst v is found."""
+    rng = np.random.Generator(np.random.Philox(3))
+    root = rng.normal(size=(4, 4))
+    noise = root @ root.T + 0.1 * np.eye(4)
+    reach = m.mahalanobis_sensitivity(noise, 2.0)
+    differences = rng.normal(size=(20_000, 4))
+    differences *= 2 / np.linalg.norm(differences, axis=1, keepdims=True)
+    seen = np.sqrt(np.einsum("ni,ni->n", differences @ np.linalg.inv(noise), differences))
+    assert 0.97 * reach < seen.max() <= reach
+    bounds = np.array([1.0, 0.5, 2.0, 0.1])
+    corners = bounds * (1 - 2 * ((np.arange(16)[:, None] >> np.arange(4)) & 1))
+    worst = np.sqrt(np.einsum("ni,ni->n", corners @ np.linalg.inv(noise), corners)).max()
+    assert worst <= m.mahalanobis_sensitivity(noise, bounds) * (1 + 1e-9)
+
+
+def test_multivariate_noise_generalises_hgm_and_transdenoiser_s_theorem_does_not():
+    """HGM's noise is the diagonal case, exactly; by the least eigenvalue alone it costs 7 times."""
+    r, bounds = np.array([0.99, 0.01]), np.array([1.0, 0.1])
+    noise = np.diag(2 * r)
+    own = m.mahalanobis_sensitivity(noise, bounds)
+    assert own == pytest.approx(m.weighted_sensitivity(bounds, r), rel=1e-12)
+    by_least = float(np.linalg.norm(bounds) / math.sqrt(noise.min()))  # Theorem 1's condition
+    assert by_least > 7 * own
+    sigma = m.extended_gaussian_scale(1.0, 1e-5, own)  # HGM's noise for epsilon 1
+    assert m.classical_gaussian_formula(1.0, 1e-5, by_least) > 7 * sigma  # what Theorem 1 asks
+    assert m.gaussian_delta(1.0, sigma, own) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("noise", "bounds", "message"),
+    [
+        ([[1.0, 0.5], [0.0, 1.0]], 1.0, "must be symmetric"),
+        ([[1.0, 2.0], [2.0, 1.0]], 1.0, "negative eigenvalue"),
+        ([1.0, 1.0], 1.0, "square matrix"),
+        (np.eye(2), [1.0, 1.0, 1.0], "or 2, got"),
+        (np.eye(2), 0.0, "one number > 0"),
+        (np.full((2, 2), np.nan), 1.0, "finite"),
+    ],
+)
+def test_what_is_no_covariance_is_refused(noise, bounds, message):
+    with pytest.raises(ValueError, match=message):
+        m.mahalanobis_sensitivity(noise, bounds)
+
+
+def test_a_direction_without_noise_costs_everything():
+    thin = np.outer([1.0, 2.0, 2.0], [1.0, 2.0, 2.0])
+    assert m.mahalanobis_sensitivity(thin, 1.0) == math.inf
+    assert m.mahalanobis_sensitivity(thin + 4 * np.eye(3), 1.0) == pytest.approx(0.5, rel=1e-9)
+
+
 def test_laplace_profile_by_integration():
     for epsilon, b in [(0.2, 1.0), (0.0, 2.0), (1.5, 0.5)]:
         value, _ = integrate.quad(

@@ -1,0 +1,279 @@
+"""Data sets of other forms: features of a network that saw no private record, and patients."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from support import foreign
+from support.datasets import png, write_images
+from support.local_execution import call
+from support.training import train
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.conversion import convert_patients, make_features
+from dpdist.core.errors import UserError
+from dpdist.importing import ForeignModel
+from dpdist.models import ModelSpec
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse_recipe
+from dpdist.training.job import prepare
+from dpdist.training.provenance import FEATURES_FILE, write_provenance
+
+pytestmark = pytest.mark.guarantee
+
+FACTORY = "support.foreign:net"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "net.pt"
+    torch.save(foreign.trained().state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    network = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
+    target = tmp_path_factory.mktemp("made") / "digit-features"
+    return make_features("digits", network, target, saw="letters")
+
+
+def rows(folder: Path, split: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = pq.read_table(folder / f"{split}.parquet").to_pydict()
+    return found
+
+
+# --- features ---------------------------------------------------------------------------------
+
+
+def test_features_are_what_the_network_gives_each_record_alone(made: Path) -> None:
+    network = foreign.trained()
+    for split in ("train", "test"):
+        records, found = data.load(data.DataSource("digits", 10), split), rows(made, split)
+        assert found["label"] == list(map(int, records.labels))
+        for place in (0, 1, 255, 256, len(records) - 1):
+            with torch.inference_mode():
+                x = records.batch(slice(place, place + 1))
+                own = network.features((x - 0.3) / 0.4)[0]
+            assert torch.allclose(torch.tensor(found["features"][place]), own, atol=1e-5)
+
+
+def recipe_on(made: Path) -> Any:
+    raw = {
+        "name": "x", "data": {"name": made.name, "root": str(made.parent),
+                              "columns": {"features": ["features"]}},
+        "model": {"name": "linear"}, "method": {"name": "dp-sgd"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "clip_norm": 1.0},
+        "training": {"batch_size": 32, "steps": 2, "learning_rate": 0.1},
+    }  # fmt: skip
+    return parse_recipe(raw, "x")
+
+
+def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "x")
+    train(recipe_on(made), folder)
+    facts = read_facts(folder)
+    said = {"features by a network trained on": "letters (declared, not checked)"}
+    assert facts.training_data_by_part == said
+    assert any("letters: declared only" in line for line in facts.assumptions)
+    record = json.loads(folder.pretraining_record.read_text())
+    assert record["part"] == "features" and not record["checked"]
+    written = json.loads((made / FEATURES_FILE).read_text())
+    assert written["features"] == 64 and written["data"] == "digits/train"
+    assert list(written["weights"]) == ["net.pt"]
+
+
+def test_other_features_than_those_are_refused(made: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    table = pq.read_table(copy / "train.parquet")
+    pq.write_table(table.slice(1), copy / "train.parquet")
+    with pytest.raises(UserError, match=r"is not the file that features.json speaks of"):
+        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
+
+
+class Mixing(foreign.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Drawing(foreign.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
+def headless(num_classes: int = 10) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("name", "saw", "message"),
+    [
+        (FACTORY, None, "--saw: must say what"),
+        (FACTORY, "", "--saw: must say what"),
+        (FACTORY, "Digits", "must be other data than digits"),
+        (f"{__name__}:Mixing", "letters", "mixes records of a batch"),
+        (f"{__name__}:Drawing", "letters", "draws random numbers|two passes|differ"),
+        (f"{__name__}:headless", "letters", "must end in"),
+    ],
+)
+def test_networks_that_make_no_features(
+    name: str, saw: str | None, message: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "data" / "made"
+    with pytest.raises(UserError, match=message):
+        make_features("digits", ForeignModel(name), target, saw=saw)
+    assert not target.parent.exists()
+
+
+def saved(folder: Path, seen: data.Dataset | None) -> Path:
+    spec = ModelSpec("mlp", (1, 8, 8), 10, {"hidden": [6]})
+    models.save(models.initialise(spec, 0), spec, folder)
+    if seen is not None:
+        write_provenance(folder, seen, {"made_by": {}})
+    return folder
+
+
+def test_a_folder_s_network_that_saw_private_records_is_refused(tmp_path: Path) -> None:
+    own, other = (data.load(data.DataSource("digits", 10), split) for split in ("train", "test"))
+    target = tmp_path / "made"
+    with pytest.raises(UserError, match="private records of digits/train are among the public"):
+        make_features("digits", saved(tmp_path / "own", own), target)
+    with pytest.raises(UserError, match="nothing says what it was trained on"):
+        make_features("digits", saved(tmp_path / "silent", None), target)
+    with pytest.raises(UserError, match="--saw: must be left out"):
+        make_features("digits", saved(tmp_path / "said", other), target, saw="letters")
+    assert not target.exists()
+    make_features("digits", tmp_path / "said", target)
+    about = json.loads((target / FEATURES_FILE).read_text())
+    assert about["checked"] and about["assumed"] is None
+    assert "none of them is among the private records (compared by content)" in about["saw"]
+    with pytest.raises(UserError, match="is there already"):
+        make_features("digits", tmp_path / "said", target)
+
+
+def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path) -> None:
+    rng = np.random.Generator(np.random.Philox(1))
+    folder = tmp_path / "pictures"
+    for split, count in (("train", 7), ("test", 4)):
+        images = rng.integers(0, 256, (count, 12, 10), dtype=np.uint8)
+        path = write_images(folder, split, images)
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("who", [[f"p{n}" for n in range(count)]]), path)
+    network = ForeignModel(FACTORY, input_shape=(1, 8, 8))
+    done = make_features(str(folder), network, tmp_path / "made", saw="nothing", group="who")
+    found = rows(done, "train")
+    assert found["who"] == [f"p{n}" for n in range(7)] and len(found["features"][0]) == 64
+
+
+def test_the_command_makes_a_set_that_init_takes(weights: Path, tmp_path: Path) -> None:
+    asked = ("data", "features", "digits", "--name", "made", "--model", FACTORY, "--data-root",
+             tmp_path, "--weights", weights, "--normalize", "0.3/0.4")  # fmt: skip
+    assert "--saw" in str(call(*asked).exception)
+    done = call(*asked, "--saw", "letters")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "64 features each" in done.output and f"dpdist init {tmp_path / 'made'}" in done.output
+
+
+# --- patients ---------------------------------------------------------------------------------
+
+
+def patients(folder: Path, count: int = 12, size: tuple[int, int] = (6, 6)) -> Path:
+    rng = np.random.Generator(np.random.Philox(2))
+    for patient in range(count):
+        for label in ("0", "1") if patient % 3 else ("0",):
+            where = folder / f"{9000 + patient}" / label
+            where.mkdir(parents=True)
+            for number in range(2):
+                (where / f"{number}.png").write_bytes(
+                    png(rng.integers(1, 256, (*size, 3), dtype=np.uint8))
+                )
+    return folder
+
+
+def pixels(image: dict[str, Any]) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(image["bytes"])))
+
+
+def test_each_patient_is_in_one_split_whoever_else_is_there(tmp_path: Path) -> None:
+    source = patients(tmp_path / "idc")
+    made = convert_patients(source, tmp_path / "made", size=(6, 6), test_fraction=0.4)
+    sides = {split: set(rows(made, split)["patient"]) for split in ("train", "test")}
+    assert sides["train"] and sides["test"] and not sides["train"] & sides["test"]
+    for split in sides:
+        found = rows(made, split)
+        for image, label, who in zip(
+            *(found[k] for k in ("image", "label", "patient")), strict=True
+        ):
+            file = source / who / str(label) / image["path"]
+            assert image["bytes"] == file.read_bytes()
+    count = sum(len(rows(made, split)["label"]) for split in sides)
+    assert count == len(list(source.rglob("*.png")))
+    patients(tmp_path / "more", 20)
+    more = convert_patients(tmp_path / "more", tmp_path / "again", size=(6, 6), test_fraction=0.4)
+    for split, members in sides.items():
+        assert members <= set(rows(more, split)["patient"])
+    loaded = data.load(data.DataSource("made", 2, tmp_path), "train")
+    assert loaded.input_shape == (3, 6, 6)
+
+
+def test_other_sizes_are_refused_padded_or_resized(tmp_path: Path) -> None:
+    source = patients(tmp_path / "idc")
+    odd = np.full((4, 5, 3), 200, np.uint8)
+    (source / "9000" / "0" / "odd.png").write_bytes(png(odd))
+    with pytest.raises(UserError, match=r"odd.png: must be 6 x 6 pixels, got 4 x 5; --fit pad"):
+        convert_patients(source, tmp_path / "data" / "made", size=(6, 6), test_fraction=0.4)
+    assert not (tmp_path / "data").exists()
+    fitted = {}
+    for fit in ("pad", "resize"):
+        made = convert_patients(
+            source,
+            tmp_path / fit,
+            size=(6, 6),
+            fit=fit,
+            test_fraction=0.4,  # type: ignore[arg-type]
+        )
+        for split in ("train", "test"):
+            for image in rows(made, split)["image"]:
+                if image["path"] == "odd.png":
+                    fitted[fit] = pixels(image)
+    assert (fitted["pad"][1:5, 0:5] == 200).all() and fitted["pad"].sum() == 4 * 5 * 3 * 200
+    assert fitted["resize"].shape == (6, 6, 3) and (fitted["resize"] == 200).all()
+    big = patients(tmp_path / "big", size=(8, 8))
+    with pytest.raises(UserError, match="--fit pad is for smaller ones"):
+        convert_patients(big, tmp_path / "x", size=(6, 6), fit="pad", test_fraction=0.4)
+
+
+def test_folders_that_are_no_patients(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        convert_patients(tmp_path / "none", tmp_path / "x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="two classes or more"):
+        convert_patients(tmp_path / "empty", tmp_path / "x")
+    source = patients(tmp_path / "idc")
+    with pytest.raises(UserError, match="none of 12 patients is in the test split"):
+        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=1e-9)
+    grey = source / "9000" / "0" / "grey.png"
+    grey.write_bytes(png(np.zeros((6, 6), np.uint8)))
+    with pytest.raises(UserError, match="three colours"):
+        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=0.4)
+    grey.unlink()
+    (tmp_path / "elsewhere.png").write_bytes(png(np.zeros((6, 6, 3), np.uint8)))
+    grey.symlink_to(tmp_path / "elsewhere.png")
+    with pytest.raises(UserError, match="must not lead out"):
+        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=0.4)
+    assert not (tmp_path / "x").exists()
+    done = call("data", "patients", source, "--size", "6", "--data-root", tmp_path)
+    assert "--size: must be H,W" in str(done.exception)

@@ -1,0 +1,117 @@
+"""BatchNorm in runs without privacy: torch's own gradient, refused wherever something is proved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import make, train, train_and_crash
+from torch import nn
+
+from dpdist import models
+from dpdist.core.errors import UserError
+from dpdist.gradients.clipping import FlatClipping, NoClipping
+from dpdist.gradients.engine import GradientEngine, WholeBatchEngine, cross_entropy
+from dpdist.models import ModelSpec
+from dpdist.runs.folder import RunFolder
+from dpdist.training import model_setup
+from dpdist.training.job import prepare
+
+pytestmark = pytest.mark.guarantee
+
+OPEN = {
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": "5a" * 32,
+}  # fmt: skip
+SMALL = {"name": "resnet-rp", "options": {"width": 8, "norm": "batch"}}
+
+
+def network() -> nn.Module:
+    return models.initialise(
+        ModelSpec("resnet-rp", (1, 8, 8), 10, {"width": 8, "norm": "batch"}), 0
+    )
+
+
+def run(tmp: Path, name: str = "run", **more: Any) -> tuple[Any, RunFolder]:
+    base: dict[str, Any] = {
+        "data": {"name": "digits", "max_train": 300}, "model": SMALL, "privacy": OPEN,
+        "training": {"batch_size": 60, "steps": 4, "learning_rate": 0.1},
+    }  # fmt: skip
+    return make(tmp, name, **{**base, **more})
+
+
+def test_the_sum_is_autograd_s_gradient_of_the_whole_batch() -> None:
+    engine = WholeBatchEngine(network(), cross_entropy, clipping=NoClipping())
+    x, y = torch.rand(24, 1, 8, 8), torch.arange(24) % 10
+    found = engine.clipped_sum(x, y)
+    own = network().train()
+    loss = nn.functional.cross_entropy(own(x), y, reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None])
+    assert torch.allclose(found.flat.float(), expected, rtol=1e-4, atol=1e-5)
+    assert found.loss_sum == pytest.approx(float(loss.detach()), rel=1e-5) and found.examples == 24
+    for name, buffer in own.named_buffers():
+        assert torch.allclose(engine.batch_statistics[name], buffer, atol=1e-6)
+    assert len(engine.batch_statistics) == 21 and math.isinf(engine.sensitivity)
+    empty = engine.clipped_sum(x[:0], y[:0])
+    assert empty.examples == 0 and not empty.flat.any()
+
+
+def test_no_engine_that_clips_takes_it() -> None:
+    for clipping in (FlatClipping(1.0), NoClipping()):
+        with pytest.raises(UserError, match="normalises over the batch"):
+            GradientEngine(network(), cross_entropy, clipping=clipping)
+    with pytest.raises(UserError, match=r"privacy.clipping: must be none"):
+        WholeBatchEngine(network(), cross_entropy, clipping=FlatClipping(1.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"privacy": {"noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0}}, "over the batch"),
+        ({"privacy": {"noise_multiplier": 0, "delta": 1e-5, "clip_norm": 1.0}}, "over the batch"),
+        ({"privacy": {"epsilon": 2.0, "delta": 1e-5, "clip_norm": 1.0}}, "over the batch"),
+        ({"method": {"name": "dplis", "radius": 1.0}}, "over the batch"),
+        ({"resources": {"workers": 2}}, "resources.workers: must be 1"),
+        ({"training": {"batch_size": 60, "steps": 4, "learning_rate": 0.1, "reproducible": True}},
+         "training.reproducible: must be false"),
+    ],
+)  # fmt: skip
+def test_runs_that_refuse_it(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    recipe, _ = run(tmp_path, **more)
+    with pytest.raises(UserError, match=message):
+        model_setup.build_engine(recipe, network())
+
+
+def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:
+    recipe, folder = run(tmp_path)
+    assert prepare(recipe, folder, "test").plan.guarantee().epsilon == math.inf
+    train(recipe, folder)
+    model = models.load(folder.model_folder)
+    moved = [b for n, b in model.named_buffers() if n.endswith("running_mean")]
+    assert len(moved) == 7 and all(bool(each.any()) for each in moved)
+    x = torch.rand(9, 1, 8, 8)
+    with torch.inference_mode():  # by stored statistics: alone as in company
+        assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_residual_noise_goes_with_it(tmp_path: Path) -> None:
+    method = {"name": "residual", "gamma": 0.5, "pi": 0.1, "input_norm": 7.5}
+    recipe, folder = run(tmp_path, method=method)
+    assert bool(train(recipe, folder).isfinite().all())
+
+
+@pytest.mark.slow
+def test_statistics_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = {"checkpoint_seconds": 1e-9}
+    recipe, folder = run(tmp_path, "whole", resources=checkpoints)
+    expected = train(recipe, folder)
+    recipe, again = run(tmp_path, "cut", resources=checkpoints)
+    train_and_crash(recipe, again, monkeypatch, 2)
+    assert torch.equal(train(recipe, again), expected)
+    whole, cut = (dict(models.load(f.model_folder).named_buffers()) for f in (folder, again))
+    for name, buffer in whole.items():
+        assert torch.equal(buffer, cut[name])
