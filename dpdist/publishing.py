@@ -208,7 +208,7 @@ def _text_record(facts: Facts) -> dict[str, Any] | None:
     assert column is not None
     if column.settings is not None:
         found |= {"settings": True} | ({"chat": True} if column.shows_chats else {})
-    return found
+    return found | ({"bos_eos": True} if text.bos_eos else {})
 
 
 def _script_documents(facts: Facts) -> dict[str, Any] | None:
