@@ -439,7 +439,7 @@ class TextColumn:
                 f"data.text.bos_eos: must be false, as {self.tokenizer} and the {SETTINGS_FILE} "
                 "beside it name no token that begins or ends a text; give the folder that "
                 "save_pretrained wrote, or leave it out",
-                see="how-to/text.md",
+                see="how-to/text.md#the-next-word",
             )
         return begin, end
 
