@@ -208,7 +208,7 @@ def _text_record(facts: Facts) -> dict[str, Any] | None:
     assert column is not None
     if column.settings is not None:
         found |= {"settings": True} | ({"chat": True} if column.shows_chats else {})
-    return found
+    return found | ({"bos_eos": True} if text.bos_eos else {})
 
 
 def _script_documents(facts: Facts) -> dict[str, Any] | None:
@@ -447,8 +447,9 @@ def _rebuild(facts: Facts, copied_model: Path, factory: str) -> None:
         if record.get("text") is None:
             raise UserError(
                 f"{facts.folder.path}: its documents must have come with their tokenizer, to be "
-                "asked for texts: make them by dpdist.documents(rows, tokenizer, length=...), or "
-                "write the adapter alone by dpdist.integrations.transformers.save_adapter"
+                "asked for texts: make them by dpdist.documents(rows, tokenizer, length=...), give "
+                "PrivateTrainer its processing_class=tokenizer, or write the adapter alone by "
+                "dpdist.integrations.transformers.save_adapter"
             )
         built = replace(built, classes=int(record["outputs"].shape[2]), following=True)
     module = models.initialise(built, 0)

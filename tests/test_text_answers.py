@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import write_split
+from support.optional_extras import needs_hf
 from support.training import make, train
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from dpdist.cli.main import app
 from dpdist.core.console import format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BEGIN
+from dpdist.core.optional_imports import import_extra
 from dpdist.data.text import TextColumn, WordList
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.publishing import write_release
@@ -257,6 +260,128 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
         "<begin>", "<end>", "<unknown>", "the", "cat",
     ]  # fmt: skip
     assert models.NO_CLASS == -1
+
+
+# --- the begin and end of a text
+
+
+def words_in(folder: Path, names: dict[str, str], own: str = "") -> Path:
+    """A tokenizer of words as `save_pretrained` writes it, which names these marks.
+
+    own: what it puts around a text by itself, such as "<s> $A".
+    """
+    needs_hf()
+    tokenizers = import_extra("tokenizers", "hf", "tests")
+    transformers = import_extra("transformers", "hf", "tests")
+    vocabulary = {"<s>": 0, "</s>": 1, "[UNK]": 2} | {w: k + 3 for k, w in enumerate(WORDS_OF)}
+    cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    cutter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    cutter.add_special_tokens(["<s>", "</s>"])
+    if own:
+        marks = [("<s>", 0), ("</s>", 1)]
+        cutter.post_processor = tokenizers.processors.TemplateProcessing(
+            single=own, special_tokens=marks
+        )
+    folder.mkdir(parents=True)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=cutter, **names)
+    made.save_pretrained(folder)
+    return folder / TOKENIZER
+
+
+BOTH_MARKS = {"bos_token": "<s>", "eos_token": "</s>"}
+END_ALONE, ONE_MARK = {"eos_token": "</s>"}, {"bos_token": "</s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "short", "empty", "cut", "beginning"),
+    [  # of "the cat", of no text, of eight words that are cut to five tokens, of "the" that goes on
+        (BOTH_MARKS, "", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
+        (BOTH_MARKS, "<s> $A", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
+        (BOTH_MARKS, "$A </s>", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
+        (BOTH_MARKS, "<s> $A </s>", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
+        (END_ALONE, "", [3, 4, 1], [1], [3, 3, 3, 3, 3], [3]),
+        (ONE_MARK, "", [1, 3, 4, 1], [1, 1], [1, 3, 3, 3, 3], [1, 3]),
+        (ONE_MARK, "</s> $A", [1, 3, 4, 1], [1, 1], [1, 3, 3, 3, 3], [1, 3]),
+    ],
+)
+def test_a_document_has_one_begin_and_one_end(tmp_path, names, own, short, empty, cut, beginning):
+    file = words_in(tmp_path / "cutter", names, own)
+    column = TextColumn(length=5, tokenizer=file, predicts_next_token=True, bos_eos=True)
+
+    def row(text: str) -> list[int]:
+        return [int(each) for each in column.tokenize_one(text)[0] if each >= 0]
+
+    assert (row("the cat"), row(""), row("the " * 8)) == (short, empty, cut)
+    assert row("the " * (5 - len(short) + 2)) == [*short[:-3], *[3] * (7 - len(short)), 1]
+    assert column.tokenize_beginning("the").tolist() == beginning
+    assert 1 in column.ends
+    if own == "":
+        plain = replace(column, bos_eos=False)
+        assert plain.tokenize_one("the cat").tolist() == [[3, 4, -1, -1, -1]]
+        assert column.content_description != plain.content_description
+        other = replace(plain, length=5)
+        assert other.content_description == plain.content_description
+
+
+@pytest.mark.parametrize("case", ["no names", "no settings", "unknown"])
+def test_a_tokenizer_that_names_no_mark_is_refused(tmp_path, case):
+    file = words_in(tmp_path / "cutter", {"no names": {}, "no settings": BOTH_MARKS}.get(case, {}))
+    if case == "no settings":
+        (file.parent / "tokenizer_config.json").unlink()
+    if case == "unknown":  # a token that tokenizer.json does not have, which no model was made for
+        settings = json.loads((file.parent / "tokenizer_config.json").read_text())
+        (file.parent / "tokenizer_config.json").write_text(
+            json.dumps({**settings, "bos_token": "<new>"})
+        )
+    column = TextColumn(length=5, tokenizer=file, predicts_next_token=True, bos_eos=True)
+    for ask in (column.tokenize_one, column.tokenize_beginning):
+        with pytest.raises(UserError, match=r"^data\.text\.bos_eos: must be false, as .*name no"):
+            ask("the cat")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ({"bos_eos": True}, "bos_eos: must be false without tokenizer"),
+        ({"bos_eos": True, "words": 5}, "bos_eos: must be false without tokenizer"),
+        ({"bos_eos": True, "tokenizer": "t", "messages": "m"}, "bos_eos: must be false beside"),
+    ],
+)
+def test_marks_of_tokens_that_have_some_are_refused(tmp_path, text, rule):
+    data = {"name": "own", "root": "d", "text": {"predict": "next", **text}}
+    with pytest.raises(UserError, match=rf"data\.text\.{rule}"):
+        make(tmp_path, data=data)
+
+
+def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
+    text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
+    run = made(tmp_path, "marks", "next", text, {"name": "next-word-mlp", "options": {}})
+    assert "bos_eos: true" in (run.path / "recipe.yaml").read_text()
+    release = dpdist.load(run.release_folder)
+    record = json.loads((run.release_folder / DESCRIPTION).read_text())
+    assert record["text"]["bos_eos"] is True
+    answerer = release.text_answerer
+    assert answerer.column.bos_eos and answerer.column.ends == {1}
+    asked = []
+
+    def scores(tokens: np.ndarray) -> torch.Tensor:
+        asked.append(tokens.tolist())
+        found = torch.full((len(WORDS_OF) + 3,), -50.0)
+        found[1 if len(tokens) == 3 else 4] = 50.0  # cat, cat, and the end
+        return found
+
+    monkeypatch.setattr(answerer, "next_scores", scores)
+    sampling = generation.Sampling(1, 9, 1.0, 3)
+    assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
+    assert asked == [[0], [0, 4], [0, 4, 4]]
+    dict(verify_release(run.release_folder))
+    said("generate", run.release_folder, "--to", tmp_path / "texts", "--tokens", 3)
+    said("predict", run.release_folder, "--text", "the cat")
+
+
+def test_without_marks_nothing_is_written_of_them(following):
+    assert "bos_eos" not in (following.path / "recipe.yaml").read_text()
+    assert "bos_eos" not in (following.release_folder / DESCRIPTION).read_text()
 
 
 # --- sampled texts

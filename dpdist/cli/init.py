@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,8 +43,8 @@ _Folder = Annotated[
     Path,
     typer.Argument(
         callback=path_callback(),
-        help="Of the data: train.parquet and test.parquet, train.csv and test.csv, or "
-        "train/CLASS/*.png and test/CLASS/*.png.",
+        help="Of the data: train.parquet and test.parquet, train.csv and test.csv, train.jsonl and "
+        "test.jsonl, or train/CLASS/*.png and test/CLASS/*.png.",
     ),
 ]
 _RecipeFile = Annotated[
@@ -62,6 +63,11 @@ _Features = Annotated[
 _Group = Annotated[
     str | None, option("Column that says whom a record belongs to; no feature.", None, "--group")
 ]
+_Base = Annotated[
+    Path | None,
+    path_option("Folder of a causal model and its tokenizer, for chats and texts.", "--base"),
+]
+_Saw = Annotated[str | None, option("Public data that the base was trained on.", None, "--saw")]
 _Ranges = Annotated[
     list[str] | None,
     option(
@@ -81,13 +87,16 @@ def init_command(
     features: _Features = None,
     group: _Group = None,
     ranges: _Ranges = None,
+    base: _Base = None,
+    saw: _Saw = None,
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
     Splits, columns, classes, their names and the size of an input are found out from the files.
     Pictures in folders, and CSV files, are first written as Parquet beside them. Columns that are
     no input are named and left out: texts beside numbers, identifiers. On a terminal, public
-    ranges of the features are asked for.
+    ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
+    recipe that learns next tokens: with --base by adapters on that model.
     """
     from dpdist.data import discovery
 
@@ -106,18 +115,75 @@ def init_command(
                 found = discovery.inspect_picture_folder(folder, Path(aside))
             else:
                 raise UserError("--label, --features, --group: must be left out with pictures")
-            scaled = _public_ranges(found, ranges)
-            _write_recipe(found, name, output, scaled, sorted(Path(aside).glob("*.parquet")))
+            scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
+            files = sorted(Path(aside).glob("*.parquet"))
+            _write_recipe(found, name, output, scaled, files, model)
     else:
         found = discovery.inspect_folder(folder, chosen)
-        scaled = _public_ranges(found, ranges)
-        _write_recipe(found, name, output, scaled)
+        scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
+        _write_recipe(found, name, output, scaled, (), model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
     _tell_left_out(found, scaled)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
 Ranges = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class _BaseModel:
+    """A folder of a causal model and its tokenizer, and what the model was made of.
+
+    length: tokens that are read of a document. marks: the tokenizer names a begin or end of texts.
+    """
+
+    folder: Path
+    length: int
+    saw: str
+    marks: bool
+
+
+_TOKENS = 256  # of a document, where the base reads so many
+
+
+def _base_model(
+    dataset: DiscoveredDataset, base: Path | None, saw: str | None
+) -> _BaseModel | None:
+    """Return the base whose adapters are trained; None without one. Raises UserError."""
+    from dpdist.core.files import parse_json, read_text
+
+    if base is None:
+        if dataset.messages_column is not None:
+            raise UserError(
+                f"--base: must be given for chats (column {dataset.messages_column}): the folder "
+                "of a causal model with its tokenizer and chat template, as save_pretrained writes "
+                "them, and --saw WHAT, the public data that it was trained on",
+                see="how-to/adapters.md#language-models-with-their-own-head",
+            )
+        if saw is not None:
+            raise UserError("--saw: must be left out without --base")
+        return None
+    if not dataset.predicts_next_token:
+        raise UserError("--base: must be left out, as the records have labels or are no texts")
+    for name in ("config.json", "tokenizer.json"):
+        if not (base / name).is_file():
+            raise UserError(
+                f"--base: must be a folder with config.json and tokenizer.json, got {base} without "
+                f"{name}; AutoModelForCausalLM and AutoTokenizer write them by save_pretrained"
+            )
+    if not (saw or "").strip():
+        raise UserError(
+            "--saw: must say what public data the base was trained on, and no private record among "
+            "them, as the card repeats; such as --saw 'English Wikipedia'"
+        )
+    config, settings = (
+        parse_json(read_text(file), str(file)) if file.is_file() else {}
+        for file in (base / "config.json", base / "tokenizer_config.json")
+    )
+    most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
+    known = [each for each in most if isinstance(each, int) and each >= 4]
+    marks = any(settings.get(key) for key in ("bos_token", "eos_token"))
+    return _BaseModel(base.resolve(), min([_TOKENS, *known]), str(saw), marks)
 
 
 def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
@@ -177,7 +243,7 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 def _write_recipe(
     dataset: DiscoveredDataset, name: str | None, output: Path, ranges: Ranges,
-    files: Sequence[Path] = (),
+    files: Sequence[Path] = (), base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
     """Write the recipe, and move the files that it reads to their places; all or nothing.
 
@@ -186,7 +252,7 @@ def _write_recipe(
     from dpdist.core.files import move_files, parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
-    text = starter_recipe(dataset, name or output.stem, ranges)
+    text = starter_recipe(dataset, name or output.stem, ranges, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
     moved = move_files(files, dataset.root / dataset.name)
     try:
@@ -205,16 +271,27 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
     if dataset.text_column is not None:
         inputs = f"texts of column {dataset.text_column}"
+    if dataset.messages_column is not None:
+        inputs = f"chats of column {dataset.messages_column}"
+    told = "next tokens" if dataset.predicts_next_token else f"{dataset.classes} classes"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
-        f"{dataset.classes} classes"
+        f"{told}"
     )
 
 
-def starter_recipe(dataset: DiscoveredDataset, name: str, ranges: Ranges) -> str:
-    """The recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters."""
+def starter_recipe(
+    dataset: DiscoveredDataset, name: str, ranges: Ranges, base: _BaseModel | None = None
+) -> str:
+    """Return the recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters.
+
+    base: whose adapters learn next tokens; without it a small model of bytes does.
+    """
     batch, epochs = _default_batch_size(dataset.train_records), 20
-    texts = dataset.text_column is not None
+    texts = dataset.text_column is not None or dataset.predicts_next_token
+    model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
+    if dataset.predicts_next_token:
+        model = _NEXT_MODEL if base is None else _base_lines(base)
     group = "" if dataset.group_column is None else f" of the same {dataset.group_column}"
     lines = [
         f"# Starter recipe for {dataset.name}: {describe_data(dataset)}.",
@@ -225,8 +302,8 @@ def starter_recipe(dataset: DiscoveredDataset, name: str, ranges: Ranges) -> str
         "data:",
         f"  name: {_json_text(dataset.name)}               # the folder below root",
         f"  root: {_json_text(str(dataset.root))}",
-        *_data_lines(dataset, ranges),
-        *(_TEXT_MODEL if texts else _numeric_model(dataset, ranges)),
+        *_data_lines(dataset, ranges, base),
+        *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
         f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
@@ -264,6 +341,24 @@ _TEXT_MODEL = [
 ]
 
 
+_NEXT_MODEL = [
+    "model:",
+    "  name: next-word-lstm         # of bytes; or `dpdist init FOLDER --base MODEL --saw PUBLIC`:",
+    "                               # adapters on a causal model of yours",
+]
+
+
+def _base_lines(base: _BaseModel) -> list[str]:
+    return [
+        "model:",
+        "  name: transformer            # needs dpdist[hf]",
+        "  options:",
+        "    head: own                  # that of the folder",
+        "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: all-linear}",
+        f"  initial: {{folder: {_json_text(str(base.folder))}, saw: {_json_text(base.saw)}}}",
+    ]
+
+
 def _numeric_model(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
     scaled = dataset.image_column is not None or ranges.keys() == set(dataset.feature_columns)
     units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give columns.ranges"
@@ -288,8 +383,23 @@ def _certify_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
 
 
-def _data_lines(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
-    lines = [f"  classes: {dataset.classes}"]
+def _text_line(dataset: DiscoveredDataset, base: _BaseModel | None) -> str:
+    column = dataset.messages_column or dataset.text_column
+    said = "messages" if dataset.messages_column is not None else "column"
+    line = f"  text: {{{said}: {_json_text(column)}, length: {base.length if base else 128}"
+    if dataset.predicts_next_token:
+        line += ", predict: next"
+    if base is not None:
+        line += f", tokenizer: {_json_text(str(base.folder))}"
+        if base.marks and dataset.text_column is not None:
+            line += ", bos_eos: true"
+    return line + "}"
+
+
+def _data_lines(
+    dataset: DiscoveredDataset, ranges: Ranges, base: _BaseModel | None = None
+) -> list[str]:
+    lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
     if dataset.class_names:
         lines.append(f"  names: {_json_text(list(dataset.class_names))}")
     for key, value, usual in (
@@ -299,13 +409,13 @@ def _data_lines(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
         if value != usual:
             lines.append(f"  {key}: {_json_text(value)}")
     columns: list[str] = []
-    if dataset.text_column is not None:
-        lines.append(f"  text: {{column: {_json_text(dataset.text_column)}, length: 128}}")
+    if dataset.text_column is not None or dataset.predicts_next_token:
+        lines.append(_text_line(dataset, base))
     elif dataset.image_column is None:
         columns.append(f"features: {_json_text(list(dataset.feature_columns))}")
     elif dataset.image_column != "image":
         columns.append(f"image: {_json_text(dataset.image_column)}")
-    if dataset.label_column != "label":
+    if dataset.label_column not in ("label", None):
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.group_column is not None:
         columns.append(

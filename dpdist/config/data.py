@@ -108,6 +108,8 @@ class TextRecipe(Section):
         prompt: Column of prompts, which are read and not learned.
         answer: Column of their answers, which are learned.
         messages: Column of chats, messages of a role and a content; the assistant's are learned.
+        bos_eos: Put the tokenizer's begin and end of a text around each document. One that is cut
+            has no end.
     """
 
     column: Text = "text"
@@ -119,6 +121,7 @@ class TextRecipe(Section):
     prompt: Text | None = Field(default=None, exclude_if=lambda column: column is None)
     answer: Text | None = Field(default=None, exclude_if=lambda column: column is None)
     messages: Text | None = Field(default=None, exclude_if=lambda column: column is None)
+    bos_eos: bool = Field(default=False, exclude_if=lambda marks: not marks)
 
     @model_validator(mode="after")
     def _check_prompts(self) -> TextRecipe:
@@ -126,6 +129,14 @@ class TextRecipe(Section):
             raise key_error("prompt", "must be given together with answer, or messages alone")
         if self.has_prompts and (self.tokenizer is None or not self.predicts_next_token):
             raise key_error("prompt, answer, messages", "need tokenizer and predict: next")
+        return self
+
+    @model_validator(mode="after")
+    def _check_marks(self) -> TextRecipe:
+        if self.bos_eos and self.tokenizer is None:
+            raise key_error("bos_eos", "must be false without tokenizer: tokens have marks already")
+        if self.bos_eos and self.has_prompts:
+            raise key_error("bos_eos", "must be false beside prompt or messages, which have marks")
         return self
 
     @property

@@ -1205,6 +1205,21 @@ def documents(
     return records
 
 
+def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
+    """Return how records that came as tokens were made by a tokenizer (`Records.tokenization`).
+
+    None where it is no fast tokenizer of `transformers`, or the records are no tokens. Whether its
+    chat template showed the documents nobody knows then.
+    """
+    if not (getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer")):
+        return None
+    fields = records.examples(2)[0]
+    if not (isinstance(fields, dict) and "input_ids" in fields):
+        return None
+    length = int(fields["input_ids"].shape[1])
+    return {"length": length, "chat": False, "files": ConversationTokenizer(tokenizer).files}
+
+
 def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
     if hasattr(data, "to_pylist"):  # a Table of pyarrow
         data = data.to_pylist()

@@ -1,7 +1,8 @@
 """Inspect a folder of data: splits, columns, classes and sizes, found from the files.
 
-Accepted are Parquet files as `dpdist.data.parquet` reads them, and folders of pictures, one for
-each class (SPLIT/CLASS/*.png), which `inspect_picture_folder` turns into Parquet.
+Accepted are Parquet files as `dpdist.data.parquet` reads them. CSV and JSONL files, and folders of
+pictures, one for each class (SPLIT/CLASS/*.png), are turned into Parquet. A column of chats, or a
+column of texts beside no label, is learned token by token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
+from pyarrow import json as json_lines
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -34,6 +36,7 @@ from dpdist.data.parquet import decode_picture, image_bytes, is_list, read_rows,
 TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
 LABELS = ("label", "labels", "class", "target", "y", "fine_label")
+CHATS = ("messages", "conversation", "conversations", "chat")
 TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
 _FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -47,8 +50,9 @@ _MOST_BYTES = 2**28  # of one picture
 class DiscoveredDataset:
     """A data set in root/name. feature_columns: numeric columns, where there is no image column.
     class_names: of the classes, by number; () where nobody says. input_shape: of one input.
-    text_column: of texts, in place of pictures and features. group_column: says whom a record
-    belongs to. left_out: columns that are no input, and why."""
+    text_column: of texts, in place of pictures and features. label_column: None where the next
+    tokens of texts or chats are learned; messages_column: of chats. group_column: says whom a
+    record belongs to. left_out: columns that are no input, and why."""
 
     root: Path
     name: str
@@ -58,13 +62,19 @@ class DiscoveredDataset:
     test_records: int
     image_column: str | None
     feature_columns: tuple[str, ...]
-    label_column: str
+    label_column: str | None
     classes: int
     class_names: tuple[str, ...]
     input_shape: tuple[int, ...]
     text_column: str | None = None
     group_column: str | None = None
     left_out: tuple[tuple[str, str], ...] = ()
+    messages_column: str | None = None
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """Return whether the next tokens of texts or chats are learned."""
+        return self.label_column is None
 
 
 @dataclass(frozen=True)
@@ -111,17 +121,74 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     if twice:
         raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
     chosen.check(schema.names, files[0])
-    label, image = chosen.label or label_column(schema, files), image_column(schema)
-    image = None if chosen.features else image
-    features, text, left_out = _find_inputs(schema, files, (label, image), chosen)
     records, tested = (
         sum(map(_count_rows, each)) for each in (files, split_files(root, name, test))
     )
+    if (documents := _documents_column(schema, chosen)) is not None:
+        chats = is_list(schema.field(documents).type)
+        return DiscoveredDataset(
+            root, name, train, test, records, tested, None, (), None, 0, (), (),
+            None if chats else documents, chosen.group,
+            _beside_documents(schema, documents, chosen.group), documents if chats else None,
+        )  # fmt: skip
+    label, image = chosen.label or label_column(schema, files), image_column(schema)
+    if pa.types.is_nested(schema.field(label).type):
+        raise UserError(f"--label: must be a column of classes, got {label}, which holds lists")
+    image = None if chosen.features else image
+    features, text, left_out = _find_inputs(schema, files, (label, image), chosen)
     classes, names = classes_of_column(schema, files, label)
     shape = () if text is not None else _find_input_shape(files[0], image, features)
     return DiscoveredDataset(
         root, name, train, test, records, tested, image, features, label, classes, names, shape,
         text, chosen.group, left_out,
+    )  # fmt: skip
+
+
+def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
+    """Return the column of chats or texts whose next tokens are learned; None for other records.
+
+    A column of texts is one where no column is a label by its name, and no other is numbers that
+    are no whole ones, a list or a picture.
+    """
+    if chosen.label is not None or len(chosen.features) > 1:
+        return None
+    free = [
+        f for f in schema if f.name != chosen.group and f.name in (chosen.features or schema.names)
+    ]
+    chats = [field.name for field in free if _is_chats(field.type)]
+    named = sorted((n for n in chats if n.lower() in CHATS), key=lambda n: CHATS.index(n.lower()))
+    if named or (chats and chosen.features):
+        return named[0] if named else chats[0]
+    others = [field for field in schema if field.name != chosen.group]
+    labels = [f for f in others if f.name.lower() in LABELS and _is_class(f.type)]
+    if labels or image_column(schema) or any(_is_feature(field.type) for field in others):
+        return None
+    texts = [field.name for field in free if _is_text(field.type)]
+    named = sorted((n for n in texts if n.lower() in TEXTS), key=lambda n: TEXTS.index(n.lower()))
+    return next(iter([*named, *(texts if chosen.features else ())]), None)
+
+
+def _is_feature(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or is_list(kind)
+
+
+def _is_chats(kind: pa.DataType) -> bool:
+    """Return whether values are lists of messages, each a struct of a role and a content."""
+    if not (is_list(kind) and pa.types.is_struct(kind.value_type)):
+        return False
+    found = {field.name: field.type for field in kind.value_type}
+    return all(name in found and _is_text(found[name]) for name in ("role", "content"))
+
+
+def _beside_documents(
+    schema: pa.Schema, documents: str, group: str | None
+) -> tuple[tuple[str, str], ...]:
+    """Return the columns that are left out beside texts or chats, and why."""
+    others = [field for field in schema if field.name not in (documents, group)]
+    chats = is_list(schema.field(documents).type)
+    return tuple(
+        (f.name, f"to tell it, give --label {f.name}" if _is_class(f.type) and not chats
+         else f"beside {documents}") for f in others
     )  # fmt: skip
 
 
@@ -313,29 +380,33 @@ def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) 
         ) from error
 
 
-# --- CSV --------------------------------------------------------------------------------------
+# --- CSV and JSONL ----------------------------------------------------------------------------
 
 
 def csv_splits(folder: Path) -> list[Path]:
-    """Return SPLIT.csv of a folder that holds no Parquet files, training first."""
+    """Return SPLIT.csv, or SPLIT.jsonl, of a folder without Parquet files, training first."""
     if not folder.is_dir() or any(folder.glob("*.parquet")):
         return []
-    found = [folder / f"{name}.csv" for name in (*TRAIN, *TEST)]
-    return [path for path in found if path.is_file()]
+    for kind in ("csv", "jsonl"):
+        found = [folder / f"{name}.{kind}" for name in (*TRAIN, *TEST)]
+        if found := [path for path in found if path.is_file()]:
+            return found
+    return []
 
 
 def inspect_csv_folder(
     folder: Path, staging_folder: Path, chosen: ChosenColumns = _ANY
 ) -> DiscoveredDataset:
-    """Return what lies in a folder of CSV files once the Parquet files in `staging_folder` lie
-    there too.
+    """Return what lies in a folder of CSV or JSONL files once the Parquet files in `staging_folder`
+    lie there too.
 
-    Writes these: SPLIT.parquet for each SPLIT.csv, with the columns and types of the training
-    split. Raises UserError for what could not be trained on; the folder itself is as it was.
+    Writes these: SPLIT.parquet for each file, with the columns and types of the training split.
+    Raises UserError for what could not be trained on; the folder itself is as it was.
     """
     types: dict[str, pa.DataType] = {}
-    for path in csv_splits(folder):
-        table = _read_csv(path, types)
+    splits = csv_splits(folder)
+    for path in splits:
+        table = (_read_csv if path.suffix == ".csv" else _read_json_lines)(path, types)
         if types and table.column_names != list(types):
             raise UserError(
                 f"{path}: must have the columns {', '.join(types)}, as the training split, got "
@@ -347,7 +418,8 @@ def inspect_csv_folder(
     try:
         found = inspect_folder(staging_folder, chosen)
     except UserError as error:
-        raise UserError(str(error).replace(written, place).replace(".parquet", ".csv")) from error
+        told = str(error).replace(written, place).replace(".parquet", splits[0].suffix)
+        raise UserError(told) from error
     return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
 
 
@@ -364,6 +436,22 @@ def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
             row = int(np.flatnonzero(found[name].is_null().to_numpy())[0])
             raise UserError(f"{path}: line {row + 2}: column {name!r} must have a value, got none")
     return found
+
+
+def _read_json_lines(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
+    """Return a JSONL file, an object a line; types: of the columns, {} lets the file decide."""
+    check_utf8_name(path)
+    check_regular_file(path)
+    block = min(max(2**20, path.stat().st_size), 2**30)  # a line lies in one block
+    form = json_lines.ParseOptions(explicit_schema=pa.schema(types.items()) if types else None)
+    read = json_lines.ReadOptions(use_threads=False, block_size=block)
+    try:
+        return json_lines.read_json(path, read_options=read, parse_options=form)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        kind = type(error).__name__  # its text may hold a record
+    raise UserError(
+        f"{path}: cannot be read as JSONL, an object a line with one type a field: {kind}"
+    )
 
 
 # --- folders of pictures

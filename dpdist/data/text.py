@@ -175,6 +175,11 @@ class ConversationTokenizer:
         return len(self._tokenizer)
 
     @property
+    def marks(self) -> tuple[str | None, str | None]:
+        """Return the tokens that begin and end a text, by name; None where it names none."""
+        return self._tokenizer.bos_token, self._tokenizer.eos_token
+
+    @property
     def files(self) -> dict[str, str]:
         """Return the tokenizer as files by name, without a path: tokens, and `settings`."""
         return {
@@ -358,7 +363,7 @@ class TextColumn:
     tokenizer.json, as the tokenizers library writes it. words: a list of them. Bytes without
     either. predicts_next_token: what a model learns of a document is, after each of its tokens, the
     next one; there is no label column then. conversation: columns of prompts and answers, or of
-    messages, in place of `column`."""
+    messages, in place of `column`. bos_eos: the tokenizer's begin and end stand around a text."""
 
     column: str = "text"
     length: int = 128
@@ -366,6 +371,7 @@ class TextColumn:
     words: WordList | None = None
     predicts_next_token: bool = False
     conversation: ConversationColumns | None = None
+    bos_eos: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -383,6 +389,8 @@ class TextColumn:
         about = [self.column, self.length, tokens, "documents"]
         if self.conversation is not None:
             about += [list(self.columns), self.conversation.digest]
+        if self.bos_eos:
+            about.append(f"marks {self._marks}")
         return [*about, "following"] if self.predicts_next_token else about
 
     @property
@@ -415,8 +423,41 @@ class TextColumn:
             last = len(encoded.ids)
             while last and encoded.special_tokens_mask[last - 1]:
                 last -= 1
-            tokens = np.asarray(encoded.ids[:last], dtype=np.int64)
+            ids = encoded.ids[:last]
+            if self.bos_eos and self._marks[0] is not None and not (ids and self._begun(encoded)):
+                ids = [self._marks[0], *ids]
+            tokens = np.asarray(ids, dtype=np.int64)
         return self._fitting(tokens)
+
+    @cached_property
+    def _marks(self) -> tuple[int | None, int | None]:
+        """The tokens that begin and end a text. Raises UserError where the tokenizer names none."""
+        names = self._own_tokenizer.marks if self._own_tokenizer else (None, None)
+        begin, end = (None if n is None else self._tokenizer.token_to_id(n) for n in names)
+        if begin is None and end is None:
+            raise UserError(
+                f"data.text.bos_eos: must be false, as {self.tokenizer} and the {SETTINGS_FILE} "
+                "beside it name no token that begins or ends a text; give the folder that "
+                "save_pretrained wrote, or leave it out",
+                see="how-to/text.md#the-next-word",
+            )
+        return begin, end
+
+    def _begun(self, encoded: Any) -> bool:
+        """Return whether the tokenizer by itself put its begin before these tokens of a text."""
+        return encoded.ids[:1] == [self._marks[0]] and encoded.special_tokens_mask[0] == 1
+
+    def _marked(self, encoded: Any) -> list[int]:
+        """Return the tokens of a text with a begin and an end; of what is cut, without an end."""
+        (begin, end), begun, ids = self._marks, self._begun(encoded), list(encoded.ids)
+        ended = ids[begun:][-1:] == [end] and encoded.special_tokens_mask[-1] == 1
+        before = [] if begin is None or begun else [begin]
+        behind = [] if end is None or ended else [end]
+        return [*before, *ids, *behind][: self.length]
+
+    @cached_property
+    def _uncut(self) -> TextColumn:
+        return replace(self, length=_MOST_TOKENS)
 
     @cached_property
     def _own_tokenizer(self) -> ConversationTokenizer | None:
@@ -533,6 +574,8 @@ class TextColumn:
             return [self.words.tokenize(text, self.length) for text in texts]
         if self.tokenizer is None:
             return [_bytes(text, self.length) for text in texts]
+        if self.bos_eos:
+            return [self._marked(each) for each in self._uncut._tokenizer.encode_batch(texts)]
         return [each.ids for each in self._tokenizer.encode_batch(texts)]
 
     @property

@@ -31,6 +31,7 @@ from dpdist.data.adapters import (
     Options,
     RecordError,
     begin_again,
+    tokenization_of,
     without_transforms,
 )
 from dpdist.data.protocol import Records
@@ -657,8 +658,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         public_eval: say that eval_dataset, and what `evaluate` and `predict` are called with, is
             public, which the card repeats as an assumption. A record that is in train_dataset too
             is refused.
-        data_collator, processing_class, compute_metrics, callbacks, optimizers: as the Trainer
-            takes them; a collator gets one record at a time.
+        data_collator, compute_metrics, callbacks, optimizers: as the Trainer takes them; a
+            collator gets one record at a time.
+        processing_class: the tokenizer that made the records' tokens. `dpdist release` writes it,
+            with its chat template, for `generate` and `predict`.
         training_options: further options of `PrivateTraining`: resources, factory, isolate,
             certify, reproducible.
 
@@ -736,6 +739,8 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         self._records = self._records_of(train_dataset, "train_dataset")
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
+        if self._records.tokenization is None:
+            self._records.tokenization = tokenization_of(processing_class, self._records)
         self.training = self._private_training(privacy, training_options or {})
         if eval_dataset is not None:
             self._check_apart(eval_dataset, "eval_dataset")
@@ -773,8 +778,12 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
                 "token_type_ids": getattr(config, "type_vocab_size", 2),
             },
         )  # fmt: skip
+        collator = self.data_collator
+        pads = isinstance(collator, transformers.DataCollatorWithPadding)
+        if pads and getattr(collator.tokenizer, "pad_token", None) is None:  # one record needs none
+            collator = transformers.default_data_collator
         collate = _RecordFields(
-            self.data_collator, vocabulary, classes, causal=getattr(self._loss, "causal", False),
+            collator, vocabulary, classes, causal=getattr(self._loss, "causal", False),
             labelled=isinstance(self._loss, ModelLoss) and name == "train_dataset",
         )  # fmt: skip
         return ItemRecords(

@@ -335,7 +335,7 @@ class ReleasedText(Section):
     length: tokens that the model reads. tokens: what they are; of words, the first `words` lines of
     words.txt; of a tokenizer, those of tokenizer.json. predict: the label of a text, or what comes
     after it. settings: tokenizer_config.json lies beside it. chat: the documents of the training
-    were shown by its chat template.
+    were shown by its chat template. bos_eos: its begin and end of a text stand around documents.
     """
 
     length: Annotated[int, RejectBool, Field(ge=4, le=2**16)]
@@ -344,6 +344,7 @@ class ReleasedText(Section):
     predict: Literal["label", "next"]
     settings: bool = False
     chat: bool = False
+    bos_eos: bool = False
 
     @model_validator(mode="after")
     def _check_settings(self) -> ReleasedText:
@@ -351,6 +352,8 @@ class ReleasedText(Section):
             raise ValueError("settings must be left out without a tokenizer")
         if self.chat and not self.settings:
             raise ValueError("chat must be left out without settings, which hold the template")
+        if self.bos_eos and not self.settings:
+            raise ValueError("bos_eos must be left out without settings, which name the tokens")
         return self
 
     @model_validator(mode="after")
@@ -487,6 +490,7 @@ def text_column(text: ReleasedText, folder: Path) -> TextColumn:
         tokenizer=folder / TOKENIZER if text.tokens == "tokenizer" else None,
         words=None if text.words is None else WordList(folder / WORDS, text.words),
         predicts_next_token=text.predict == "next",
+        bos_eos=text.bos_eos,
     )
 
 

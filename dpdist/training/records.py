@@ -47,7 +47,7 @@ def _text(section: DataRecipe) -> data.TextColumn | None:
         words = data.WordList(section.root / section.name / data.WORDS_FILE, text.words)
     return data.TextColumn(
         text.column, text.length, text.tokenizer_file, words, text.predicts_next_token,
-        _conversation(text),
+        _conversation(text), text.bos_eos,
     )  # fmt: skip
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import language_models as lm
 from support.datasets import write_split
-from support.training import train
+from support.optional_extras import needs_hf
+from support.training import make, train
 from typer.testing import CliRunner
 
 import dpdist
@@ -156,6 +160,104 @@ def test_texts_become_a_recipe_of_texts():
     assert len(load_test_records(recipe, data_source(recipe))) == 20
 
 
+# --- next tokens of texts and chats
+
+
+def write_jsonl(name: str, **rows: list) -> None:
+    Path(name).mkdir()
+    for split, count in (("train", 48), ("test", 8)):
+        lines = [
+            json.dumps({key: values[n] for key, values in rows.items()}).replace("SPLIT", split)
+            for n in range(count)
+        ]
+        Path(name, f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+TALK = [
+    [{"role": "user", "content": f"SPLIT q {n}"}, {"role": "assistant", "content": f"a {n}"}]
+    for n in range(48)
+]
+LINES = [f"SPLIT text {n}" for n in range(48)]
+
+
+def trained(recipe: str, **more: Any) -> RunFolder:
+    """One step of the recipe, by its data and model."""
+    raw = load_recipe(Path(recipe)).model_dump(mode="json")
+    made, folder = make(Path("runs"), recipe, data=raw["data"], model=raw["model"],
+                        training__steps=1, training__batch_size=8, **more)  # fmt: skip
+    train(made, folder)
+    return folder
+
+
+def test_texts_without_a_label_become_a_recipe_of_next_tokens():
+    write_jsonl("notes", text=LINES, source=["web"] * 48, page_id=list(range(48)))
+    out = said("notes")
+    assert "8 test records, texts of column text, next tokens" in out
+    assert "left out: source: to tell it, give --label source" in out
+    assert Path("notes/train.parquet").is_file()
+    recipe = load_recipe(Path("notes.yaml"))
+    assert recipe.data.predicts_next_token and recipe.data.classes == 258
+    assert recipe.model.name == "next-word-lstm" and recipe.certify is None
+    assert trained("notes.yaml").model_folder.is_dir()
+    by_label = said("notes", "--label", "source", "--output", "classes.yaml")
+    assert "texts of column text, 1 classes" in by_label
+
+
+def test_chats_become_adapters_on_a_model_of_ones_own():
+    needs_hf()
+    write_jsonl("chats", messages=TALK, who=[n // 2 for n in range(48)])
+    alone = "--base: must be given for chats \\(column messages\\): the folder of a causal model"
+    with pytest.raises(UserError, match=alone) as caught:
+        said("chats")
+    assert "\n" not in str(caught.value)
+    lm.save_model(Path("base"))
+    for options, rule in (
+        (["--base", "base"], "--saw: must say what public data the base was trained on"),
+        (["--base", "base", "--saw", " "], "--saw: must say what public data"),
+        (["--base", "none", "--saw", "books"], "--base: must be a folder with config.json and"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            said("chats", *options)
+    assert not Path("chats.yaml").exists() and not list(Path("chats").glob("*.parquet"))
+    out = said("chats", "--base", "base", "--saw", "books", "--group", "who")
+    assert "chats of column messages, next tokens" in out
+    recipe = load_recipe(Path("chats.yaml"))
+    text = recipe.data.text
+    assert (text.messages, text.tokenizer, text.length) == ("messages", Path("base").resolve(), 128)
+    assert recipe.data.columns.group == "who" and recipe.model.initial.saw == "books"
+    assert trained("chats.yaml", privacy__group_size=2).model_folder.is_dir()
+
+
+def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them():
+    needs_hf()
+    write_jsonl("notes", text=LINES)
+    lm.save_model(Path("base"))  # names an end alone
+    said("notes", "--base", "base", "--saw", "books")
+    assert load_recipe(Path("notes.yaml")).data.text.bos_eos
+    settings = Path("base/tokenizer_config.json")
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token"}
+    settings.write_text(json.dumps(kept))
+    said("notes", "--base", "base", "--saw", "books", "--output", "unmarked.yaml")
+    assert "bos_eos" not in Path("unmarked.yaml").read_text()
+
+
+def test_what_is_no_chat_and_no_jsonl_is_refused():
+    write_jsonl("odd", messages=[[{"from": "user", "value": "SECRET"}]] * 48, label=[0, 1] * 24)
+    with pytest.raises(UserError, match="--label: must be a column of classes, got me") as caught:
+        said("odd", "--label", "messages")
+    assert "SECRET" not in str(caught.value)
+    Path("odd/test.jsonl").write_text('{"messages": "SECRET"\n')
+    with pytest.raises(UserError, match=r"test\.jsonl: cannot be read as JSONL") as caught:
+        said("odd")
+    assert "SECRET" not in str(caught.value)
+    write_jsonl("labelled", text=LINES, label=[0, 1] * 24)
+    with pytest.raises(UserError, match="--base: must be left out, as the records have labels"):
+        said("labelled", "--base", "base", "--saw", "books")
+    with pytest.raises(UserError, match="--saw: must be left out without --base"):
+        said("labelled", "--saw", "books")
+    assert "texts of column text, 2 classes" in said("labelled")
+
+
 def test_unique_numbers_of_few_records_may_be_features():
     write_split(Path("few"), "train", x=list(range(90)), label=[0, 1] * 45)
     write_split(Path("few"), "test", x=list(range(100, 110)), label=[0, 1] * 5)
@@ -183,8 +285,6 @@ def test_ranges_are_checked():
 def test_predict_and_a_release_take_raw_features():
     write_csv()
     said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pulse=40,180")
-    from support.training import make
-
     raw = load_recipe(Path("scans.yaml")).data.model_dump(mode="json")
     recipe, folder = make(Path("runs"), "scans", data=raw, model={"name": "linear"},
                           training__steps=5)  # fmt: skip

@@ -8,18 +8,25 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import language_models as lm
 from support.optional_extras import needs_hf
 from support.training import KEY, release_ids
+from typer.testing import CliRunner
 
 import dpdist
 from dpdist import UserError, private_training
+from dpdist.cli.main import app
 from dpdist.core.optional_imports import import_extra
+from dpdist.data.adapters import tokenization_of
+from dpdist.publishing import write_release
 
 needs_hf(whole_file=True)
 integration = import_extra("dpdist.integrations.transformers", "hf", "tests")
@@ -29,7 +36,7 @@ ModelLoss, PrivateTrainer = integration.ModelLoss, integration.PrivateTrainer
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
-WORDS, LENGTH = 24, 7
+WORDS, LENGTH, SIZE = 24, 7, 300
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 
 
@@ -619,6 +626,84 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
         assert path.read_bytes() == (by_path / path.name).read_bytes()
     everything = b"".join(path.read_bytes() for path in folder.iterdir())
     assert str(tmp_path).encode() not in everything and KEY.encode() not in everything
+
+
+FACTORY = """
+import torch
+from support import language_models as lm
+
+
+def adapted():
+    return lm.with_lora(lm.make("llama", vocab_size={size}))
+"""
+
+
+def chat_trainer(folder: Path, tokenizer: Any, **given: Any) -> PrivateTrainer:
+    """Trains on conversations that the tokenizer's template showed, as tokens."""
+    said = [
+        [{"role": "user", "content": f"q {n}"}, {"role": "assistant", "content": f"a {n}"}]
+        for n in range(20)
+    ]
+    shown = [lm.chat_tokenizer().apply_chat_template(each, tokenize=True) for each in said]
+    rows = [{"input_ids": [*each["input_ids"]], "labels": [*each["input_ids"]]} for each in shown]
+    options = {"max_length": 32, "train_dataset": rows, "processing_class": tokenizer, **given}
+    model = lm.with_lora(lm.make("llama", vocab_size=SIZE))
+    found = trainer(folder, model, args=arguments(folder, max_steps=2), **options)
+    found.train()
+    return found
+
+
+def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch):
+    tokenizer = lm.chat_tokenizer()
+    found = chat_trainer(tmp_path / "run", tokenizer)
+    (tmp_path / "chats.py").write_text(FACTORY.format(size=SIZE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    release, texts = tmp_path / "run" / "release", tmp_path / "texts"
+    call = partial(CliRunner().invoke, app)
+    done = call(["release", str(tmp_path / "run"), "--factory", "chats:adapted", "--not-private"])
+    assert done.exit_code == 0, done.output
+    again = transformers.AutoTokenizer.from_pretrained(release)
+    assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
+    assert again("what?")["input_ids"] == tokenizer("what?")["input_ids"]
+    (tmp_path / "p.jsonl").write_text('[{"role": "user", "content": "q"}]\n"q"\n')
+    asked = ["--prompt-file", str(tmp_path / "p.jsonl"), "--tokens", "4", "--n", "2"]
+    trusted = ["--trust-factory", "chats:adapted"]
+    done = call(["generate", str(release), "--to", str(texts), *asked, *trusted])
+    assert done.exit_code == 0, done.output
+    assert len((texts / "texts.jsonl").read_text().splitlines()) == 4
+    done = call(["predict", str(release), "--text", "q 3", "--json", *trusted])
+    assert done.exit_code == 0, done.output
+    likely = dpdist.load(release, trusted_factory="chats:adapted").text_answerer("q 3").likely
+    ids = torch.tensor([tokenizer("q 3")["input_ids"]])
+    with torch.no_grad():
+        wanted = found.model.eval()(ids).logits[0, -1].softmax(-1).topk(len(likely)).values
+    torch.testing.assert_close(torch.tensor([each[1] for each in likely]), wanted)
+
+
+def test_without_its_tokenizer_no_text_is_released(tmp_path, trained, monkeypatch):
+    (tmp_path / "untold.py").write_text(FACTORY.format(size=SIZE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"must have come with their tokenizer.*processing_class"):
+        write_release(trained.training.run, factory="untold:adapted", not_private=True)
+    assert not trained.training.run.release_folder.exists()
+
+
+def test_only_a_fast_tokenizer_says_how_tokens_were_made(trained):
+    records, fast = trained._records, lm.chat_tokenizer()
+    assert tokenization_of(fast, records)["length"] == LENGTH
+    for other in (None, SimpleNamespace(is_fast=False), SimpleNamespace(model_input_names=["x"])):
+        assert tokenization_of(other, records) is None
+    numbers = dpdist.as_records((torch.rand(4, 2), torch.zeros(4, dtype=torch.long)))
+    assert tokenization_of(fast, numbers) is None
+
+
+def test_documents_keep_the_tokenizer_that_made_them(tmp_path):
+    rows = [{"text": f"text {n}"} for n in range(20)]
+    records = dpdist.documents(rows, lm.chat_tokenizer(), length=16)
+    own, other = records.tokenization, lm.chat_tokenizer(template=None)
+    model = lm.with_lora(lm.make("llama", vocab_size=SIZE))
+    found = trainer(tmp_path / "run", model, train_dataset=records, processing_class=other)
+    assert found.training.records.tokenization is own and own["length"] == 16
 
 
 def test_adapters_without_their_run_are_refused(tmp_path, trained):

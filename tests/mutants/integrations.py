@@ -19,6 +19,11 @@ FAULTS: list[Fault] = [
             "an argument of the Trainer that nobody has read passes",
         ),
         (
+            "        if self._records.tokenization is None:\n",
+            "        if True:\n",
+            "documents are released with another tokenizer than the one that made them",
+        ),
+        (
             "    if args.lr_scheduler_type in _PLATEAUS:\n",
             "    if False:\n",
             "a schedule follows losses",
