@@ -43,6 +43,7 @@ from dpdist.data.adapters import (
     as_records,
     check_classes,
     check_not_packed,
+    check_one_class_each,
     check_targets,
     check_tokens,
 )
@@ -306,16 +307,6 @@ def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classe
         check_targets(records, loss, classes)
     if loss is language_model_loss and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)
-
-
-def _check_sampled_classes(records: Records, classes: int) -> None:
-    """Raise UserError for records that have not one class each, by which they could be sampled."""
-    targets = records.examples(2)[1]
-    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
-        raise UserError(
-            "rates: must be left out where records have not one class each as their target, (B,)"
-        )
-    check_classes(records, classes)
 
 
 def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
@@ -870,15 +861,18 @@ class PrivateTraining:
         """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
         data = _NAME.sub("-", self._records.name).strip("-._") or "records"
+        classes, rates = self._spec.classes, sampling[0]
+        if isinstance(rates, Mapping) and rates and classes == 1:  # a loss of the script's own
+            classes = max(2, len(rates))
         recipe = parse_recipe(
             {
                 "name": name,
                 "data": {
                     "name": data,
                     "root": None if self._public is None else str(self.run.path / HELD_OUT),
-                    "classes": self._spec.classes,
+                    "classes": classes,
                     "targets": self._kind(),
-                    "rates": sampling[0] or {}, "class_counts": sampling[1] or {},
+                    "rates": rates or {}, "class_counts": sampling[1] or {},
                     "importance_weights": sampling[2],
                 },
                 "model": {
@@ -901,7 +895,8 @@ class PrivateTraining:
             "PrivateTraining",
         )  # fmt: skip
         if recipe.data.rates:
-            _check_sampled_classes(self._records, self._spec.classes)
+            check_one_class_each(self._records)
+            check_classes(self._records, classes)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(

@@ -611,7 +611,10 @@ _NOT_TAKEN = {
     "function of module and batch that returns one value a record",
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
 }
-_OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible")
+_OPTIONS = (
+    "resources", "factory", "isolate", "certify", "reproducible", "rates", "class_counts",
+    "importance_weights",
+)  # fmt: skip
 
 
 def _refused_options(
@@ -660,7 +663,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         data_collator, processing_class, compute_metrics, callbacks, optimizers: as the Trainer
             takes them; a collator gets one record at a time.
         training_options: further options of `PrivateTraining`: resources, factory, isolate,
-            certify, reproducible.
+            certify, reproducible, rates, class_counts, importance_weights.
 
     Attributes:
         training: the `dpdist.PrivateTraining`, with `score(...)`, `guarantee` and `run`.
