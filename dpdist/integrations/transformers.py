@@ -736,7 +736,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._loss = loss or ModelLoss(model)
-        self._records = self._records_of(train_dataset, "train_dataset")
+        # Runs without rates keep the records that they were begun with: labels among the fields.
+        target = "labels" if (training_options or {}).get("rates") else None
+        self._records = self._records_of(train_dataset, "train_dataset", target)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
         self.training = self._private_training(privacy, training_options or {})
@@ -745,7 +747,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     # --- what goes into the private training
 
-    def _records_of(self, dataset: Any, name: str) -> Records:
+    def _records_of(self, dataset: Any, name: str, target: str | None = None) -> Records:
         """Return the records of a data set, each collated alone. Raises UserError."""
         if isinstance(dataset, Records):
             return dataset
@@ -769,6 +771,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         fields = [*_TOKEN_FIELDS, *(["labels"] if tokens else [])]
         options = Options(
             name,
+            target=target,
             pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
             pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": IGNORED},
             ranges={
