@@ -264,9 +264,9 @@ class Constants:
         ) / entries  # fmt: skip
         sampling, ledger = sampling_seconds(60_000), ledger_seconds(5 if quick else 100)
         rate, fixed = worker_constants(quick)
-        start = ray_start_seconds()
+        start, besides = ray_start_seconds(), max(0.0, fixed - ledger)  # the runs had a ledger
         return cls(
-            sampling, digest, noise, ledger, fixed, rate, start, (before, os.getloadavg()[0])
+            sampling, digest, noise, ledger, besides, rate, start, (before, os.getloadavg()[0])
         )
 
     @classmethod
