@@ -1939,4 +1939,13 @@ FAULTS: list[Fault] = [
             "all records join at the largest rate",
         ),
     ),
+    *group(
+        "dpdist/training/estimate.py",
+        "training/test_estimate::test_rates_by_class_are_priced_at_the_largest",
+        (
+            '"data": {"name": "data", **classes, **sampling},',
+            '"data": {"name": "data"},',
+            "an estimate is priced at equal rates",
+        ),
+    ),
 ]
