@@ -309,6 +309,12 @@ def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classe
         check_tokens(records, *limits)
 
 
+def _classes_of(spec: ModelSpec, rates: Any) -> int:
+    """Return the number of classes; with a loss of the script's own, that of the rates."""
+    known = isinstance(rates, Mapping) and rates and spec.classes == 1
+    return max(2, len(rates)) if known else spec.classes
+
+
 def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
     """Return the records, by group where a group is the unit. Raises UserError for no groups."""
     if recipe.group_unit is None:
@@ -861,18 +867,15 @@ class PrivateTraining:
         """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
         data = _NAME.sub("-", self._records.name).strip("-._") or "records"
-        classes, rates = self._spec.classes, sampling[0]
-        if isinstance(rates, Mapping) and rates and classes == 1:  # a loss of the script's own
-            classes = max(2, len(rates))
         recipe = parse_recipe(
             {
                 "name": name,
                 "data": {
                     "name": data,
                     "root": None if self._public is None else str(self.run.path / HELD_OUT),
-                    "classes": classes,
+                    "classes": _classes_of(self._spec, sampling[0]),
                     "targets": self._kind(),
-                    "rates": rates or {}, "class_counts": sampling[1] or {},
+                    "rates": sampling[0] or {}, "class_counts": sampling[1] or {},
                     "importance_weights": sampling[2],
                 },
                 "model": {
@@ -895,8 +898,7 @@ class PrivateTraining:
             "PrivateTraining",
         )  # fmt: skip
         if recipe.data.rates:
-            check_one_class_each(self._records)
-            check_classes(self._records, classes)
+            check_one_class_each(self._records, recipe.data.classes)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
