@@ -303,7 +303,9 @@ def on_result(key, result):
 chunks = [Chunk(str(place), place, float(place)) for place in range(100_000)]
 try:
     with dpdist.connect(cpus=1) as session:
-        RayExecutor(session).run_chunks(make_worker, None, chunks, on_result, PoolSettings(actors=1))
+        RayExecutor(session).run_chunks(
+            make_worker, None, chunks, on_result, PoolSettings(actors=1)
+        )
 except dpdist.ClusterError as error:
     print("said:", error, flush=True)
 try:
