@@ -91,6 +91,8 @@ def _cluster_resources() -> dict[str, float]:
 
 
 _WATCH_SECONDS = 5.0
+# Not SIGINT, which a shell's background ignores and a training takes for a wish to end well.
+_WAKE = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _LOST = (
     "Ray gave up the node of this process, which answered nothing for about a minute, as a laptop "
     "does that sleeps: its session is lost. What was finished is kept; run the same command again"
@@ -108,7 +110,9 @@ class _NodeWatch:
     """
 
     def __init__(self) -> None:
-        self.lost, self._ended = False, threading.Event()
+        self.lost, self._ended, self._ending = False, threading.Event(), threading.Lock()
+        self._before: Any = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         import ray
@@ -118,12 +122,19 @@ class _NodeWatch:
         _open_watches.append(self)
         with contextlib.suppress(Exception):  # through Ray Client the node is another one
             own = ray.get_runtime_context().get_node_id()
-            threading.Thread(target=self._watch, args=(own,), daemon=True).start()
+            self._before = signal.signal(_WAKE, signal.default_int_handler)
+            self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True)
+            self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        with self._ending:
+            self._ended.set()
         if self in _open_watches:
             _open_watches.remove(self)
+        if not self.lost and self._thread is not None:
+            self._thread.join(_WATCH_SECONDS)  # it must not ask a session that is shut down
+            with contextlib.suppress(ValueError):  # left in another thread
+                signal.signal(_WAKE, self._before)
 
     def _watch(self, own: str) -> None:
         import ray
@@ -133,8 +144,9 @@ class _NodeWatch:
                 with contextlib.suppress(Exception):
                     dead = [node["NodeID"] for node in ray.nodes() if not node["Alive"]]
                     self.lost = own in dead
-            if self.lost:  # again and again: a handler may take the first for a wish to end well
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            with self._ending:
+                if self.lost and not self._ended.is_set():  # again, if something took the first
+                    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
 
 def is_session_lost() -> bool:

@@ -274,6 +274,7 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
 LOSES_ITS_NODE = """
 import os, signal, sys, threading, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 import dpdist
 from dpdist.cluster.executor import RayExecutor
 from dpdist.cluster.work import Chunk, PoolSettings
