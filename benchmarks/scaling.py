@@ -1,6 +1,6 @@
 """How training and certification scale with workers, and whether the driver keeps up.
 
-Four parts, each by its own flag (all without one):
+Five parts, each by its own flag (all without one):
 
 * --train: TF-Privacy CNN, one thread per worker, 1, 2, 4 ... workers up to the cores here. Strong
   scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
@@ -11,17 +11,23 @@ Four parts, each by its own flag (all without one):
 * --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
   assumptions. The sampling is measured, and so is the release, digest and noise, which workers
   make on their CPUs: each the whole of it, or with `resources.release: sharded` a W-th.
+* --paper: a calculation, not a measurement: where the time of a step would go on 1, 8 and 64 GPUs.
+  Constants are measured on this machine with one worker, or read from --constants if that file is
+  there (else it is written): sampling, digest, noise, the ledger's write, what a step costs besides
+  its records, Ray's start. The GPU and its links are assumed, as for --predict.
 * --certify: draws per second of 1, 2, 4 ... actors.
 * --driver: a million chunks without models through the actor pool, first its scheduling alone (for
   2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
   per chunk, its memory.
 
-    python benchmarks/scaling.py [--train] [--predict] [--certify] [--driver] [--quick]
+    python benchmarks/scaling.py [--train] [--predict] [--paper [--constants FILE]] [--certify]
+        [--driver] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import resource
@@ -30,13 +36,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
 from _common import make_images, parse_arguments, train_small_run
 from training_ray import _ALONE, RECORDS, recipe
+
+from dpdist.reports.compare import markdown_table
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -93,13 +101,23 @@ def release_seconds(entries: int) -> float:
     from dpdist.gradients.noise import add_noise
     from dpdist.training.collectives import leaf_digests
 
-    total, took = np.zeros(entries), []
-    for key in range(9):
-        began = time.process_time()
+    total = np.zeros(entries)
+
+    def release(key: int) -> None:
         leaf_digests("benchmark", total)
         add_noise(total, key.to_bytes(32, "big"), 1.0)
+
+    return processor_seconds_of(release) / entries
+
+
+def processor_seconds_of(work: Callable[[int], object]) -> float:
+    """Return the median of nine calls' processor seconds."""
+    took = []
+    for number in range(9):
+        began = time.process_time()
+        work(number)
         took.append(time.process_time() - began)
-    return statistics.median(took) / entries
+    return statistics.median(took)
 
 
 class StepModel:
@@ -122,11 +140,15 @@ class StepModel:
         worker's float32 parameters."""
         if workers == 1:
             return 0.0
-        hops, each = 2 * (workers - 1), 2 * self.wire
+        hops = 2 * (workers - 1)
         if self.sharded:
-            hops, each = workers - 1 + workers * math.ceil(math.log2(workers)), self.wire + 4
-        sent = (workers - 1) / workers * each * self.size
-        return hops * self.latency + sent / self.bandwidth
+            hops = workers - 1 + workers * math.ceil(math.log2(workers))
+        return hops * self.latency + self.sent(workers) / self.bandwidth
+
+    def sent(self, workers: int) -> float:
+        """Bytes that each worker sends for one reduction."""
+        each = self.wire + 4 if self.sharded else 2 * self.wire
+        return (workers - 1) / workers * each * self.size
 
     def step(self, workers: int, batch: float) -> float:
         compute = batch / (workers * self.rate)
@@ -202,6 +224,160 @@ class Assumed:
             ("release: sharded, wire: float32", True, 4),
         ):
             predict(title, self.model(sample, release, sharded, wire), 60_000)
+
+
+# --- on paper
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Hold what one worker was measured to take on a machine.
+
+    Of a step, in seconds: sampling of 60,000 records, digest and noise per parameter, one durable
+    entry of a ledger, and what a step costs besides records and those (fixed). rate: examples per
+    second of a CPU worker, which the fixed cost was told apart from. ray_start: until the first
+    answer of a session's actor. load: of the machine before and after.
+    """
+
+    sampling: float
+    digest: float
+    noise: float
+    ledger: float
+    fixed: float
+    rate: float
+    ray_start: float
+    load: tuple[float, float]
+
+    @classmethod
+    def measure(cls, quick: bool) -> Constants:
+        """Measure all of them here; minutes, of which most are two trainings of one worker."""
+        import numpy as np
+
+        from dpdist.gradients.noise import add_noise
+        from dpdist.training.collectives import leaf_digests
+
+        before, entries = os.getloadavg()[0], 10_000 if quick else 1_000_000
+        total = np.zeros(entries)
+        digest = processor_seconds_of(lambda key: leaf_digests("benchmark", total)) / entries
+        noise = processor_seconds_of(
+            lambda key: add_noise(total, key.to_bytes(32, "big"), 1.0)
+        ) / entries  # fmt: skip
+        sampling, ledger = sampling_seconds(60_000), ledger_seconds(5 if quick else 100)
+        rate, fixed = worker_constants(quick)
+        start, besides = ray_start_seconds(), max(0.0, fixed - ledger)  # the runs had a ledger
+        return cls(
+            sampling, digest, noise, ledger, besides, rate, start, (before, os.getloadavg()[0])
+        )
+
+    @classmethod
+    def of(cls, path: Path | None, quick: bool) -> Constants:
+        """Return those of a file; where it is not there, measure them and write it."""
+        if path is not None and path.exists():
+            known = json.loads(path.read_text())
+            return cls(**known | {"load": tuple(known["load"])})
+        found = cls.measure(quick)
+        if path is not None:
+            path.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        return found
+
+    def describe(self) -> str:
+        """Return the constants in words."""
+        return (
+            f"MEASURED with one worker (load average {self.load[0]:.1f} to {self.load[1]:.1f}): "
+            f"{1e3 * self.sampling:.2f} ms to sample 60,000 records, digest of "
+            f"{1e-6 / self.digest:,.0f} and noise for {1e-6 / self.noise:,.0f} million parameters "
+            f"a second and core, {1e3 * self.ledger:.2f} ms for a ledger entry, "
+            f"{1e3 * self.fixed:.2f} ms of a step besides, {self.ray_start:.1f} s until Ray's "
+            "first answer"
+        )
+
+
+def ledger_seconds(entries: int) -> float:
+    """Return the median seconds of a line that is appended to a file and made durable."""
+    took = []
+    with tempfile.TemporaryDirectory() as scratch, open(Path(scratch) / "ledger", "ab") as file:
+        for number in range(entries):
+            began = time.perf_counter()
+            file.write(b'{"step": %d, "release": "%s"}\n' % (number, b"0" * 64))
+            file.flush()
+            os.fsync(file.fileno())
+            took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def worker_constants(quick: bool) -> tuple[float, float]:
+    """Return one CPU worker's examples per second, and a step's seconds besides its records.
+
+    Of two trainings without Ray whose batches differ by a factor of eight.
+    """
+    records, steps = (256, 30) if quick else (RECORDS, 150)
+    batches = (records // 64, records // 8)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_images(folder / "data", "random", records)
+        small, large = (
+            1 / train_rate(folder, batch, 1, steps, ray=False) for batch in batches
+        )  # fmt: skip
+    rate = (batches[1] - batches[0]) / max(large - small, 1e-9)
+    return rate, max(0.0, small - batches[0] / rate)
+
+
+def ray_start_seconds() -> float:
+    """Return the seconds from a session's start to the first answer of an actor that has torch."""
+    code = """
+import time
+began = time.perf_counter()
+import dpdist
+with dpdist.connect(cpus=1):
+    import ray
+    class Worker:
+        def ready(self):
+            import torch
+            return torch.__version__
+    ray.get(ray.remote(Worker).remote().ready.remote())
+    print(time.perf_counter() - began)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def paper(assumed: Assumed, constants: Constants, batch: int, steps: int) -> None:
+    """Print the parts of a step on 1, 8 and 64 GPUs, as the model has them."""
+    print("\nON PAPER: a calculation from constants and assumptions, nothing here ran on a GPU")
+    print(constants.describe())
+    print(
+        f"ASSUMED: {assumed.rate:,.0f} examples/s per GPU at any batch, {assumed.parameters:,} "
+        f"parameters, {assumed.gbit:g} Gbit/s and {1e6 * assumed.hop:g} us per hop between any "
+        "two workers, all workers equally fast and one core each for digest and noise; ledger and "
+        "fixed cost as measured, shared by nobody; workers start side by side, as fast as one"
+    )
+    print(f"{batch:,} records expected in a step, {steps:,} steps; milliseconds of a step")
+    rows = [[
+        "release", "workers", "sampling", "passes", "MiB sent", "reduction", "digest, noise",
+        "ledger, fixed", "step", "efficiency", "start and run, s",
+    ]]  # fmt: skip
+    for title, sharded, wire in (
+        ("whole", False, 8), ("sharded", True, 8), ("sharded, float32", True, 4),
+    ):  # fmt: skip
+        model = StepModel(
+            constants.sampling, assumed.rate, constants.fixed + constants.ledger,
+            assumed.parameters, assumed.hop, assumed.gbit * 1e9 / 8,
+            (constants.digest + constants.noise) * assumed.parameters, sharded, wire,
+        )  # fmt: skip
+        for workers in (1, 8, 64):
+            parts = [
+                constants.sampling / workers, batch / (workers * assumed.rate),
+                model.reduce(workers), model.release / (workers if sharded else 1), model.fixed,
+            ]  # fmt: skip
+            step = model.step(workers, batch)
+            shown = [f"{1e3 * part:.2f}" for part in parts]
+            shown.insert(2, f"{model.sent(workers) / 2**20:.0f}")
+            rows.append([
+                title, str(workers), *shown, f"{1e3 * step:.1f}",
+                f"{model.efficiency(workers, batch):.0%}",
+                f"{constants.ray_start + steps * step:,.0f}",
+            ])  # fmt: skip
+    print(markdown_table(rows))
 
 
 def leave_one_out(
@@ -483,11 +659,14 @@ def resident() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for part in ("train", "predict", "certify", "driver"):
+    for part in ("train", "predict", "paper", "certify", "driver"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
     parser.add_argument("--records", type=int, default=RECORDS, help="of --train")
     parser.add_argument("--chunks", type=int, default=1_000_000, help="of --driver")
+    parser.add_argument("--constants", type=Path, help="of --paper: read, or measured and written")
+    parser.add_argument("--batch", type=int, default=16_384, help="of --paper: expected records")
+    parser.add_argument("--steps", type=int, default=1_000, help="of --paper")
     gpu = parser.add_argument_group("the predicted GPU worker (assumptions)")
     gpu.add_argument("--gpu-rate", type=float, default=50_000, help="examples per second")
     gpu.add_argument("--link-gbit", type=float, default=100, help="between two hosts")
@@ -502,12 +681,15 @@ def main() -> None:
         options.parameters,
         1e-3 * options.fixed_ms,
     )
-    chosen = options.train, options.predict, options.certify, options.driver
+    chosen = options.train, options.predict, options.paper, options.certify, options.driver
     everything = not any(chosen)
     if options.train or everything:
         training(options.quick, options.workers, options.records)
     if options.predict or everything:
         assumed.predict()
+    if options.paper or everything:
+        constants = Constants.of(options.constants, options.quick)
+        paper(assumed, constants, options.batch, options.steps)
     if options.certify or everything:
         certification(options.quick, options.workers)
     if options.driver or everything:

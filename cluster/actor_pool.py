@@ -87,6 +87,7 @@ _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this of
 _MAX_DEATHS_WITHOUT_RESULT = 6
 _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
+_PAUSE = 20.0  # seconds between looks after which this process was stopped, or asleep
 _READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, at least
 _CALL_SECONDS = 0.1  # how long a call should take
 _CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
@@ -100,6 +101,7 @@ def run_chunks(
     chunks: Iterable[Chunk],
     on_result: Callable[[str, Any], None],
     settings: PoolSettings | None = None,
+    is_session_lost: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run every chunk on actors; ``on_result(key, result)`` is called here, once per chunk.
 
@@ -107,6 +109,7 @@ def run_chunks(
     shared: put into Ray's object store once.
     chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
     read only a little ahead, so that a million chunks need no memory.
+    is_session_lost: whether Ray's calls would not return, so that none is made on leaving.
 
     Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
     chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
@@ -118,10 +121,12 @@ def run_chunks(
     try:
         pool.run()
     except (KeyboardInterrupt, ClusterError):
-        pool.deliver_finished()
+        if not is_session_lost():
+            pool.deliver_finished()
         raise
     finally:
-        pool.stop()
+        if not is_session_lost():
+            pool.stop()
 
 
 @dataclass(eq=False)
@@ -426,7 +431,10 @@ class _Pool:
         now = time.monotonic()
         if not self.durations or now - self.last_stall_check < _STALL_EVERY:
             return
-        self.last_stall_check = now
+        paused, self.last_stall_check = now - self.last_stall_check > _PAUSE, now
+        if paused:  # this process stood still, and so did its machine: no actor is to blame
+            for slot in self.slots:
+                slot.last_result_time = now
         limit = max(self.settings.stall_seconds, 20 * statistics.median(self.durations))
         limit += 2 * self._call_seconds()  # before the last chunk of a call is begun
         for slot in list(self.slots):

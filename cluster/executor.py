@@ -43,6 +43,7 @@ from dpdist.cluster.session import (
     count_local_cpus,
     describe_session,
     is_elastic,
+    is_session_lost,
     secure_staging_folder,
 )
 from dpdist.cluster.versions import check_nodes
@@ -450,7 +451,7 @@ class RayExecutor(Executor):
         """Run the chunks on a pool of actors (`dpdist.cluster.actor_pool`)."""
         from dpdist.cluster.actor_pool import run_chunks
 
-        run_chunks(make_worker, shared, chunks, on_result, settings)
+        run_chunks(make_worker, shared, chunks, on_result, settings, is_session_lost)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group on Ray Train, which restarts it up to `max_restarts` times."""

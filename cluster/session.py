@@ -5,6 +5,7 @@ A command that waits for a lost host of the cluster tells the user so.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -12,7 +13,9 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +85,85 @@ def _cluster_resources() -> dict[str, float]:
 
     resources: dict[str, float] = ray.cluster_resources()
     return resources
+
+
+# --- a session that Ray gave up ----------------------------------------------------------------
+
+
+_WATCH_SECONDS = 5.0
+# Not SIGINT, which a shell's background ignores and a training takes for a wish to end well.
+_WAKE = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+_LOST = (
+    "Ray gave up the node of this process, which answered nothing for about a minute, as a laptop "
+    "does that sleeps: its session is lost. What was finished is kept; run the same command again"
+)
+# Sessions whose node is lost, kept until this process ends: then their reapers end Ray's processes.
+_lost_sessions: list[contextlib.ExitStack] = []
+_open_watches: list[_NodeWatch] = []
+
+
+class _NodeWatch:
+    """A thread that interrupts the main thread once Ray has given up this process's own node.
+
+    Ray's calls (wait, kill, shutdown) then never return, whatever their timeout: only an interrupt
+    ends the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.lost, self._ended, self._ending = False, threading.Event(), threading.Lock()
+        self._before: Any = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        import ray
+
+        if threading.current_thread() is not threading.main_thread():
+            return  # a signal reaches the main thread alone
+        _open_watches.append(self)
+        with contextlib.suppress(Exception):  # through Ray Client the node is another one
+            own = ray.get_runtime_context().get_node_id()
+            self._before = signal.signal(_WAKE, signal.default_int_handler)
+            self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True)
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._ending:
+            self._ended.set()
+        if self in _open_watches:
+            _open_watches.remove(self)
+        if not self.lost and self._thread is not None:
+            self._thread.join(_WATCH_SECONDS)  # it must not ask a session that is shut down
+            with contextlib.suppress(ValueError):  # left in another thread
+                signal.signal(_WAKE, self._before)
+
+    def _watch(self, own: str) -> None:
+        import ray
+
+        while not self._ended.wait(_WATCH_SECONDS):
+            if not self.lost:
+                with contextlib.suppress(Exception):
+                    dead = [node["NodeID"] for node in ray.nodes() if not node["Alive"]]
+                    self.lost = own in dead
+            with self._ending:
+                if self.lost and not self._ended.is_set():  # again, if something took the first
+                    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+
+
+def is_session_lost() -> bool:
+    """Return whether Ray gave up the node of this process, so that its calls would not return."""
+    return bool(_lost_sessions) or any(watch.lost for watch in _open_watches)
+
+
+def _keep_until_exit(session: contextlib.ExitStack) -> None:
+    """Leave a lost session to its reaper, and end this process without Ray's own last words."""
+    _lost_sessions.append(session)
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    atexit.register(leave)  # runs before Ray's, which would wait
 
 
 # --- the session ------------------------------------------------------------------------------
@@ -165,7 +247,8 @@ def connect(
         (numbers), and `local` (bool).
 
     Raises:
-        ClusterError: nothing answers at RAY_ADDRESS.
+        ClusterError: nothing answers at RAY_ADDRESS, or Ray gave up the node of this process
+            meanwhile, as after a laptop's sleep: start Python again.
 
     Example:
         >>> import dpdist
@@ -179,6 +262,8 @@ def connect(
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     import ray
 
+    if _lost_sessions:
+        raise ClusterError(f"{_LOST}, in a new Python process")
     if ray.is_initialized():
         yield describe_session(address)
         return
@@ -189,6 +274,7 @@ def connect(
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
+    watch = _NodeWatch()
     with contextlib.ExitStack() as after:
         options = _options(address, cpus, worker_setup)
         try:
@@ -199,11 +285,19 @@ def connect(
                 options["_temp_dir"] = str(folder / "ray")  # which Ray opens to all users
             _start(address, options)
             handler = _add_log_handler(log_file)
-            yield describe_session(address)
+            with watch:
+                yield describe_session(address)
+        except BaseException as error:
+            if watch.lost:
+                raise ClusterError(_LOST) from error
+            raise
         finally:
-            ray.shutdown()
-            _set_environment(before)
-            reload_ray_environment()
+            if watch.lost:  # and keeps its token, without which Ray aborts this process
+                _keep_until_exit(after.pop_all())
+            else:
+                ray.shutdown()
+                _set_environment(before)
+                reload_ray_environment()
             _stop_logging(handler)
 
 

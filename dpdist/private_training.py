@@ -43,6 +43,7 @@ from dpdist.data.adapters import (
     as_records,
     check_classes,
     check_not_packed,
+    check_one_class_each,
     check_targets,
     check_tokens,
 )
@@ -308,14 +309,10 @@ def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classe
         check_tokens(records, *limits)
 
 
-def _check_sampled_classes(records: Records, classes: int) -> None:
-    """Raise UserError for records that have not one class each, by which they could be sampled."""
-    targets = records.examples(2)[1]
-    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
-        raise UserError(
-            "rates: must be left out where records have not one class each as their target, (B,)"
-        )
-    check_classes(records, classes)
+def _classes_of(spec: ModelSpec, rates: Any) -> int:
+    """Return the number of classes; with a loss of the script's own, that of the rates."""
+    known = isinstance(rates, Mapping) and rates and spec.classes == 1
+    return max(2, len(rates)) if known else spec.classes
 
 
 def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
@@ -876,7 +873,7 @@ class PrivateTraining:
                 "data": {
                     "name": data,
                     "root": None if self._public is None else str(self.run.path / HELD_OUT),
-                    "classes": self._spec.classes,
+                    "classes": _classes_of(self._spec, sampling[0]),
                     "targets": self._kind(),
                     "rates": sampling[0] or {}, "class_counts": sampling[1] or {},
                     "importance_weights": sampling[2],
@@ -901,7 +898,7 @@ class PrivateTraining:
             "PrivateTraining",
         )  # fmt: skip
         if recipe.data.rates:
-            _check_sampled_classes(self._records, self._spec.classes)
+            check_one_class_each(self._records, recipe.data.classes)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(

@@ -35,7 +35,7 @@ from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phas
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
+from dpdist.runs.recipe import Recipe, checked_class_rates, parse_recipe, plan_with_noise
 
 if TYPE_CHECKING:
     from dpdist.privacy.pld import PrivacyLoss
@@ -417,7 +417,8 @@ class SearchCost:
             near[place] = (max(rate, known[0]), max(steps, known[1]))
         cap, found = self.recipe.privacy.batch_cap, set[GaussianSteps]()
         for (noise, _), (rate, steps) in near.items():
-            classes = self.recipe.class_rates(rate)  # each rises with the mean rate
+            # Each rises with the mean rate.
+            classes = checked_class_rates(self.recipe, rate, self.context)
             highest = rate if classes is None else classes.largest
             found.add(GaussianSteps(int(steps), float(noise), highest, cap, classes))
         worst = [one for one in found if not any(one.dominated_by(o) for o in found - {one})]

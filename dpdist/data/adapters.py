@@ -335,6 +335,20 @@ def check_labels(target: Tensor, options: Options) -> None:
         )
 
 
+def check_one_class_each(records: Records, classes: int | None = None) -> None:
+    """Raise UserError for records that have not one class each, by which they could be sampled.
+
+    classes: all targets are below it; None: no target is looked at.
+    """
+    targets = records.examples(2)[1]
+    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
+        raise UserError(
+            "rates: must be left out where records have not one class each as their target, (B,)"
+        )
+    if classes is not None:
+        check_classes(records, classes)
+
+
 def check_classes(records: Records, classes: int) -> None:
     """Raise UserError for a target outside 0..classes-1, whose value torch's own error would tell.
 

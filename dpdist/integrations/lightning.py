@@ -219,7 +219,10 @@ class _StepNumbers(torch_data.Dataset[int]):
 PUBLIC_VALIDATION = (
     "the Trainer's validation data are public: no private record, and nothing made of one, is there"
 )
-_OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible", "held_out")
+_OPTIONS = (
+    "resources", "factory", "isolate", "certify", "reproducible", "held_out", "rates",
+    "class_counts", "importance_weights",
+)  # fmt: skip
 _SCORE = {"held_out", "every", "noise", "value"}
 _MODULE: Any = pytorch.LightningModule
 
@@ -263,7 +266,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
             Validation without it, and a private record in it, are refused.
         score: arguments of `PrivateTraining.score`: held_out, every, noise, value.
         options: further options of `PrivateTraining`: resources, factory, isolate, certify,
-            reproducible, held_out.
+            reproducible, held_out, rates, class_counts, importance_weights.
 
     Attributes:
         private: the `dpdist.PrivateTraining`, once `fit` began; `training` is torch's own flag.

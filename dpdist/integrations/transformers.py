@@ -612,7 +612,10 @@ _NOT_TAKEN = {
     "function of module and batch that returns one value a record",
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
 }
-_OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible")
+_OPTIONS = (
+    "resources", "factory", "isolate", "certify", "reproducible", "rates", "class_counts",
+    "importance_weights",
+)  # fmt: skip
 
 
 def _refused_options(
@@ -663,7 +666,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         processing_class: the tokenizer that made the records' tokens. `dpdist release` writes it,
             with its chat template, for `generate` and `predict`.
         training_options: further options of `PrivateTraining`: resources, factory, isolate,
-            certify, reproducible.
+            certify, reproducible, rates, class_counts, importance_weights.
 
     Attributes:
         training: the `dpdist.PrivateTraining`, with `score(...)`, `guarantee` and `run`.
@@ -736,7 +739,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._loss = loss or ModelLoss(model)
-        self._records = self._records_of(train_dataset, "train_dataset")
+        # Runs without rates keep the records that they were begun with: labels among the fields.
+        target = "labels" if (training_options or {}).get("rates") else None
+        self._records = self._records_of(train_dataset, "train_dataset", target)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
         if self._records.tokenization is None:
@@ -747,7 +752,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     # --- what goes into the private training
 
-    def _records_of(self, dataset: Any, name: str) -> Records:
+    def _records_of(self, dataset: Any, name: str, target: str | None = None) -> Records:
         """Return the records of a data set, each collated alone. Raises UserError."""
         if isinstance(dataset, Records):
             return dataset
@@ -771,6 +776,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         fields = [*_TOKEN_FIELDS, *(["labels"] if tokens else [])]
         options = Options(
             name,
+            target=target,
             pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
             pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": IGNORED},
             ranges={

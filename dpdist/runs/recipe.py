@@ -476,17 +476,22 @@ def _check_class_counts(recipe: Recipe, records: int, context: str) -> None:
     own = records - (0 if recipe.canary_audit is None else recipe.canary_audit.canaries)
     total, part = sum(recipe.data.class_counts.values()), recipe.data.content_filter_key
     if total == own or (part is not None and total > own):
-        try:
-            recipe.class_rates(recipe.training.batch_size / records)
-        except ValueError as error:
-            rates = ", ".join(f"{name}: {rate:g}" for name, rate in recipe.data.rates.items())
-            rule = "must leave each class a chance to join a batch of this size"
-            raise field_error(context, "data.rates", rule, rates) from error
+        checked_class_rates(recipe, recipe.training.batch_size / records, context)
         return
     rule = f"must add up to the {own:,} records to train on"
     if part is not None:
         rule = f"must be of the whole split, at least the {own:,} records that data.{part} leaves"
     raise field_error(context, "data.class_counts", rule, f"{total:,}")
+
+
+def checked_class_rates(recipe: Recipe, mean_rate: float, context: str) -> ClassRates | None:
+    """Return `Recipe.class_rates`. Raises UserError where they leave a class no chance to join."""
+    try:
+        return recipe.class_rates(mean_rate)
+    except ValueError as error:
+        rates = ", ".join(f"{name}: {rate:g}" for name, rate in recipe.data.rates.items())
+        rule = "must leave each class a chance to join a batch of this size"
+        raise field_error(context, "data.rates", rule, rates) from error
 
 
 def step_count(recipe: Recipe, records: int) -> int:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import as_records
+from dpdist.data.adapters import as_records, check_one_class_each
 from dpdist.data.protocol import Records
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
@@ -57,7 +57,7 @@ class Estimate:
         guarantee: of the whole training, by the accountant that the run itself would use.
         noise_multiplier: noise of a step, in units of the clip norm.
         steps: number of steps.
-        sample_rate: probability with which a record joins a step.
+        sample_rate: probability with which a record joins a step; of rates by class the largest.
         seconds_per_step: time of an expected batch and its noise on this machine; None where no
             examples told the shapes.
         memory_bytes: memory that the process needs, about; None where no examples told the shapes.
@@ -115,6 +115,8 @@ def estimate(
     examples: tuple[Any, Tensor] | None = None,
     isolate: bool = False,
     micro_batch: int | None = None,
+    rates: Mapping[Any, float] | None = None,
+    class_counts: Mapping[Any, int] | None = None,
 ) -> Estimate:
     """Estimate epsilon (or the noise for it), memory and seconds of a training, before any step.
 
@@ -137,6 +139,8 @@ def estimate(
             without them time and memory are not estimated.
         isolate: as in `PrivateTraining`.
         micro_batch: as in `PrivateTraining`'s resources.
+        rates: relative sampling rates by class, as in `PrivateTraining`; the largest is priced.
+        class_counts: the PUBLIC number of records of each class. Required with rates.
 
     Returns:
         An `Estimate`: guarantee, noise_multiplier, steps, sample_rate, and seconds_per_step and
@@ -165,10 +169,14 @@ def estimate(
     else:
         shaped = as_records(data)
         count = len(shaped)
+    if rates and shaped is not None:
+        check_one_class_each(shaped)
+    classes = {"classes": max(2, len(rates))} if rates and isinstance(rates, Mapping) else {}
+    sampling = {"rates": rates or {}, "class_counts": class_counts or {}}
     recipe = parse_recipe(
         {
             "name": "estimate",
-            "data": {"name": "data"},
+            "data": {"name": "data", **classes, **sampling},
             "model": {"name": "linear", "isolate": isolate},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},

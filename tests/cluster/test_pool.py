@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpdist.cluster.actor_pool import PoolActor, run_chunks
+from dpdist.cluster.actor_pool import PoolActor, _Pool, _Slot, run_chunks
 from dpdist.cluster.session import connect
 from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
@@ -336,3 +336,23 @@ def test_results_that_do_not_hold_are_not_tried_again() -> None:
         with pytest.raises(InvalidResultsError, match=r"^they do not hold$"):
             collect(factory, Path(folder), chunks_of(200), actors=2)
         assert (Path(folder) / "77").exists()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_no_actor_is_blamed_for_a_pause_of_this_process(paused: bool) -> None:
+    """After a laptop's sleep the clock has gone on, and no actor had a chance to answer."""
+    removed: list[_Slot] = []
+
+    class Pool(_Pool):
+        def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
+            removed.append(slot)
+
+    pool, now = Pool(None, None, [], lambda key, result: None, PoolSettings()), time.monotonic()
+    pool.durations = [0.1]
+    pool.slots = [_Slot(None, None, is_ready=True, last_result_time=now - 1000, call_refs=["ref"])]
+    pool.last_stall_check = now - (1000 if paused else 2)
+    pool._replace_stalled()
+    assert removed == ([] if paused else pool.slots)
+    pool.last_stall_check = time.monotonic() - 2
+    pool._replace_stalled()  # and is given its time from then on
+    assert len(removed) == (0 if paused else 2)

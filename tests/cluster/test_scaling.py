@@ -120,3 +120,30 @@ def test_the_driver_with_ray_delivers_all_in_bounded_memory():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["chunks"] == 20_000
     assert found["grew_mib"] < 100  # Ray itself takes about 50
+
+
+def test_a_step_on_paper_is_the_sum_of_its_parts(scaling, capsys, tmp_path):
+    constants = scaling.Constants(
+        sampling=8e-3, digest=1e-8, noise=3e-8, ledger=1e-3, fixed=4e-3, rate=900.0,
+        ray_start=10.0, load=(0.1, 0.2),
+    )  # fmt: skip
+    assumed = scaling.Assumed(rate=1000.0, gbit=8.0, hop=1e-4, parameters=1_000_000, fixed=0.0)
+    scaling.paper(assumed, constants, batch=640, steps=100)
+    said = capsys.readouterr().out
+    assert "nothing here ran on a GPU" in said and "MEASURED" in said and "ASSUMED" in said
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| ")]
+    found = {(row[0], row[1]): [float(cell.rstrip("%").replace(",", "")) for cell in row[2:]]
+             for row in rows if row[1].isdigit()}  # fmt: skip
+    assert len(found) == 9
+    for *parts, step, _, seconds in found.values():
+        assert sum(parts) - parts[2] == pytest.approx(step, abs=0.06)  # MiB sent is no time
+        assert seconds == pytest.approx(10 + 100 * step / 1e3, abs=0.6)
+    # By hand: 640 / (64 * 1000) s; 126 hops, and 63/64 of twice 8 MB at 1 GB/s.
+    sampling, passes, sent, reduction, release, rest = found["whole", "64"][:6]
+    assert (sampling, passes, release, rest) == (0.12, 10.0, 40.0, 5.0)
+    assert sent == 15 and reduction == pytest.approx(1e3 * (126e-4 + 63 / 64 * 16e-3), abs=0.01)
+    assert found["sharded", "64"][4] == 0.62 and found["whole", "8"][4] == 40.0
+    # Kept constants are read, and not measured again.
+    path = tmp_path / "constants.json"
+    path.write_text(json.dumps(scaling.asdict(constants)))
+    assert scaling.Constants.of(path, quick=True) == constants

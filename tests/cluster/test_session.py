@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -267,3 +269,75 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+LOSES_ITS_NODE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+import dpdist
+from dpdist.cluster.executor import RayExecutor
+from dpdist.cluster.work import Chunk, PoolSettings
+
+def make_worker(shared):
+    return lambda payload: time.sleep(0.1) or payload
+
+def below(number):
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            name, rest = (entry / "stat").read_text().rsplit(")", 1)
+        except OSError:
+            continue
+        if int(rest.split()[1]) == number:
+            yield int(entry.name), name.partition("(")[2]
+
+def stop_the_node():
+    raylet = next(pid for pid, name in below(os.getpid()) if name == "raylet")
+    for pid in (raylet, *(pid for pid, _ in below(raylet))):
+        os.kill(pid, signal.SIGSTOP)
+    print("stopped", raylet, os.environ["TMPDIR"], flush=True)
+
+def on_result(key, result):
+    if result == 5:
+        threading.Thread(target=stop_the_node).start()
+
+chunks = [Chunk(str(place), place, float(place)) for place in range(100_000)]
+try:
+    with dpdist.connect(cpus=1) as session:
+        RayExecutor(session).run_chunks(
+            make_worker, None, chunks, on_result, PoolSettings(actors=1)
+        )
+except dpdist.ClusterError as error:
+    print("said:", error, flush=True)
+try:
+    with dpdist.connect(cpus=1):
+        print("connected")
+except dpdist.ClusterError as error:
+    print("again:", error, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_node_that_ray_gave_up_ends_the_command_with_one_error(tmp_path):
+    """As a laptop that sleeps and wakes in pieces; Ray's own calls would never return."""
+    faster = {f"RAY_health_check_{name}": "1000" for name in ("period_ms", "timeout_ms")}
+    environment = {**os.environ, **faster, "RAY_health_check_failure_threshold": "3"}
+    environment |= {"TMPDIR": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_ITS_NODE], env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if line.startswith(("said", "again"))]
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [line.split(": Ray gave up the node")[0] for line in told] == ["said", "again"]
+    assert told[1].endswith("in a new Python process") and "connected" not in done.stdout
+    assert "Traceback" not in done.stderr
+    raylet = next(line for line in done.stdout.splitlines() if line.startswith("stopped")).split()[
+        1
+    ]
+    for _ in range(300):  # the session's reaper ends what Ray left, stopped processes too
+        if not Path(f"/proc/{raylet}").exists():
+            break
+        time.sleep(0.1)
+    assert not Path(f"/proc/{raylet}").exists()

@@ -145,7 +145,15 @@ def slurm(tmp_path) -> Iterator[Slurm]:
 
 # In place of Ray and dpdist, for what the script and SLURM do by themselves.
 STAND_INS = {
-    "ray": "#!/bin/sh\ncase $* in *--block*) exec sleep 600;; esac\n",
+    # It leaves a process that neither SLURM's tree nor a command line shows, as Ray's agents are.
+    "ray": """#!/bin/sh
+for each; do
+    case $each in
+    --temp-dir=*) mkdir -p "${each#*=}" && setsid sleep 611 > "${each#*=}/log" 2>&1 & ;;
+    esac
+done
+case $* in *--block*) exec sleep 600;; esac
+""",
     "dpdist": """#!/bin/sh
 trap 'echo told; exit 130' TERM
 echo "start ${SLURM_RESTART_COUNT:-0} $RAY_ADDRESS $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"
@@ -170,6 +178,8 @@ def test_the_script_goes_back_into_the_queue_unless_it_is_cancelled(slurm):
     def starts(number: int) -> None:
         word = f"start {number} {one.address}:{20000 + int(job)} token 64"
         wait_for(lambda: log.exists() and word in log.read_text(), 100)
+        for node in (one, two):  # nothing of an earlier start is left
+            wait_for(lambda node=node: len(node.processes("sleep 611")) == 1, 20)
 
     starts(0)
     for node in (one, two):
@@ -186,6 +196,9 @@ def test_the_script_goes_back_into_the_queue_unless_it_is_cancelled(slurm):
     slurm.ask(f"scancel {job}")
     wait_for(lambda: slurm.ask(f"squeue -h -j {job}", check=False) == "", 60)
     assert slurm.state(job) == "CANCELLED" and "start 4" not in log.read_text()
+    for node in (one, two):
+        assert not node.processes("sleep 611")
+        assert node.run("ls", "-d", f"/tmp/dpdist-{job}", check=False).returncode
 
 
 def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
@@ -247,6 +260,6 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     assert torch.equal(parameters(run), parameters(undisturbed))
     assert releases(run) == releases(undisturbed), "a step was released twice, or another sum was"
     for node in slurm.nodes:
-        # Workers of Ray have names without it, and end by themselves when their raylet has.
-        wait_for(lambda node=node: not node.processes(f"/tmp/dpdist-{job}/ray"), 60)
+        for word in (f"/tmp/dpdist-{job}", "ray::", "raylet", "gcs_server"):
+            assert not node.processes(word), node.run("ps", "-ww", "-eo", "pid,args").stdout
         assert node.run("ls", "-d", f"/tmp/dpdist-{job}", check=False).returncode

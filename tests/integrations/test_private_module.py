@@ -95,14 +95,14 @@ def trainer(**given: Any) -> Any:
     return pl.Trainer(**options)
 
 
-def own_loop(folder: Path, every: int = 0) -> Any:
+def own_loop(folder: Path, every: int = 0, **given: Any) -> Any:
     """The own loop: a schedule that is stepped after so many steps."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if every else None
     training = dpdist.PrivateTraining(
         model, optimizer, records(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
-        folder=folder, state=[] if schedule is None else [schedule],
+        folder=folder, state=[] if schedule is None else [schedule], **given,
     )  # fmt: skip
     while training.steps_left:
         report = training.step()
@@ -124,6 +124,27 @@ def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
     assert len(release_ids(wanted.run)) == 6
     assert torch.equal(weights(private.module), weights(wanted.model))
     assert private.guarantee == wanted.guarantee and private.guarantee.kind == "proved"
+
+
+def test_records_of_a_class_join_at_its_rate_as_in_the_own_loop(tmp_path):
+    ones = int(records()[1].sum())
+    given = {"rates": {0: 1, 1: 2}, "class_counts": {0: RECORDS - ones, 1: ones},
+             "importance_weights": True}  # fmt: skip
+    private = module(tmp_path / "run", **given)
+    trainer().fit(private)
+    wanted, equal = own_loop(tmp_path / "own", **given), own_loop(tmp_path / "equal")
+    assert release_ids(private.private.run) == release_ids(wanted.run) != release_ids(equal.run)
+    assert torch.equal(weights(private.module), weights(wanted.model))
+    assert private.guarantee == wanted.guarantee and private.guarantee.kind == "proved"
+    assert private.guarantee.epsilon > equal.guarantee.epsilon
+    for wrong, said in (
+        ({"class_counts": None}, "data.class_counts: must be the public number"),
+        ({"class_counts": {0: 1, 1: 1}}, "class_counts: must add up to the 80 records"),
+        ({"privacy": {**PRIVATE, "batch_cap": 30}}, "batch_cap: must be left out with data.rates"),
+    ):
+        with pytest.raises(UserError, match=said):
+            trainer().fit(module(tmp_path / "refused", **(given | wrong)))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_lightning_sees_neither_records_nor_weights(tmp_path):

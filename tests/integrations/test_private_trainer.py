@@ -337,6 +337,38 @@ def test_a_classifier_is_trained(tmp_path):
     assert t.train().global_step == 4 and not torch.equal(before, weights(model))
 
 
+def test_records_of_a_class_join_at_its_rate(tmp_path):
+    torch.manual_seed(5)
+    config = transformers.BertConfig(
+        **BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    rows = [{"input_ids": row["input_ids"], "label": n % 4 // 3} for n, row in enumerate(texts())]
+    given = {"rates": {0: 1, 1: 4}, "class_counts": {0: 30, 1: 10}}
+
+    def of(name: str, options: dict[str, Any], records: Any = rows) -> PrivateTrainer:
+        model = transformers.BertForSequenceClassification(config)
+        return trainer(tmp_path / name, model, train_dataset=records, training_options=options)
+
+    t = of("rates", {**given, "importance_weights": True})
+    assert t.train().global_step == 4
+    step = t.training.plan.step(0)  # (30 a + 10 * 4a) / 40 = 0.2
+    assert step.rates_by_class == pytest.approx((4 / 35, 16 / 35)) and step.expected_batch == 8
+    assert t.training.guarantee.epsilon > of("equal", {}).training.plan.guarantee().epsilon
+    for options, said in (
+        ({"rates": given["rates"]}, "data.class_counts: must be the public number"),
+        ({**given, "rates": {0: 1, 1: 4, 2: 1}}, "data.class_counts: must be one number for each"),
+        ({**given, "class_counts": {0: 30, 1: 30}}, "class_counts: must add up to the 40 records"),
+    ):
+        with pytest.raises(UserError, match=said):
+            of("refused", options)
+    with pytest.raises(UserError, match="rates: must be left out where records have not one class"):
+        trainer(tmp_path / "refused", training_options=given)  # the targets are tokens
+    others = [{**row, "label": 2} for row in rows]
+    with pytest.raises(UserError, match="label"):
+        of("refused", given, others)
+    assert not any((tmp_path / "refused").iterdir())  # the Trainer makes the folder
+
+
 # --- evaluation
 
 

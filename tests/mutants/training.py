@@ -14,6 +14,15 @@ SCORE = "training/test_private_score"
 
 FAULTS: list[Fault] = [
     *group(
+        "cluster/actor_pool.py",
+        "cluster/test_pool::test_no_actor_is_blamed_for_a_pause_of_this_process",
+        (
+            "        if paused:  #",
+            "        if False:  #",
+            "all actors are killed after a laptop's sleep",
+        ),
+    ),
+    *group(
         "cluster/executor.py",
         "cluster/test_executor",
         (
@@ -1965,6 +1974,15 @@ FAULTS: list[Fault] = [
             "class_rates=step_plan.rates_by_class,",
             "class_rates=None,",
             "all records join at the largest rate",
+        ),
+    ),
+    *group(
+        "dpdist/training/estimate.py",
+        "training/test_estimate::test_rates_by_class_are_priced_at_the_largest",
+        (
+            '"data": {"name": "data", **classes, **sampling},',
+            '"data": {"name": "data"},',
+            "an estimate is priced at equal rates",
         ),
     ),
 ]

@@ -41,7 +41,7 @@ from dpdist.training.job import check_trainable, prepare
 from dpdist.training.model_setup import build_engine, describe_cost, initial_model, model_spec
 from dpdist.training.private_step import PrivateStep
 from dpdist.tuning.search import check_search
-from dpdist.tuning.space import TrialLimit, apply_values
+from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit, apply_values
 
 pytestmark = [
     pytest.mark.whole, pytest.mark.guarantee,
@@ -545,3 +545,16 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
     with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
         other = recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
         check_search(other, RunFolder(tmp_path / "y"), "r.yaml")
+
+
+def test_a_search_whose_batches_leave_a_class_out_is_refused(root):
+    """At 20 of 200 records the rare class alone would make the batch; at 26 it would not."""
+    tune = {
+        "space": {"training.batch_size": {"choice": [20, 26]}},
+        "law": {"name": "fixed", "runs": 2}, "score": {"hold_out": 0.3, "noise": 2.0},
+    }  # fmt: skip
+    recipe = recipe_of(root, tune=tune, data__rates={"ill": 1e9, "well": 1e-9})
+    plan_with_noise(recipe, WELL + ILL, 1.0)
+    cost = SearchCost(recipe, RecordCounts(WELL + ILL, 0.0), recipe.tune.law, "r.yaml")
+    with pytest.raises(UserError, match=r"^r\.yaml: data\.rates: must leave each class a chance"):
+        cost.plan  # noqa: B018

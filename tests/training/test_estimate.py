@@ -138,3 +138,46 @@ def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
 def test_what_cannot_be_trained_is_refused(given, said):
     with pytest.raises(UserError, match=said):
         estimated(**given)
+
+
+# --- rates by class
+
+
+RATES = {"rates": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20}}
+
+
+@pytest.mark.parametrize("private", [PRIVATE, {"noise_multiplier": 1.3, "delta": 1e-3}])
+def test_rates_by_class_are_priced_at_the_largest(tmp_path, private):
+    labels, model = torch.arange(200) % 10 // 9, net()
+    found = estimated(data=(INPUTS, labels), privacy=private, **RATES)
+    t = dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, labels), loss="cross-entropy",
+        privacy=private, batch_size=20, steps=50, folder=tmp_path / "run", **RATES,
+    )  # fmt: skip
+    assert found.guarantee == t.plan.guarantee()
+    assert found.sample_rate == t.plan.step(0).class_rates.largest > 0.1
+    assert found.noise_multiplier == t.plan.step(0).noise_multiplier
+    by_number = estimated(data=200, privacy=private, **RATES)
+    assert (by_number.epsilon, by_number.sample_rate) == (found.epsilon, found.sample_rate)
+    equal = estimated(data=200, privacy=private)
+    # With a target epsilon the noise rises, with a given noise epsilon does.
+    key = "noise_multiplier" if "epsilon" in private else "epsilon"
+    assert getattr(found, key) > getattr(equal, key)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"class_counts": None}, "data.class_counts: must be the public number"),
+        ({"rates": None}, "data.class_counts: must be left out without data.rates"),
+        ({"class_counts": {0: 100, 1: 20}}, "class_counts: must add up to the 200 records"),
+        ({"rates": {0: 1, 1: 4, 2: 1}}, "data.class_counts: must be one number for each of the 3"),
+        ({"rates": [1, 4]}, "data.rates: input should be a valid dictionary"),
+        ({"privacy": {**PRIVATE, "batch_cap": 30}}, "batch_cap: must be left out with data.rates"),
+        ({"data": (INPUTS, INPUTS[:, 0])}, "rates: must be left out where records have not one"),
+        ({"data": INPUTS}, "rates: must be left out where records have not one"),
+    ],
+)
+def test_rates_that_no_training_takes_are_not_estimated(given, said):
+    with pytest.raises(UserError, match=said):
+        estimated(**{**RATES, **given})
