@@ -11,8 +11,8 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from enum import StrEnum
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
