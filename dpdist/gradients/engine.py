@@ -89,6 +89,14 @@ def raise_malloc_thresholds() -> bool:
     )
 
 
+def return_freed_memory() -> None:
+    """Give freed memory back to the kernel, after work that is not done again."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 # --- the engine -------------------------------------------------------------------------------
 
 
@@ -634,6 +642,7 @@ class GradientEngine:
                     self.model, self.objective, self._empty_gradients, inputs, targets
                 )
                 self._checked = True
+                return_freed_memory()
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
