@@ -82,7 +82,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
     "many_run_audits": {"| # | 1 | 100 | # (#) | # | # | # | # |": 1},
     "language_models": {
-        f"{way} # parameters, # tokens/s, peak memory # MiB": 1
+        f"{way} # parameters, # tokens/s (# of ordinary), peak memory # MiB (# of ordinary)": 1
         for way in ("ordinary", "private", "opacus")
     },
     "membership": {"| digits-membership | ... | inf | # [#, #] | # | # | # [#, #] | # |": 2},
