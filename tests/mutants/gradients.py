@@ -52,6 +52,18 @@ FAULTS: list[Fault] = [
         ("            self._screened = inputs, targets\n", "            pass\n", "tokens are invented for a loss that knows others"),
     ),
     *group(
+        "dpdist/gradients/layer_rules.py", "gradients/test_engine::test_every_form_of_a_convolution_is_autograd_s",
+        ("permute(0, 1, 3, 4, 2)\n", "permute(0, 1, 4, 3, 2)\n", "a grouped form exchanges a kernel's rows and columns"),
+    ),
+    *group(
+        "dpdist/gradients/validation.py", "gradients/test_screening",
+        ("        others.update(map(id, own.values()))\n", "        pass\n", "a table that a frozen layer shares is not widened"),
+    ),
+    *group(
+        "dpdist/gradients/per_example.py", "gradients/test_screening",
+        ("self.values[place : place + 1].clone()", "self.values[:1].clone()", "a check compares another example's gradient"),
+    ),
+    *group(
         "dpdist/models/transformers.py", "models/test_transformer",
         ("input_ids=tokens, attention_mask=self._mask(real, dtype)\n", "input_ids=tokens, attention_mask=None\n",
          "what fills a document up is attended to"),
