@@ -97,7 +97,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/validation.py", "gradients/test_engine",
-        ("            _perturb_zero_weights(wide)\n", "", "a missed factor hides behind a zero one"),
+        ("        _perturb_zero_weights(wide)\n", "", "a missed factor hides behind a zero one"),
         ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
         ("difference = float(grad.norm())", "difference = 0.0", "what no hook follows is trained"),
         ("each.to_dense() if each is not None and each.is_sparse else each", "each", "sparse embeddings cannot be trained"),
