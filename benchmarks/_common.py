@@ -11,6 +11,7 @@ import fnmatch
 import io
 import json
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -163,6 +164,14 @@ def process_label(title: str) -> str:
         if name in title:
             return name
     return title.strip()[:40]
+
+
+def processor() -> str:
+    """Return the processor's name: another one may round otherwise."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:

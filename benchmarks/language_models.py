@@ -1,9 +1,11 @@
 """Memory and tokens per second of LoRA in a random causal model: private, ordinary, and Opacus.
 
-    python benchmarks/language_models.py [--quick] [--way private|ordinary|opacus] [--rounds 3]
+    python benchmarks/language_models.py [--quick] [--repeats 3] [--rounds 3]
 
-Without --way each way runs in a process of its own, so that its peak memory is its own, in turn.
-One step reads `--batch` documents of `--length` tokens; tokens are those of the documents.
+Each way runs in a process of its own, so that its peak memory is its own, and the ways take turns
+--repeats times. Ratios are of one turn; medians of them, and each turn's figures, are a line of
+--results for each way. --way measures one, here, and prints its line. A step reads `--batch`
+documents of `--length` tokens; tokens are those of the documents.
 The model has about 100 million random parameters (hidden 768, 12 layers, 32,000 tokens); --quick
 takes a tiny one. A way whose library does not run is named with its error.
 """
@@ -11,15 +13,20 @@ takes a tiny one. A way whose library does not run is named with its error.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from _common import CHECKOUT, parse_arguments, processor
 from torch import Tensor, nn
 
 from dpdist.core.optional_imports import import_extra
@@ -29,6 +36,8 @@ from dpdist.gradients.hooks import OwnLoss
 from dpdist.gradients.objective import language_model_loss
 
 WAYS = ("ordinary", "private", "opacus")
+LIBRARIES = ("torch", "transformers", "peft", "opacus")
+RESULTS = Path(__file__).with_suffix(".jsonl")
 
 
 def make(quick: bool) -> nn.Module:
@@ -88,7 +97,8 @@ def opacus_step(model: nn.Module, fields: dict[str, Tensor]) -> Callable[[], Non
     return step
 
 
-def measure(way: str, options: argparse.Namespace) -> None:
+def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Time a way's steps in this process: tokens per second, and the process's peak memory."""
     model = make(options.quick)
     fields = documents(model, options.batch, options.length)
     step = {"private": private_step, "ordinary": ordinary_step, "opacus": opacus_step}[way](
@@ -100,29 +110,85 @@ def measure(way: str, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rate = options.batch * options.length / statistics.median(seconds)
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{way:9} {size:,} parameters, {rate:,.0f} tokens/s, peak memory {peak:,.0f} MiB")
+    return {
+        "tokens_per_second": options.batch * options.length / statistics.median(seconds),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a process of its own measures, or its error."""
+    words = [f"--{name}={getattr(options, name)}" for name in ("rounds", "batch", "length")]
+    words += ["--quick"] * options.quick
+    done = subprocess.run(
+        [sys.executable, __file__, *words, "--way", way], capture_output=True, text=True
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:160]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summarise(way: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return a way's line: medians over the turns, and ratios within a turn to `ordinary`."""
+    error = next((turn[way]["error"] for turn in turns if "error" in turn[way]), None)
+    if error is not None:
+        return {"way": way, "error": error}
+    line: dict[str, Any] = {"way": way, **turns[0][way]}
+    for name in ("tokens_per_second", "peak_mib"):
+        each = [turn[way][name] for turn in turns]
+        ratios = [turn[way][name] / turn["ordinary"][name] for turn in turns]
+        line |= {name: statistics.median(each), f"{name}_each": each}
+        line |= {f"{name}_ratio": statistics.median(ratios), f"{name}_ratio_each": ratios}
+    return line
+
+
+def conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures hold for."""
+    asked = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=8"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    names = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return {
+        "processor": processor(),
+        "processors": len(os.sched_getaffinity(0)),
+        "versions": {name: names[name] for name in LIBRARIES if name in names},
+        "commit": commit,
+        "batch": options.batch,
+        "length": options.length,
+        "rounds": options.rounds,
+        "repeats": options.repeats,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", choices=WAYS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all ways")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
-    options = parser.parse_args()
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parse_arguments(parser, {"rounds": 1, "repeats": 1}, ["results"])
     if options.way:
-        measure(options.way, options)
+        print(json.dumps(measure(options.way, options)))
         return
-    for way in WAYS:
-        done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--way", way], capture_output=True, text=True
+    turns = [{way: measure_apart(way, options) for way in WAYS} for _ in range(options.repeats)]
+    if any("error" in turn["ordinary"] for turn in turns):
+        sys.exit(f"ordinary training does not run: {turns[0]['ordinary']}")
+    shared = conditions(options)
+    lines = [{**summarise(way, turns), **shared} for way in WAYS]
+    options.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        if "error" in line:
+            print(f"{line['way']:9} does not run: {line['error']}")
+            continue
+        print(
+            f"{line['way']:9} {line['parameters']:,} parameters, {line['tokens_per_second']:,.0f} "
+            f"tokens/s ({line['tokens_per_second_ratio']:.2f} of ordinary), peak memory "
+            f"{line['peak_mib']:,.0f} MiB ({line['peak_mib_ratio']:.2f} of ordinary)"
         )
-        error = (done.stderr.strip().splitlines() or ["?"])[-1]
-        print(done.stdout.strip() or f"{way:9} does not run: {error[:160]}")
 
 
 if __name__ == "__main__":

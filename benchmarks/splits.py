@@ -23,7 +23,6 @@ import fnmatch
 import hashlib
 import json
 import math
-import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import parse_arguments, scratch_folder
+from _common import parse_arguments, processor, scratch_folder
 
 from dpdist import models
 from dpdist.audits.membership_statistics import Estimate
@@ -228,14 +227,6 @@ def run(options: argparse.Namespace) -> None:
                 with options.results.open("a") as file:
                     file.write(json.dumps(found) + "\n")
                 print(f"{name}, {point}, key {key}: {found['quality']:.2f}", flush=True)
-
-
-def processor() -> str:
-    """Return the processor's name: another one may round otherwise."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "2 actors against 2 processes: # x (to reach: #)": 1,
         "pool overhead at # s chunks: #% (<= # %)": 1,
     },
+    "convolutions": {"| #, #, #, # | # | # | # |": 6},
     "dplis": {'{"sweep": "radius", "row": ...} {\'2 steps\': #}': 3},
     "dplis_landscape": {
         "sharpness # (box #, at least)": 1,
@@ -82,7 +83,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
     "many_run_audits": {"| # | 1 | 100 | # (#) | # | # | # | # |": 1},
     "language_models": {
-        f"{way} # parameters, # tokens/s, peak memory # MiB": 1
+        f"{way} # parameters, # tokens/s (# of ordinary), peak memory # MiB (# of ordinary)": 1
         for way in ("ordinary", "private", "opacus")
     },
     "membership": {"| digits-membership | ... | inf | # [#, #] | # | # | # [#, #] | # |": 2},

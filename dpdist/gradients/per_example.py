@@ -63,6 +63,10 @@ class DenseGradient:
     values: Tensor
     order: Order = None
 
+    def only(self, place: int) -> DenseGradient:
+        """Return that of one example, which keeps no others in memory."""
+        return DenseGradient(self.values[place : place + 1].clone(), self.order)
+
 
 @dataclass
 class OuterProductGradient:
@@ -92,6 +96,11 @@ class OuterProductGradient:
         return (own.data_ptr(), own.shape, own.stride(), own.dtype) == (
             its.data_ptr(), its.shape, its.stride(), its.dtype
         )  # fmt: skip
+
+    def only(self, place: int) -> OuterProductGradient:
+        """Return that of one example."""
+        one = slice(place, place + 1)
+        return replace(self, left=self.left[one].clone(), right=self.right[one])
 
     def with_copied_patches(self) -> OuterProductGradient:
         """The same with a (B, T, i) right factor: the patches of a convolution are copied out."""
@@ -130,6 +139,11 @@ class EmbeddingGradient:
     ids: Tensor
     values: Tensor
     num_embeddings: int
+
+    def only(self, place: int) -> EmbeddingGradient:
+        """Return that of one example."""
+        one = slice(place, place + 1)
+        return replace(self, ids=self.ids[one], values=self.values[one].clone())
 
     def to_dense(self) -> Tensor:
         batch, _, width = self.values.shape

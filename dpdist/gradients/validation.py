@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -173,17 +175,81 @@ def check_example_independence(
     """
     some = slice(NUM_EXAMPLES)
     own = _ModelCheck(model, objective, make_gradients, take(inputs, some), targets[some], False)
-    try:
-        with torch.no_grad():
-            wide = copy.deepcopy(model).double()
-            _perturb_zero_weights(wide)
-        widened = each_tensor(_to_float64, own.inputs)
-        screen = _ModelCheck(wide, objective, make_gradients, widened, _to_float64(own.targets))
-        screen.run()
-    except UserError:
-        raise
-    except Exception:  # a model with constants of its own precision, or one that cannot be copied
-        own.run()
+    widened = each_tensor(_to_float64, own.inputs), _to_float64(own.targets)
+    frozen = _frozen_linear_weights(model)
+    # What the first copy refuses, or cannot run, is left to one whose every number is float64.
+    for shared in (frozen, {}) if frozen else ({},):
+        try:
+            wide = _float64_copy(model, shared)
+            _ModelCheck(wide, objective, make_gradients, *widened).run()
+        except UserError:
+            if not shared:
+                raise
+        except Exception:  # a model with constants of its own precision, or that cannot be copied
+            continue
+        else:
+            return
+    own.run()
+
+
+class _WidenedLinear(torch.autograd.Function):
+    """Multiply with a frozen weight in float64, keeping no float64 copy for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return nn.functional.linear(inputs, weight.double(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Any) -> Any:
+        (weight,) = ctx.saved_tensors
+        return signals[0] @ weight.double(), None, None
+
+
+def _frozen_linear_weights(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the weights, by identity, that frozen Linear layers alone hold, most of a base model.
+
+    None where torch.func runs a layer, which needs rules for `_WidenedLinear`.
+    """
+    if any(layer.fallback for layer in find_layers(model)):
+        return {}
+    found: dict[int, nn.Parameter] = {}
+    others: set[int] = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        alone = type(module) is nn.Linear and "forward" not in vars(module)
+        if alone and not any(parameter.requires_grad for parameter in own.values()):
+            weight = own.pop("weight", None)
+            if weight is not None:
+                found[id(weight)] = weight
+        others.update(map(id, own.values()))
+    return {key: weight for key, weight in found.items() if key not in others}
+
+
+def _float64_copy(model: nn.Module, shared: Mapping[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of the model in float64 whose zero weights are perturbed.
+
+    Args:
+        shared: weights of Linear layers, by identity, that the copy reads where they are and widens
+            one by one: a float64 copy of a large frozen base would be twice as large as itself.
+    """
+    wide = copy.deepcopy(model, dict(shared))
+    held = []
+    for module in wide.modules():
+        if id(module._parameters.get("weight")) in shared:
+            held.append((module, module._parameters.pop("weight")))
+    with torch.no_grad():
+        wide.double()
+        for module, weight in held:
+            module._parameters["weight"] = weight
+            module.forward = partial(_widened_forward, module)
+        _perturb_zero_weights(wide)
+    return wide
+
+
+def _widened_forward(module: nn.Module, input: Tensor) -> Tensor:
+    found: Tensor = _WidenedLinear.apply(input, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _ModelCheck:
@@ -222,9 +288,7 @@ class _ModelCheck:
 
     def _order_finite_first(self) -> None:
         """Put the examples whose loss and gradient are finite before the others."""
-        losses, gradients = self._gradients(self.inputs, self.targets)
-        sizes = [losses.double(), *(self._squares(gradients, len(losses)))]
-        finite = torch.stack([each.isfinite() for each in sizes]).all(0)
+        finite = torch.cat([self._are_finite(rows) for rows in self._rows_of_few()])
         self.num_finite = int(finite.sum())
         if self.num_finite < 2:
             raise UserError(
@@ -235,6 +299,16 @@ class _ModelCheck:
         order = finite.int().argsort(descending=True, stable=True)
         self.inputs, self.targets = take(self.inputs, order), self.targets[order]
 
+    def _rows_of_few(self) -> list[slice]:
+        """Return the examples in parts: gradients of all of them at once may be larger than the
+        model."""
+        return [slice(start, start + _FEW) for start in range(0, len(self.targets), _FEW)]
+
+    def _are_finite(self, rows: slice) -> Tensor:
+        losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows])
+        sizes = [losses.double(), *(self._squares(gradients, len(losses)))]
+        return torch.stack([each.isfinite() for each in sizes]).all(0)
+
     def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
         """Squared norms of each example's gradient by parameter: float64 (B,)."""
         zero = torch.zeros(count, dtype=torch.float64, device=self.device)
@@ -242,13 +316,19 @@ class _ModelCheck:
         return [zero if each is None else each.double() for each in found]
 
     def _gradients(
-        self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None
+        self,
+        inputs: Inputs,
+        targets: Tensor,
+        values: Mapping[str, Tensor] | None = None,
+        place: int | None = None,
     ) -> tuple[Tensor, list[PerExampleGradient]]:
+        """Losses (B,) and gradients by parameter: of all examples, or of that at `place`."""
         gradients = self.make_gradients()
 
         def collect(layer: Layer, call: LayerCall) -> None:
             for local, contribution in layer.rule(call):
-                gradients[layer.parameter_indices[local]].add(contribution)
+                own = contribution if place is None else contribution.only(place)
+                gradients[layer.parameter_indices[local]].add(own)
 
         own = self.values if values is None else values
         losses = run_pass(
@@ -380,11 +460,12 @@ class _ModelCheck:
     ) -> Tensor:
         """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
         at `place` among these rows."""
-        losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows], values)
+        inputs, targets = take(self.inputs, rows), self.targets[rows]
+        losses, gradients = self._gradients(inputs, targets, values, place)
         found = []
         for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
             one = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
-            _add_sum(gradient, one, slice(place, place + 1), 1)
+            _add_sum(gradient, one, slice(None), 1)
             found += [one.norm(), _projected(one.flatten())]
         each = torch.stack(found)
         return torch.cat([losses[place].double().view(1), each[::2].norm().view(1), each])

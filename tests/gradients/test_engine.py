@@ -16,6 +16,7 @@ from dpdist.gradients import validation
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import _PassState, find_layers
+from dpdist.gradients.layer_rules import CONVOLUTION_FORMS
 from dpdist.gradients.perturbations import HiddenPerturbation
 
 pytestmark = pytest.mark.guarantee
@@ -595,3 +596,83 @@ def test_positions_that_cancel_do_not_escape_the_clip(seed):
     engine = GradientEngine(model, objective, clipping=FlatClipping(1.0))
     one = engine.clipped_sum(inputs, torch.zeros(1)).flat
     assert 0 < float(one.norm()) <= 1.0
+
+
+CONVOLUTIONS = [
+    (nn.Conv2d, (4, 6, 3), {"padding": 1}, (7, 5)),
+    (nn.Conv2d, (4, 6, (3, 2)), {"stride": (2, 1), "padding": (0, 1)}, (8, 6)),
+    (nn.Conv2d, (4, 8, 3), {"dilation": 2, "groups": 2, "padding": "same"}, (9, 7)),
+    (nn.Conv2d, (4, 4, 3), {"groups": 4, "padding": 1, "padding_mode": "circular"}, (5, 5)),
+    (nn.Conv2d, (4, 6, 1), {}, (3, 1)),
+    (nn.Conv2d, (4, 6, 3), {"stride": 3, "bias": False}, (8, 8)),
+    (nn.Conv1d, (4, 6, 3), {"stride": 2, "padding": 1}, (9,)),
+]
+
+
+@pytest.mark.parametrize("form", list(CONVOLUTION_FORMS))
+@pytest.mark.parametrize(("layer", "sizes", "options", "shape"), CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_form_of_a_convolution_is_autograd_s(form, layer, sizes, options, shape, dtype):
+    """Clipped sums of records one by one; on a CPU pictures are in channels-last format."""
+
+    class Twice(nn.Module):
+        """Calls its layer for two sizes of picture, so that one form's results are added up."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = layer(*sizes, **options)
+
+        def forward(self, x):
+            again = self.layer(torch.cat([x, x], -1))
+            return self.layer(x).flatten(1).square().sum(1) + again.flatten(1).sum(1)
+
+    torch.manual_seed(0)
+    model = Twice().to(dtype)
+    x = torch.randn(5, 4, *shape, dtype=dtype)
+
+    def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs
+
+    engine = GradientEngine(model, losses, clipping=FlatClipping(1.0), convolution_form=form)
+    found = engine.clipped_sum(x, torch.zeros(5)).flat
+    expected = torch.zeros_like(found)
+    for record in x.split(1):
+        grads = torch.autograd.grad(model(record).sum(), list(model.parameters()))
+        alone = torch.cat([grad.flatten() for grad in grads]).double()
+        assert alone.norm() > 1  # so that the clip acts
+        expected += alone / alone.norm()
+        one = engine.clipped_sum(record, torch.zeros(1)).flat
+        assert one.norm() <= 1
+    allowed = 1e-9 if dtype == torch.float64 else 5e-5
+    assert (found - expected).norm() <= allowed * expected.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("form", list(CONVOLUTION_FORMS))
+def test_no_form_of_a_convolution_lets_a_record_pass_the_clip(form, scale):
+    """Wide, equal and cancelling entries, in float32: the slack covers every form."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Flatten())
+    signs = torch.ones(8, 8)
+    signs[::2] = -1
+    pictures = [
+        torch.ones(32, 8, 8),
+        torch.randn(32, 8, 8),
+        signs.expand(32, 8, 8) * 1e4,
+        torch.randn(32, 8, 8) * 10.0 ** torch.randint(-6, 6, (32, 1, 1)),
+    ]
+    x = torch.stack(pictures) * scale
+
+    def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum(1)
+
+    clipping = FlatClipping(1e-3)
+    engine = GradientEngine(model, losses, clipping=clipping, convolution_form=form)
+    engine.validate(torch.randn(33, 32, 8, 8), torch.zeros(33))
+    for record in x.split(1):
+        assert engine.clipped_sum(record, torch.zeros(1)).flat.norm() <= engine.sensitivity
+
+
+def test_an_unknown_form_of_a_convolution_is_refused(model):
+    with pytest.raises(UserError, match="convolution_form must be patches or grouped, got fast"):
+        GradientEngine(model, cross_entropy, clipping=FlatClipping(1), convolution_form="fast")

@@ -18,6 +18,8 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
+    _float64_copy,
+    _frozen_linear_weights,
     check_example_independence,
     make_synthetic_examples,
 )
@@ -274,6 +276,56 @@ def test_what_one_example_of_several_shows_is_refused() -> None:
 def check(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
     check_example_independence(model, cross_entropy, engine._empty_gradients, inputs, targets)
+
+
+class OnFrozenBase(nn.Module):
+    """A trained head on a large frozen layer, which may be read without its module's forward."""
+
+    def __init__(self, read: str = "", mixes: bool = False) -> None:
+        super().__init__()
+        self.before, self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 3)
+        self.base.requires_grad_(False)
+        self.read, self.mixes = read, mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if self.read == "weight":
+            x = nn.functional.linear(x, self.base.weight, self.base.bias)
+        else:
+            x = self.base(x)
+        return self.head(x - x.detach().mean(0) if self.mixes else x)
+
+
+def test_a_frozen_base_is_widened_without_a_copy_of_it() -> None:
+    model = seeded(OnFrozenBase)
+    before = model.base.weight.clone()
+    shared = _frozen_linear_weights(model)
+    narrow, wide = _float64_copy(model, shared), _float64_copy(model, {})
+    assert narrow.base.weight is model.base.weight
+    assert wide.base.weight.dtype == torch.float64
+    x, _ = usual(9)
+    for each in (narrow, wide):
+        each(x.double()).square().sum().backward()
+    assert torch.equal(narrow(x.double()), wide(x.double()))
+    assert torch.equal(narrow.before.weight.grad, wide.before.weight.grad)
+    assert model.base.weight.dtype == torch.float32
+    assert torch.equal(model.base.weight, before)
+    assert model.before.weight.grad is None
+
+
+@pytest.mark.parametrize("read", ["", "weight"])
+def test_a_frozen_base_hides_no_mixing(read: str) -> None:
+    check(seeded(lambda: OnFrozenBase(read)), *usual(9))
+    with pytest.raises(UserError, match="mixes examples"):
+        check(seeded(lambda: OnFrozenBase(read, mixes=True)), *usual(9))
+
+
+def test_frozen_weights_that_others_hold_are_copied() -> None:
+    tied = OnFrozenBase()
+    tied.table = nn.Embedding(6, 4)
+    tied.table.weight = tied.base.weight
+    assert not _frozen_linear_weights(tied)
+    assert not _frozen_linear_weights(nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("place", [0, 5])

@@ -79,6 +79,18 @@ FAULTS: list[Fault] = [
         ("            self._screened = inputs, targets\n", "            pass\n", "tokens are invented for a loss that knows others"),
     ),
     *group(
+        "dpdist/gradients/layer_rules.py", "gradients/test_engine::test_every_form_of_a_convolution_is_autograd_s",
+        ("permute(0, 1, 3, 4, 2)\n", "permute(0, 1, 4, 3, 2)\n", "a grouped form exchanges a kernel's rows and columns"),
+    ),
+    *group(
+        "dpdist/gradients/validation.py", "gradients/test_screening",
+        ("        others.update(map(id, own.values()))\n", "        pass\n", "a table that a frozen layer shares is not widened"),
+    ),
+    *group(
+        "dpdist/gradients/per_example.py", "gradients/test_screening",
+        ("self.values[place : place + 1].clone()", "self.values[:1].clone()", "a check compares another example's gradient"),
+    ),
+    *group(
         "dpdist/models/transformers.py", "models/test_transformer",
         ("input_ids=tokens, attention_mask=self._mask(real, dtype)\n", "input_ids=tokens, attention_mask=None\n",
          "what fills a document up is attended to"),
@@ -112,7 +124,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/validation.py", "gradients/test_engine",
-        ("            _perturb_zero_weights(wide)\n", "", "a missed factor hides behind a zero one"),
+        ("        _perturb_zero_weights(wide)\n", "", "a missed factor hides behind a zero one"),
         ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
         ("difference = float(grad.norm())", "difference = 0.0", "what no hook follows is trained"),
         ("each.to_dense() if each is not None and each.is_sparse else each", "each", "sparse embeddings cannot be trained"),
