@@ -100,6 +100,7 @@ def test_what_was_measured_stays_and_what_failed_keeps_its_last_figure(
     assert speed.PAGE.read_text().count("| TF-Privacy CNN, batch 256 |") == 3
 
 
+@pytest.mark.whole
 def test_it_says_something_at_once(tmp_path: Path):
     """Torch is loaded by the process of a row, not before the first line."""
     command = [sys.executable, str(BENCHMARKS / "speed.py"), "--only", "cnn"]
