@@ -154,7 +154,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "accuracy, ...: mean, and less none: # [...], # [...]": 2,
     },
     "speed": {
-        "cnn, 1 threads, # s: best of Opacus ... ordinary ... channels-last # ...": 1,
+        "cnn, 1 threads, # s: best of Opacus ..., ordinary ..., channels-last ...": 1,
         "certify-cnn, 1 threads, # s: bare forward ...": 1,
         "# minutes; done": 1,
     },
