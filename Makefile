@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# They make the tables of docs/: hours to days each, and the same command continues.
-EXPERIMENTS := bulk canary_audits dplis flagship functional grouped_units hidden many_run_audits membership \
-	papers_run pate perplexity private_prediction rare_classes residual smoothing splits transdenoiser
+# They make the tables of docs/: hours to days each, and the same command continues. `gpu` needs a
+# GPU, `speed` is `make bench`.
+EXPERIMENTS := bulk canary_audits dplis flagship functional gpu grouped_units hidden many_run_audits membership \
+	papers_run pate perplexity private_prediction rare_classes residual smoothing speed splits transdenoiser
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test test-all lint mutants audit-zoo matrix bench docs notebook clean install
+.PHONY: demo check quick test test-all nightly lint mutants audit-zoo matrix bench bench-all docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -25,7 +26,9 @@ help:
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make bench   speed and memory, side by side with peers (BENCH_ARGS=--quick: that they run)"
+	@echo "make nightly what is beyond test-all: hosts, faults, planted faults (hours; CONTRIBUTING.md)"
+	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (under 30 minutes, alone)"
+	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
 	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
@@ -65,6 +68,14 @@ test: install
 test-all: install
 	@$(TESTS) $(PYTEST_ARGS)
 
+# Each part is run, whichever failed before it.
+nightly: install
+	@failed=0; \
+	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
+	$(BIN)/python tests/mutants/run.py || failed=1; \
+	$(BIN)/python tests/matrix.py || failed=1; \
+	exit $$failed
+
 mutants: install
 	@$(BIN)/python tests/mutants/run.py
 
@@ -74,11 +85,18 @@ audit-zoo: install
 matrix: install
 	@$(BIN)/python tests/matrix.py
 
-bench: install
+.PHONY: bench-tools
+bench-tools: install
+	@echo "the peers are looked for ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,hf]"
+
+bench: bench-tools
+	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+
+bench-all: bench-tools
 	@for script in $(filter-out $(EXPERIMENTS:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py))); do \
 		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
-	@echo "== left out, for hours: $(EXPERIMENTS:%=%.py)"
+	@echo "== left out, for hours or a machine of their own: $(EXPERIMENTS:%=%.py)"
 
 .PHONY: docs-tools
 docs-tools: install

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import datetime
 import fnmatch
+import importlib.metadata
 import io
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -187,6 +190,44 @@ def read_parts(results: Path) -> dict[str, dict[str, Any]]:
     """Return the lines of a result file by their parts; none where there is no file."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {line["part"]: line for line in map(json.loads, lines)}
+
+
+def describe_run() -> dict[str, Any]:
+    """Return what a figure depends on: commit, processor, its family, versions and date.
+
+    Results, and the page that is made of them, are no changes of the code.
+    """
+    git = ["git", "-C", str(CHECKOUT)]
+    made = [":!benchmarks/*.jsonl", ":!benchmarks/README.md"]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "--", ".", *made],
+                                 capture_output=True)  # fmt: skip
+        commit = head.stdout.decode().strip() + ("+changes" if changed.stdout else "")
+    except OSError:  # no git
+        commit = ""
+    name, family = find_processor()
+    versions = {"python": platform.python_version()}
+    for each in ("torch", "numpy", "opacus", "transformers", "peft", "ray"):
+        try:
+            versions[each] = importlib.metadata.version(each)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"commit": commit, "processor": name, "family": family, "cores": os.cpu_count(),
+            "versions": versions, "date": today}  # fmt: skip
+
+
+def find_processor() -> tuple[str, str]:
+    """Return the processor's name and its family: AMD, Intel, or the machine's architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), platform.machine()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    makers = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
+    family = makers.get(said.get("vendor_id", ""), platform.machine())
+    return said.get("model name", platform.machine()), family
 
 
 def show_gap(gaps: Sequence[float]) -> str:

@@ -104,17 +104,28 @@ def rates(works: dict[str, Callable[[], Any]], draws: int, rounds: int) -> dict[
     return {name: draws / statistics.median(values) for name, values in times.items()}
 
 
-def sampler(model: nn.Module, rows: int, form: str = "frozen") -> InputNoiseCounter:
-    shapes = [(size, 1, 28, 28) for size in (rows, 100)]
+def sampler(
+    model: nn.Module, rows: int, form: str = "frozen", shape: tuple[int, ...] = (1, 28, 28)
+) -> InputNoiseCounter:
+    shapes = [(size, *shape) for size in (rows, 100)]
     classify = ExecutedClassifier(model, form, shapes)
-    return InputNoiseCounter(classify, Gaussian(SIGMA), SOURCE, 10, (1, 28, 28))
+    return InputNoiseCounter(classify, Gaussian(SIGMA), SOURCE, 10, shape)
 
 
-def fixed_n(model: nn.Module, x: Tensor, draws: int, rounds: int) -> dict[str, float]:
-    check = torch.rand(BATCH, 1, 28, 28) + SIGMA * torch.randn(BATCH, 1, 28, 28)
+def fixed_n(
+    model: nn.Module, x: Tensor, draws: int, rounds: int, loops: bool = True
+) -> dict[str, float]:
+    """Return draws a second of the engine and of the bare forward pass.
+
+    Args:
+        x: the input, (channels, height, width).
+        loops: whether the published loop is measured too.
+    """
+    shape = tuple(x.shape)
+    check = torch.rand(BATCH, *shape) + SIGMA * torch.randn(BATCH, *shape)
     spec, bare = choose_inference_form(model, check)
     print(f"executed classifier: {spec.form} {spec.notes or ''}")
-    engine = sampler(model, BATCH, spec.form)
+    engine = sampler(model, BATCH, spec.form, shape)
     blocks = draws // BATCH
 
     def count() -> None:
@@ -125,22 +136,19 @@ def fixed_n(model: nn.Module, x: Tensor, draws: int, rounds: int) -> dict[str, f
         for _ in range(blocks):
             bare(check)
 
-    return rates(
-        {
+    works: dict[str, Callable[[], Any]] = {"bare forward, best form": forward, "engine": count}
+    if loops:
+        works = {
             "plain loop as published": lambda: plain_loop(model, x, draws, published_count=True),
             "plain loop, bincount": lambda: plain_loop(model, x, draws, published_count=False),
-            "bare forward, best form": forward,
-            "engine": count,
-        },
-        draws,
-        rounds,
-    )
+            **works,
+        }
+    return rates(works, draws, rounds)
 
 
-def replay(p: np.ndarray, rng: np.random.Generator) -> None:
-    """Mean draws and certified share of the three modes, for inputs with these probabilities."""
+def early_stopping(p: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return draws and whether the radius was certified, of an input for each probability."""
     p0 = Gaussian(SIGMA).probability_for_radius(RADIUS)
-    fixed = clopper_pearson_lower(rng.binomial(CAP, p), CAP, ALPHA) > p0
     looks = planned_looks(CAP, STEP)
     paths = rng.binomial(np.diff((0, *looks)), p[:, None], size=(len(p), len(looks))).cumsum(1)
     draws, passed = [], []
@@ -149,6 +157,14 @@ def replay(p: np.ndarray, rng: np.random.Generator) -> None:
         place = next(i for i, hits in enumerate(path) if test.update(i, int(hits)))
         draws.append(looks[place])
         passed.append(test.passed())
+    return np.array(draws), np.array(passed)
+
+
+def replay(p: np.ndarray, rng: np.random.Generator) -> None:
+    """Mean draws and certified share of the three modes, for inputs with these probabilities."""
+    p0 = Gaussian(SIGMA).probability_for_radius(RADIUS)
+    fixed = clopper_pearson_lower(rng.binomial(CAP, p), CAP, ALPHA) > p0
+    draws, passed = early_stopping(p, rng)
     steps = np.arange(STEP, CAP + 1, STEP)
     walks = rng.binomial(STEP, p[:, None], size=(len(p), len(steps))).cumsum(1)
     rejects = beta_mixture_rejects(walks, steps, p0, ALPHA)

@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -137,21 +138,32 @@ def peers() -> dict[str, Builder]:
 # ---- measuring
 
 
-def interleave(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
-    """Median seconds per step of each, over `rounds` blocks of `block` steps in turn."""
+def interleave(
+    steps: dict[str, Step], rounds: int, block: int, wait: Step = lambda: None
+) -> dict[str, float]:
+    """Return median seconds per step of each, over `rounds` blocks of `block` steps in turn.
+
+    A step that does not run here is named with its error and taken out of `steps`.
+
+    Args:
+        wait: returns when a device has done what it was given.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for name in list(steps):
         try:
             steps[name]()
             steps[name]()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            print(f"  {name}: does not run here ({str(error).splitlines()[0][:80]})")
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"  {name}: does not run here ({told[:80]})")
             del steps[name]
+    wait()
     for _ in range(rounds):
         for name, step in steps.items():
             start = time.perf_counter()
             for _ in range(block):
                 step()
+            wait()
             seconds[name].append((time.perf_counter() - start) / block)
     return {name: statistics.median(seconds[name]) for name in steps}
 
@@ -231,11 +243,11 @@ def bench_dplis(quick: bool, chosen: Sequence[str]) -> None:
 # ---- memory: each peer in a process of its own, peak resident size
 
 
-def linear_heavy() -> nn.Module:
+def linear_heavy(width: int = 2048) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(4):
-        layers += [nn.Linear(2048, 2048), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(2048, 10))
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
 def resident_kib(field: str) -> int:
@@ -259,15 +271,12 @@ def memory_of(name: str, batch: int) -> None:
     print(json.dumps({"base": base, "peak": resident_kib("VmHWM")}))
 
 
-def bench_memory(quick: bool, chosen: Sequence[str]) -> None:
-    batch = 16 if quick else 512
-    print(f"Linear-heavy model (4 x 2048), batch {batch}: peak memory")
-    # Opacus' other modes hold (batch x parameters): 34 GB here.
-    names = ["ordinary", "ours"] if quick else ["ordinary", "ours", "opacus ghost"]
+def net_memory(names: Sequence[str], batch: int) -> dict[str, float]:
+    """Return KiB above the libraries at the peak of each peer, in a process of its own."""
     net = {}
-    for name in [name for name in names if not chosen or name in chosen]:
-        command = [sys.executable, __file__, "--memory-of", name, "--batch", str(batch)]
-        done = subprocess.run(command, capture_output=True, text=True)
+    for name in names:
+        command = [sys.executable, str(Path(__file__).resolve()), "--memory-of", name]
+        done = subprocess.run([*command, "--batch", str(batch)], capture_output=True, text=True)
         if done.returncode:
             print(f"  {name}: does not run here ({done.stderr.strip()[-80:]})")
             continue
@@ -277,6 +286,15 @@ def bench_memory(quick: bool, chosen: Sequence[str]) -> None:
             f"  {name:26s} {net[name] / 2**10:8.0f} MiB above the libraries, "
             f"{sizes['peak'] / 2**10:6.0f} MiB in all"
         )
+    return net
+
+
+def bench_memory(quick: bool, chosen: Sequence[str]) -> None:
+    batch = 16 if quick else 512
+    print(f"Linear-heavy model (4 x 2048), batch {batch}: peak memory")
+    # Opacus' other modes hold (batch x parameters): 34 GB here.
+    names = ["ordinary", "ours"] if quick else ["ordinary", "ours", "opacus ghost"]
+    net = net_memory([name for name in names if not chosen or name in chosen], batch)
     verdict("against the ordinary step", net["ours"] / net["ordinary"], 1.7, at_most=True)
 
 

@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from _common import make_images, parse_arguments, processor_seconds
 
 RECORDS = 8192
+CLI = "from dpdist.cli.main import main; main()"
 _ALONE = """
 import sys, torch
 from pathlib import Path
@@ -132,6 +133,45 @@ def start(code: str, *arguments: object) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment)
 
 
+def rounds_of(folder: Path, rounds: int, steps: int, records: int) -> Iterator[float]:
+    """Yield, round by round, steps a second of two workers on Ray over those of two processes."""
+    make_images(folder / "data", "whole", records)
+    make_images(folder / "data", "half", records // 2)
+    together = recipe(folder, "whole", records // 8, 2, steps)
+    alone = recipe(folder, "half", records // 16, 1, steps)
+    for number in range(rounds):
+        runs = folder / f"round-{number}"
+        training = start(CLI, "train", together, "--runs", runs)
+        (on_ray,) = watch([training], [Clock(runs / "whole-2", steps)])
+        folders = [runs / f"alone-{side}" for side in range(2)]
+        pair = [start(_ALONE, alone, each) for each in folders]
+        separate = statistics.mean(watch(pair, [Clock(each, steps) for each in folders]))
+        print(f"round {number}: Ray {on_ray:.2f} steps/s, alone {separate:.2f}", flush=True)
+        yield on_ray / separate
+
+
+def until_first_step(folder: Path, records: int, ray: bool) -> float:
+    """Return the seconds from the command to the first step of a training of 30 steps.
+
+    Args:
+        ray: two workers on Ray; otherwise one, in the command's own process.
+    """
+    make_images(folder / "data", "whole", records)
+    workers = 2 if ray else 1
+    path = recipe(folder, "whole", records // 8, workers, 30)
+    began = time.monotonic()
+    where = "--ray" if ray else "--local"
+    process = start(CLI, "train", path, "--runs", folder / "runs", where)
+    metrics = folder / "runs" / f"whole-{workers}" / "private" / "metrics.jsonl"
+    while not lines(metrics):
+        if process.poll() is not None:
+            sys.exit("the training failed")
+        time.sleep(0.02)
+    found = time.monotonic() - began
+    process.wait()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--start", action="store_true", help="the seconds before the first step")
@@ -141,29 +181,17 @@ def main() -> None:
     options = parse_arguments(parser, {"rounds": 1, "steps": 30, "records": 256})
     records = options.records
     rounds, steps = (1, 30) if options.start else (options.rounds, options.steps)
-    cli = "from dpdist.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["DPDIST_CACHE"] = str(folder / "cache")
-        make_images(folder / "data", "whole", records)
-        make_images(folder / "data", "half", records // 2)
-        together = recipe(folder, "whole", records // 8, 2, steps)
-        alone = recipe(folder, "half", records // 16, 1, steps)
         if options.start:
-            process = start(cli, "train", together, "--runs", folder / "runs")
+            make_images(folder / "data", "whole", records)
+            together = recipe(folder, "whole", records // 8, 2, steps)
+            process = start(CLI, "train", together, "--runs", folder / "runs")
             for stage, *seconds in starting(process, folder / "runs" / "whole-2" / "private"):
                 print("  ".join(f"{each:6.1f} s" for each in seconds) + f"  {stage}")
             return
-        ratios = []
-        for number in range(rounds):
-            runs = folder / f"round-{number}"
-            training = start(cli, "train", together, "--runs", runs)
-            (on_ray,) = watch([training], [Clock(runs / "whole-2", steps)])
-            folders = [runs / f"alone-{side}" for side in range(2)]
-            pair = [start(_ALONE, alone, each) for each in folders]
-            separate = statistics.mean(watch(pair, [Clock(each, steps) for each in folders]))
-            ratios.append(on_ray / separate)
-            print(f"round {number}: Ray {on_ray:.2f} steps/s, alone {separate:.2f}", flush=True)
+        ratios = list(rounds_of(folder, rounds, steps, records))
         print(f"2 Ray Train workers / 2 independent processes: {statistics.median(ratios):.3f}")
 
 

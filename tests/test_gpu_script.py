@@ -1,0 +1,133 @@
+"""`benchmarks/gpu.py` needs torch and the wheels that its head names, no Ray; parts end alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.benchmarks import BENCHMARKS, load
+
+# What the wheels of the head bring along, torch's own included, by module.
+NEEDED = {
+    "torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
+    "fsspec", "filelock", "tqdm", "opt_einsum", "numpy", "scipy", "pydantic", "pydantic_core",
+    "annotated_types", "typing_inspection", "typing_extensions", "yaml", "cryptography", "cffi",
+    "cython_runtime", "psutil", "optree", "packaging", "setuptools", "pkg_resources", "distutils",
+}  # fmt: skip
+ALONE = """
+import sys
+needed, own = set(sys.argv[1].split(",")), {"dpdist", "_common", "_networks", "_gpu_checks",
+    "_resnet20", "training", "certification", "language_models", "gpu", "__main__"}
+class Fewer:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        first = name.partition(".")[0]
+        known = first in sys.stdlib_module_names or first.startswith("_")
+        if known or first in needed or first in own:
+            return self.finder.find_spec(name, path, target)
+        return None
+sys.meta_path[:] = map(Fewer, sys.meta_path)
+script = sys.argv[2]
+sys.argv = [script, *sys.argv[3:]]
+sys.path.insert(0, script.rpartition("/")[0])
+import runpy
+runpy.run_path(script, run_name="__main__")
+"""
+
+SIMULATED = f"""
+import sys
+benchmarks, results, *parts = sys.argv[1:]
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from support.simulated_device import simulated_device
+simulated_device()
+sys.path.insert(0, benchmarks)
+import gpu
+gpu.main(["--quick", "--device", "simulated:0", "--results", results, "--only", *parts])
+"""
+
+
+def test_the_head_names_the_wheels() -> None:
+    script = load("gpu")
+    assert f"pip install {' '.join(script.WHEELS)}\n" in script.__doc__
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
+    results = tmp_path / "gpu.jsonl"
+    parts = ["check-*", "noise-speed", "certify-*", "step-cnn", "step-gpt2-small-lora"]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, ",".join(NEEDED), str(BENCHMARKS / "gpu.py"), "--quick",
+         "--results", str(results), "--only", *parts],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = {line["part"]: line for line in map(json.loads, results.read_text().splitlines())}
+    missing = lines.pop("step-gpt2-small-lora")
+    assert missing["state"] == "missing" and "pip install" in missing["error"]
+    assert len(lines) == 13
+    assert {line["state"] for line in lines.values()} == {"passed", "measured"}, done.stdout
+    assert set(lines["step-cnn"]["found"]["ms"]) == {"ours", "ordinary", "ordinary channels-last"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
+    results = tmp_path / "gpu.jsonl"
+    command = [sys.executable, "-c", SIMULATED, str(BENCHMARKS), str(results)]
+    done = subprocess.run(
+        [*command, "check-*", "noise-speed", "certify-cifar10", "memory"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    ended = {line["part"]: line for line in lines if line["state"] != "begun"}
+    assert len(lines) == 24 and len(ended) == 12
+    assert {line["state"] for line in ended.values()} == {"passed", "measured"}
+    assert {line["device"] for line in ended.values()} == {"Simulated 1"}
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) -> None:
+    script = load("gpu", monkeypatch)
+
+    def hang(device: object, quick: bool) -> dict[str, int]:
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:  # which swallows no time limit
+                continue
+
+    def fail(device: object, quick: bool) -> dict[str, int]:
+        raise ZeroDivisionError("one over nothing")
+
+    works = {"one": fail, "two": hang, "three": lambda device, quick: {"three": 3}}
+    monkeypatch.setattr(script, "FIGURES", works)
+    monkeypatch.setattr(script, "PARTS", dict.fromkeys(works, 1))
+    monkeypatch.setattr(script, "set_one_thread", lambda: None)
+    results = tmp_path / "results.jsonl"
+    for turn in (1, 2):
+        with pytest.raises(SystemExit) as stopped:
+            script.main(["--quick", "--results", str(results), "--only", *works])
+        assert stopped.value.code == 1
+        written = [json.loads(line)["state"] for line in results.read_text().splitlines()]
+        states = [state for state in written if state != "begun"]
+        ended = ["failed", "out of time"]
+        assert states == (ended + ["measured"] + ended * (turn - 1))
+    assert "one over nothing" in capsys.readouterr().out
+    with results.open("a") as file:
+        file.write(json.dumps({"part": "one", "state": "begun", "seconds": 0.0}) + "\n")
+    with pytest.raises(SystemExit):
+        script.main(["--quick", "--results", str(results), "--only", "one", "three"])
+    assert "the process died in it" in capsys.readouterr().out
