@@ -265,7 +265,7 @@ def _describe_part(recipe: Recipe, private: data.Dataset, context: str) -> dict[
 def _describe_seen(
     folder: Path, model: str, private: str, context: str, compared: bool
 ) -> dict[str, Any] | None:
-    """What the model of a folder has seen, as files beside it say; None where none does."""
+    """Return the data that a folder's model has seen, by files beside it; None where none says."""
     if (folder / PROVENANCE_FILE).exists():
         return _describe_pretrained(folder, model, context, compared)
     if not (folder / _CARD).exists():
@@ -328,7 +328,7 @@ def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
-    """What the network saw that made the recipe's inputs; None where `data features` made none.
+    """Return the provenance of the recipe's inputs; None where `data features` made none.
 
     Raises UserError where other features lie there than it made.
     """
