@@ -291,6 +291,9 @@ def connect(
             if watch.lost:
                 raise ClusterError(_LOST) from error
             raise
+        else:
+            if watch.lost:  # an executor that opened the session late closes it without an error
+                raise ClusterError(_LOST)
         finally:
             if watch.lost:  # and keeps its token, without which Ray aborts this process
                 _keep_until_exit(after.pop_all())
