@@ -126,7 +126,7 @@ class _NodeWatch:
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True)
             self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._ending:
             self._ended.set()
         if self in _open_watches:
@@ -135,6 +135,8 @@ class _NodeWatch:
             self._thread.join(_WATCH_SECONDS)  # it must not ask a session that is shut down
             with contextlib.suppress(ValueError):  # left in another thread
                 signal.signal(_WAKE, self._before)
+        if self.lost:  # whatever it ended as: an executor closes a session without an error
+            raise ClusterError(_LOST) from error
 
     def _watch(self, own: str) -> None:
         import ray
@@ -287,10 +289,6 @@ def connect(
             handler = _add_log_handler(log_file)
             with watch:
                 yield describe_session(address)
-        except BaseException as error:
-            if watch.lost:
-                raise ClusterError(_LOST) from error
-            raise
         finally:
             if watch.lost:  # and keeps its token, without which Ray aborts this process
                 _keep_until_exit(after.pop_all())

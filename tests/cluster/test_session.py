@@ -276,7 +276,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 import dpdist
-from dpdist.cluster.executor import RayExecutor
+from dpdist.cluster.executor import AutoExecutor, RayExecutor
 from dpdist.cluster.work import Chunk, PoolSettings
 
 def make_worker(shared):
@@ -303,6 +303,12 @@ def on_result(key, result):
 
 chunks = [Chunk(str(place), place, float(place)) for place in range(100_000)]
 try:
+    if sys.argv[1] == "late":  # as every command opens it
+        executor = AutoExecutor(lambda: dpdist.connect(cpus=1))
+        try:
+            executor.ray().run_chunks(make_worker, None, chunks, on_result, PoolSettings(actors=1))
+        finally:
+            executor.close()
     with dpdist.connect(cpus=1) as session:
         RayExecutor(session).run_chunks(
             make_worker, None, chunks, on_result, PoolSettings(actors=1)
@@ -318,15 +324,16 @@ except dpdist.ClusterError as error:
 
 
 @pytest.mark.long
-def test_a_node_that_ray_gave_up_ends_the_command_with_one_error(tmp_path):
+@pytest.mark.parametrize("opened", ["late", "at once"])
+def test_a_node_that_ray_gave_up_ends_the_command_with_one_error(tmp_path, opened):
     """As a laptop that sleeps and wakes in pieces; Ray's own calls would never return."""
     faster = {f"RAY_health_check_{name}": "1000" for name in ("period_ms", "timeout_ms")}
     environment = {**os.environ, **faster, "RAY_health_check_failure_threshold": "3"}
     environment |= {"TMPDIR": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, "-c", LOSES_ITS_NODE], env=environment, capture_output=True, text=True,
-        timeout=300,
+        [sys.executable, "-c", LOSES_ITS_NODE, opened], env=environment, capture_output=True,
+        text=True, timeout=300,
     )  # fmt: skip
     told = [line for line in done.stdout.splitlines() if line.startswith(("said", "again"))]
     assert done.returncode == 1, done.stdout + done.stderr
