@@ -122,6 +122,8 @@ def _pictures(name: str, group: str | None) -> _Source:
         seen = inspect_folder(Path(name), ChosenColumns(group=group))
         if seen.image_column is None:
             raise UserError(f"{name}: must hold a column of pictures, to make features of")
+        if seen.label_column is None:
+            raise UserError(f"{name}: must hold a column of labels beside the pictures")
         columns = data.Columns(image=seen.image_column, label=seen.label_column)
         source = data.DataSource(
             seen.name, seen.classes, seen.root, seen.train_split, seen.test_split, columns,
