@@ -555,6 +555,15 @@ _Credited = Annotated[
 ]
 
 
+def _draw_noise_scales(plot: Path, delta: float, sensitivity: float) -> None:
+    from dpdist.reports.figures import plot_noise_scales
+
+    try:
+        write_result(plot, plot_noise_scales(delta, sensitivity, plot.suffix[1:]))
+    except OSError as error:
+        raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
+
+
 @account_app.command("mechanisms")
 def mechanisms_command(
     delta: Annotated[float, option("Delta.", Probability)] = 1e-5,
@@ -584,12 +593,7 @@ def mechanisms_command(
     with _user_errors("mechanisms"):
         rows = _mechanism_rows(delta, sensitivity)
         if plot is not None:
-            from dpdist.reports.figures import plot_noise_scales
-
-            try:
-                write_result(plot, plot_noise_scales(delta, sensitivity, plot.suffix[1:]))
-            except OSError as error:
-                raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
+            _draw_noise_scales(plot, delta, sensitivity)
     if as_json:
         console.print_json(rows)
         return

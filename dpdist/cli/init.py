@@ -34,6 +34,7 @@ from dpdist.core.fields import Count, Finite, PositiveFraction, RunName
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset
+    from dpdist.importing import ForeignModel
 
 
 # --- dpdist init ------------------------------------------------------------------------------
@@ -547,6 +548,35 @@ _Target = Annotated[
 ]
 
 
+def _network(
+    model: str,
+    weights: Path | None,
+    options: list[str] | None,
+    input: str | None,
+    classes: int | None,
+    normalize: str | None,
+) -> Path | ForeignModel:
+    """Return the folder of a network of dpdist's, or what builds one from elsewhere."""
+    if (Path(model) / "model.json").exists():
+        given = {
+            "--weights": weights, "--option": options, "--input": input, "--normalize": normalize,
+        }  # fmt: skip
+        for key, value in given.items():
+            if value:
+                raise UserError(f"{key}: must be left out for a folder, which says it")
+        return Path(model)
+    from dpdist.importing import ForeignModel
+    from dpdist.runs.recipe import parse_changes
+
+    try:
+        factory_options = parse_changes(options)
+    except UserError as error:
+        raise UserError(str(error).replace("--set", "--option")) from None
+    shape = importing.input_shape(input)
+    mean, std = importing.normalisation(normalize)
+    return ForeignModel(model, weights, factory_options, shape, classes, mean, std)
+
+
 @data_app.command("features")
 def make_features_data(
     pictures: Annotated[
@@ -586,31 +616,9 @@ def make_features_data(
     Its records are the pictures', one for one. What the classifier saw is written beside them and
     becomes an assumption of each run on them, unless it was compared.
     """
-    from dpdist.runs.recipe import parse_changes
-
-    try:
-        factory_options = parse_changes(options)
-    except UserError as error:
-        raise UserError(str(error).replace("--set", "--option")) from None
-    shape = importing.input_shape(input)
-    mean, std = importing.normalisation(normalize)
+    network = _network(model, weights, options, input, classes, normalize)
     from dpdist.conversion import make_features  # loads torch
-    from dpdist.importing import ForeignModel
 
-    network: Path | ForeignModel = Path(model)
-    if not (Path(model) / "model.json").exists():
-        network = ForeignModel(model, weights, factory_options, shape, classes, mean, std)
-    elif given := [
-        key
-        for key, value in {
-            "--weights": weights,
-            "--option": options,
-            "--input": input,
-            "--normalize": normalize,
-        }.items()
-        if value
-    ]:
-        raise UserError(f"{given[0]}: must be left out for a folder, which says it")
     folder = make_features(
         pictures, network, data_root / name, saw=saw, resize=resize, group=group, log=typer.echo
     )
