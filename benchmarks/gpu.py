@@ -460,7 +460,7 @@ def finish(results: Path, names: list[str], seconds: float) -> None:
         f"{len(each)} {state}" + ("" if state in DONE else f" ({', '.join(each)})")
         for state, each in by_state.items()
     )
-    slow = statistics.fsum(lines[name]["seconds"] for name in names)
+    slow = sum(lines[name]["seconds"] for name in names)
     print(f"{counts}; {seconds / 60:.1f} minutes now, {slow / 60:.1f} for all parts: {results}")
     if set(states.values()) & {"failed", "out of time"}:
         sys.exit(1)
