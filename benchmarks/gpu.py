@@ -21,7 +21,6 @@ import copy
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
