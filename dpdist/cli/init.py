@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -293,12 +294,14 @@ def starter_recipe(
     model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
-    group = "" if dataset.group_column is None else f" of the same {dataset.group_column}"
+    group = (
+        "" if dataset.group_column is None else _on_one_line(f" of the same {dataset.group_column}")
+    )
     lines = [
-        f"# Starter recipe for {dataset.name}: {describe_data(dataset)}.",
+        _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
         "# are public with this recipe. Chosen without looking at a record: all the rest.",
-        *(f"# Left out: {column}: {why}." for column, why in dataset.left_out),
+        *(_on_one_line(f"# Left out: {column}: {why}.") for column, why in dataset.left_out),
         f"name: {_json_text(name)}",
         "data:",
         f"  name: {_json_text(dataset.name)}               # the folder below root",
@@ -332,6 +335,13 @@ _TEXT_OPTIMIZER = [
     "  optimizer: adam",
     "  learning_rate: 0.003         # try others with `dpdist tune`: looking at results costs",
 ]
+
+
+def _on_one_line(comment: str) -> str:
+    """Return a comment whose column names cannot begin a line, which would be a key."""
+    return re.sub(r"\s+", " ", comment)
+
+
 _TEXT_MODEL = [
     "model:",
     "  name: transformer            # needs dpdist[hf]; tokens are bytes",

@@ -258,6 +258,14 @@ def test_what_is_no_chat_and_no_jsonl_is_refused():
     assert "texts of column text, 2 classes" in said("labelled")
 
 
+def test_a_column_s_name_writes_no_key_of_the_recipe():
+    trick = "note\ncertify: {count: 3}\n#"
+    write_jsonl("notes", text=LINES, **{trick: [{"b": 1}] * 48})
+    said("notes")
+    assert "certify" not in load_recipe(Path("notes.yaml")).model_fields_set
+    assert "# Left out: note certify: {count: 3} #: beside text." in Path("notes.yaml").read_text()
+
+
 def test_unique_numbers_of_few_records_may_be_features():
     write_split(Path("few"), "train", x=list(range(90)), label=[0, 1] * 45)
     write_split(Path("few"), "test", x=list(range(100, 110)), label=[0, 1] * 5)
