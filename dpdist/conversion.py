@@ -42,7 +42,11 @@ from dpdist.data.parquet import decode_picture, split_files
 from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
-from dpdist.training.provenance import FEATURES_FILE, declare_seen, describe_seen
+from dpdist.training.provenance import (
+    SAYS_WHAT_IT_SAW,
+    declare_seen,
+    describe_seen,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +110,11 @@ def make_features(
     else:
         about = declare_seen(network.name, saw, found.train.name)
         if network.weights is not None:
+            if any((network.weights.parent / name).exists() for name in SAYS_WHAT_IT_SAW):
+                raise UserError(
+                    f"--weights: must be of a network from elsewhere, got {network.weights}, which "
+                    "dpdist wrote: give its folder as --model, which says what it saw"
+                )
             about["weights"] = {network.weights.name: file_digest(network.weights)}
         shape = network.input_shape or found.train.input_shape
         module, _ = build_foreign(network, shape, found.train.classes)
@@ -161,7 +170,7 @@ def _write_features(
             files[path.name] = file_digest(path)
             log(f"{split}: {len(records):,} records, {width:,} features each")
         about |= {"features": width, "files": files, "data": found.train.name}
-        write_json(aside / FEATURES_FILE, {**about, "fingerprint": found.train.fingerprint})
+        write_json(aside / data.FEATURES_FILE, {**about, "fingerprint": found.train.fingerprint})
     return target
 
 

@@ -27,7 +27,7 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
-from dpdist.training.provenance import FEATURES_FILE, write_provenance
+from dpdist.training.provenance import declare_seen, write_provenance
 
 pytestmark = pytest.mark.guarantee
 
@@ -68,14 +68,16 @@ def test_features_are_what_the_network_gives_each_record_alone(made: Path) -> No
             assert torch.allclose(torch.tensor(found["features"][place]), own, atol=1e-5)
 
 
-def recipe_on(made: Path) -> Any:
-    raw = {
+def recipe_on(made: Path, **more: dict[str, Any]) -> Any:
+    raw: dict[str, Any] = {
         "name": "x", "data": {"name": made.name, "root": str(made.parent),
                               "columns": {"features": ["features"]}},
         "model": {"name": "linear"}, "method": {"name": "dp-sgd"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "clip_norm": 1.0},
         "training": {"batch_size": 32, "steps": 2, "learning_rate": 0.1},
     }  # fmt: skip
+    for section, values in more.items():
+        raw[section] |= values
     return parse_recipe(raw, "x")
 
 
@@ -88,7 +90,7 @@ def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> Non
     assert any("letters: declared only" in line for line in facts.assumptions)
     record = json.loads(folder.pretraining_record.read_text())
     assert record["part"] == "features" and not record["checked"]
-    written = json.loads((made / FEATURES_FILE).read_text())
+    written = json.loads((made / "features.json").read_text())
     assert written["features"] == 64 and written["data"] == "digits/train"
     assert list(written["weights"]) == ["net.pt"]
 
@@ -100,7 +102,7 @@ def test_other_features_than_those_are_refused(made: Path, tmp_path: Path) -> No
     shutil.copytree(made, copy)
     table = pq.read_table(copy / "train.parquet")
     pq.write_table(table.slice(1), copy / "train.parquet")
-    with pytest.raises(UserError, match=r"is not the file that features.json speaks of"):
+    with pytest.raises(UserError, match=r"is not a file that features.json speaks of"):
         prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
 
 
@@ -157,7 +159,7 @@ def test_a_folder_s_network_that_saw_private_records_is_refused(tmp_path: Path) 
         make_features("digits", saved(tmp_path / "said", other), target, saw="letters")
     assert not target.exists()
     make_features("digits", tmp_path / "said", target)
-    about = json.loads((target / FEATURES_FILE).read_text())
+    about = json.loads((target / "features.json").read_text())
     assert about["checked"] and about["assumed"] is None
     assert "none of them is among the private records (compared by content)" in about["saw"]
     with pytest.raises(UserError, match="is there already"):
@@ -277,3 +279,40 @@ def test_folders_that_are_no_patients(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
     done = call("data", "patients", source, "--size", "6", "--data-root", tmp_path)
     assert "--size: must be H,W" in str(done.exception)
+
+
+def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(
+    made: Path, tmp_path: Path
+) -> None:
+    """By content, features of two networks are two sets: one could pay for the other's records."""
+    with pytest.raises(UserError, match=r"model\.initial: must be left out, as the records are"):
+        begun = recipe_on(made, model={"initial": {"folder": str(tmp_path)}})
+        prepare(begun, RunFolder(tmp_path / "x"), "test")
+    with pytest.raises(UserError, match=r"privacy\.budget: must be left out, as the records are"):
+        charged = recipe_on(made, privacy={"budget": str(tmp_path / "b")})
+        prepare(charged, RunFolder(tmp_path / "y"), "test")
+
+
+def test_a_further_file_beside_features_is_refused(made: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    shutil.copy(copy / "train.parquet", copy / "train-more.parquet")
+    with pytest.raises(UserError, match=r"train-more\.parquet: is not a file that features.json"):
+        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
+
+
+def test_features_are_no_public_records(made: Path) -> None:
+    from dpdist.config.data import DataRecipe
+    from dpdist.training.records import external_public_records
+
+    with pytest.raises(UserError, match=r"public\.data: must be records themselves, got digit"):
+        external_public_records(DataRecipe(name=made.name, root=made.parent), None)
+
+
+@pytest.mark.parametrize("saw", ["Digits", " digits", "digits/train", "the digits (train)"])
+def test_the_private_set_by_name_is_refused_however_it_is_spelled(saw: str) -> None:
+    with pytest.raises(UserError, match=r"--saw: must be other data than digits"):
+        declare_seen("net", saw, "digits/train")
+    assert declare_seen("net", "digits2", "digits/train")["saw"].startswith("digits2")

@@ -9,7 +9,7 @@ from dpdist.data.dataset import (
     refuse_common_groups,
     refuse_common_records,
 )
-from dpdist.data.parquet import Columns
+from dpdist.data.parquet import FEATURES_FILE, Columns, holds_features
 from dpdist.data.registry import (
     BUILT_IN,
     DataSource,
@@ -29,6 +29,7 @@ from dpdist.data.text import (
 
 __all__ = [
     "BUILT_IN",
+    "FEATURES_FILE",
     "WORDS_FILE",
     "Columns",
     "ConversationColumns",
@@ -42,6 +43,7 @@ __all__ = [
     "check_test_records_unseen",
     "check_test_split",
     "fetch",
+    "holds_features",
     "load",
     "next_tokens",
     "refuse_common_groups",

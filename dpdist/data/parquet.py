@@ -363,6 +363,7 @@ def _opaque(picture: Image.Image) -> np.ndarray:
 # --- Parquet to arrays ------------------------------------------------------------------------
 
 
+FEATURES_FILE = "features.json"  # beside features: what the network that made them saw
 _CACHE_VERSION = 4  # of the cache; a new number re-reads everything
 
 
@@ -422,6 +423,11 @@ class Columns:
                 )
             found += [name for name in fit if name not in found]
         return replace(self, features=tuple(found))
+
+
+def holds_features(root: Path | None, name: str) -> bool:
+    """Return whether a data set is features that `dpdist data features` made of other records."""
+    return root is not None and (Path(root) / name / FEATURES_FILE).exists()
 
 
 def split_files(root: Path, name: str, split: str) -> list[Path]:

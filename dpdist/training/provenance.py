@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 PROVENANCE_FILE, RECORDS_FILE = "provenance.json", "records.npy"
-FEATURES_FILE = "features.json"  # beside features that a network made: what that one saw
 AMONG_PUBLIC_REASON = (
     "are among the public ones, which are used without privacy; set them aside with data.public, "
     "or take others"
 )
 _CARD = "privacy_card.json"
+SAYS_WHAT_IT_SAW = ("model.json", PROVENANCE_FILE, _CARD)  # beside weights that dpdist wrote
 # What a card calls the public parts that its model began with (`dpdist.reports.facts`).
 _PUBLIC_PART_KEYS = (
     "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
@@ -232,19 +233,10 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
     UserError when a private record is among those that the part was trained on, or nobody says what
     it saw, or it was made by another section public than the recipe's.
     """
-    made = _describe_features(recipe, context)
-    if recipe.model.pretrained_part is None:
+    if (made := _describe_features(recipe, context)) is not None:
         return made
-    about = _describe_part(recipe, private, context)
-    if made is None:
-        return about
-    assumed = "; ".join(each["assumed"] for each in (about, made) if each["assumed"])
-    saw = f"{about['saw']}; its inputs are features of a network that saw {made['saw']}"
-    return {**about, "saw": saw, "features": made["model"], "assumed": assumed or None}
-
-
-def _describe_part(recipe: Recipe, private: data.Dataset, context: str) -> dict[str, Any]:
-    assert recipe.model.pretrained_part is not None
+    if recipe.model.pretrained_part is None:
+        return None
     part, section = recipe.model.pretrained_part
     if part == "initial":
         _check_initial(recipe, private)
@@ -311,7 +303,7 @@ def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
             "saw private records must not make their features"
         )
     own = private.partition("/")[0]
-    if saw.casefold() == own.casefold():
+    if re.search(rf"(?<!\w){re.escape(own.casefold())}(?!\w)", saw.casefold()):
         raise UserError(
             f"--saw: must be other data than {own}, whose records are private here; a network that "
             "saw them must not make their features: its cost would have to be added, which is not "
@@ -335,16 +327,32 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
     if recipe.data.root is None:
         return None
     folder = Path(recipe.data.root) / recipe.data.name
-    if not (folder / FEATURES_FILE).exists():
+    if not data.holds_features(recipe.data.root, recipe.data.name):
         return None
     from dpdist.models.weights import file_digest
 
-    written = read_json(folder / FEATURES_FILE, _FEATURES_TYPES)
-    for name, digest in written["files"].items():
-        if file_digest(folder / Path(name).name) != digest:
+    # Records are told by their content, and features of two networks are two contents.
+    again = "in another form cannot be told; train on the pictures, or without it"
+    if recipe.model.pretrained_part is not None:
+        raise UserError(
+            f"{context}: model.{recipe.model.pretrained_part[0]}: must be left out, as the records "
+            f"are features that a network made: whether it saw the same records {again}"
+        )
+    if recipe.privacy.budget is not None:
+        raise UserError(
+            f"{context}: privacy.budget: must be left out, as the records are features that a "
+            f"network made: whether the budget knows the same records {again}"
+        )
+    written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
+    if not written["checked"] and not isinstance(written.get("assumed"), str):
+        raise UserError(
+            f"{context}: {folder / data.FEATURES_FILE}: assumed must be a text; make it again"
+        )
+    for file in sorted(folder.glob("*.parquet")):
+        if written["files"].get(file.name) != file_digest(file):
             raise UserError(
-                f"{context}: {folder / Path(name).name}: is not the file that {FEATURES_FILE} "
-                "speaks of; make the features again"
+                f"{context}: {file}: is not a file that {data.FEATURES_FILE} speaks of; make the "
+                "features again"
             )
     return {
         "part": "features",
@@ -381,6 +389,8 @@ def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
         theirs = private_records(other, source)
     except UserError:
         return False  # they lie elsewhere, or nowhere any more
+    if data.holds_features(source.root, source.name):
+        return False  # by content, features are other records than what they were made of
     why = (
         f"trained it, or chose its settings, in run {run.name}: its cost would have to be added, "
         "which is not done; take one that saw other records"

@@ -125,11 +125,21 @@ def load_test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     return test
 
 
+def _refuse_features(root: Path | None, name: str, key: str) -> None:
+    """Raise UserError for features as public records: what their network saw would be lost."""
+    if data.holds_features(root, name):
+        raise UserError(
+            f"{key}: must be records themselves, got {name}, features of a network, which may have "
+            "seen private records; take what they were made of"
+        )
+
+
 def external_public_records(section: DataRecipe, default_root: Path | None) -> data.Dataset:
     """The training split of another data set, all of which is public. default_root: the root of
     what is not built in and has none of its own."""
     if section.root is None and section.name not in data.BUILT_IN:
         section = section.model_copy(update={"root": default_root})
+    _refuse_features(section.root, section.name, "public.data")
     split = _split(section, _source(section))
     return split.select_by_hash(0.0, _used_fraction(section, split))
 
@@ -198,6 +208,7 @@ def method_public_records(recipe: Recipe) -> data.Dataset | None:
     own = data_source(recipe)
     if recipe.data.public and (named.dataset_name, root) == (own.name, own.root):
         return declared_public_records(recipe, own)
+    _refuse_features(root, named.dataset_name, named.recipe_key)
     try:
         found = data.load(data.DataSource(named.dataset_name, named.classes, root), "train")
     except UserError as error:
