@@ -378,6 +378,16 @@ def test_the_noise_is_as_large_as_the_relation_asks(tmp_path, neighbours):
     assert value["epsilon"] == pytest.approx(exact, rel=5e-3)
 
 
+def test_a_secret_number_of_records_is_told_by_no_count(root):
+    """With a nominal number the counts add up to that, whatever the true one is."""
+    setting = {"privacy__nominal_records": 300, "privacy__neighbours": ONE}
+    value = bought(root, 4.0, **setting)
+    assert sum(value["counts"].values()) == 300 != WELL + ILL
+    assert value["relation"] == "add-or-remove-one"
+    (budget,) = read_budgets(root / "budgets")
+    assert [(charge.records, charge.nominal) for charge in budget.charges] == [(300, True)]
+
+
 def test_noisy_counts_become_whole_ones_of_the_public_sum():
     generator = np.random.default_rng(1)
     for _ in range(200):
