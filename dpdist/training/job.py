@@ -185,19 +185,16 @@ def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, An
             draw=draw,
             name=section.name,
         )
+    said = {"kind": "class-counts", "data": section.name, "counts": counts, "charge": name}
+    return said | {"noise": noise, "deviation": deviation} | _price_of_counts(recipe, charge)
+
+
+def _price_of_counts(recipe: Recipe, charge: Charge) -> dict[str, Any]:
+    privacy = recipe.privacy
     alone = budget.composed_guarantee([charge], privacy.delta, privacy.neighbours)
-    return {
-        "kind": "class-counts",
-        "data": section.name,
-        "counts": counts,
-        "charge": name,
-        "noise": noise,
-        "deviation": deviation,
-        **alone.to_output_dict(),
-        "neighbours": privacy.neighbours,
-        "assumptions": [*alone.assumptions, *phases[0].assumptions],
-        "ceiling": str(budget_terms(recipe)),
-    }
+    assumed = [*alone.assumptions, *(line for each in charge.phases for line in each.assumptions)]
+    ceiling = str(budget_terms(recipe))
+    return {**alone.to_output_dict(), "assumptions": assumed, "ceiling": ceiling}
 
 
 def _whole_counts(noisy: np.ndarray, total: int) -> list[int]:
