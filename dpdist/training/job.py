@@ -176,7 +176,7 @@ def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, An
     with _budget_errors(context):
         name, counts = budget.release_once(
             privacy.budget,
-            np.asarray(records.hashes),
+            records.hashes,
             charge,
             budget_terms(recipe),
             privacy.neighbours,
