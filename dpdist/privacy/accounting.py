@@ -24,6 +24,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.pld import (
     FINEST_GRID,
+    CountsDpEvent,
     LossTooLarge,
     PrivacyLoss,
     UnsupportedMechanismError,
@@ -46,6 +47,8 @@ def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
     """Return the event with noise in units of the relation's sensitivity, for the library's RDP."""
     if isinstance(event, dpa.GaussianDpEvent):
         return dpa.GaussianDpEvent(event.noise_multiplier / sensitivity)
+    if isinstance(event, CountsDpEvent):
+        return event.gaussian_for_rdp(sensitivity)
     if isinstance(event, dpa.LaplaceDpEvent):
         if event.noise_multiplier == 0:
             return dpa.NonPrivateDpEvent()

@@ -240,6 +240,11 @@ _PUBLIC_RATES = (
     "a record's sampling rate follows from its own class and from class counts that are public: "
     "they were declared, not counted in the private records"
 )
+_BOUGHT_RATES = (
+    "a record's sampling rate follows from its own class and from noisy class counts, released "
+    "before: this epsilon leaves their release out, the guarantee of all runs on the data set "
+    "counts it, as "
+)
 
 
 def check_count(name: str, value: object) -> None:
@@ -266,13 +271,17 @@ class ClassRates:
     records, one record would move all of them.
 
     rates: of each class, in (0, 1]. counts: the public number of records of each class, or numbers
-    in their proportion.
+    in their proportion. charge: the budget's charge for counts that were bought with noise; None
+    for counts that are public anyway.
     """
 
     rates: tuple[float, ...]
     counts: tuple[int, ...]
+    charge: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.charge, str | None):
+            raise ValueError(f"charge must be the name of a charge, got {self.charge!r}")
         if not self.rates or len(self.rates) != len(self.counts):
             raise ValueError(
                 f"class rates need a count for each, got {len(self.rates)} rates and "
@@ -286,7 +295,11 @@ class ClassRates:
 
     @classmethod
     def for_batch(
-        cls, weights: Sequence[float], counts: Sequence[int], mean_rate: float
+        cls,
+        weights: Sequence[float],
+        counts: Sequence[int],
+        mean_rate: float,
+        charge: str | None = None,
     ) -> ClassRates:
         """Return rates in proportion to `weights`, capped at 1, of which the mean is `mean_rate`.
 
@@ -297,6 +310,7 @@ class ClassRates:
             weights: relative rates, one a class, positive.
             counts: public numbers of records, one a class, at least 1.
             mean_rate: expected batch over number of records, in (0, 1].
+            charge: of counts that were bought.
         """
         if not 0 < mean_rate <= 1:
             raise ValueError(f"mean_rate must be in (0, 1], got {mean_rate}")
@@ -312,7 +326,7 @@ class ClassRates:
         if any(scale * weights[place] <= 0 for place in free):  # others at 1 make all of the batch
             raise ValueError("rates leave a class no chance to join")
         rates = (1.0 if p in capped else scale * weights[p] for p in range(len(counts)))
-        return cls(tuple(rates), tuple(counts))
+        return cls(tuple(rates), tuple(counts), charge)
 
     @property
     def largest(self) -> float:
@@ -331,7 +345,7 @@ class ClassRates:
             largest if rate == self.largest else largest * rate / self.largest
             for rate in self.rates
         )
-        return ClassRates(tuple(rates), self.counts)
+        return ClassRates(tuple(rates), self.counts, self.charge)
 
     @property
     def importance_weights(self) -> tuple[float, ...]:
@@ -340,7 +354,8 @@ class ClassRates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as plain JSON types."""
-        return {"rates": list(self.rates), "counts": list(self.counts)}
+        named = {} if self.charge is None else {"charge": self.charge}
+        return {"rates": list(self.rates), "counts": list(self.counts), **named}
 
     @property
     def description(self) -> str:
@@ -399,7 +414,8 @@ class GaussianSteps(Phase):
     @classmethod
     def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
         if "class_rates" in values:
-            given = {name: tuple(each) for name, each in values["class_rates"].items()}
+            given = dict(values["class_rates"])
+            given |= {name: tuple(given[name]) for name in ("rates", "counts")}
             values = values | {"class_rates": ClassRates(**given)}
         return cls(**values)
 
@@ -494,7 +510,9 @@ class GaussianSteps(Phase):
     @property
     def assumptions(self) -> tuple[str, ...]:
         sampled: tuple[str, ...] = (_POISSON,) if self.mean_rate < 1 else ()
-        sampled += () if self.class_rates is None else (_PUBLIC_RATES,)
+        if self.class_rates is not None:
+            charge = self.class_rates.charge
+            sampled += (_PUBLIC_RATES if charge is None else _BOUGHT_RATES + charge,)
         cut = (
             ("a batch above the cap is cut to a uniformly random subset",)
             if self.has_batch_cap
@@ -661,6 +679,34 @@ class GaussianScores(GaussianReleases):
             "a held-out record adds at most 1 to a score, and no step trains on it",
             f"the number of held-out records ({self.records}) is public",
         )
+
+
+@dataclass(frozen=True)
+class GaussianCounts(Phase):
+    """The number of records of each class, released once with Gaussian noise on each number.
+
+    A record is in one class at most. deviation: of the noise, in records.
+    """
+
+    kind: ClassVar[str] = "gaussian-counts"
+    deviation: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.deviation) and self.deviation > 0):
+            raise ValueError(f"deviation must be > 0 and finite, got {self.deviation}")
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        from dpdist.privacy.pld import CountsDpEvent
+
+        return [CountsDpEvent(self.deviation)]
+
+    @property
+    def description(self) -> str:
+        return f"numbers of records by class, with noise of standard deviation {self.deviation:.6g}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("a record is in one class, whatever the other records are",)
 
 
 class UpfrontPhase(Phase):
@@ -1112,6 +1158,7 @@ _CLASSES: tuple[type[Phase], ...] = (
     GaussianReleases,
     FixedBatches,
     GaussianAnswers,
+    GaussianCounts,
     GaussianScores,
     NoisyRecords,
     NoisyVotes,

@@ -63,6 +63,31 @@ class WorstOfDpEvent(dpa.DpEvent):  # type: ignore[misc]
     floor: float = 0.0
 
 
+@dataclass(frozen=True)
+class CountsDpEvent(dpa.DpEvent):  # type: ignore[misc]
+    """Numbers of records by class, each record in one class at most, with Gaussian noise.
+
+    A record that comes, goes or is blanked out moves one count by 1. A replaced one takes 1 from a
+    count and adds 1 to another: sqrt 2 in L2 norm, and not 2 as a clipped gradient may.
+
+    deviation: of the noise on each count, in records.
+    """
+
+    deviation: float
+
+    def gaussian_for_rdp(self, sensitivity: float) -> dpa.DpEvent:
+        """Return a Gaussian release in units of the sensitivity.
+
+        sensitivity: of a sum of contributions of norm 1, which is 2 under replace-one, else 1.
+        """
+        return dpa.GaussianDpEvent(self.deviation / math.sqrt(sensitivity))
+
+    def gaussian(self, neighbours: Neighbours) -> dpa.DpEvent:
+        """Return the equal Gaussian release of contributions of norm 1, which may turn over."""
+        scale = math.sqrt(2) if neighbours == "replace-one" else 1.0
+        return dpa.GaussianDpEvent(self.deviation * scale)
+
+
 # --- losses of events and their composition ---------------------------------------------------
 
 
@@ -203,6 +228,8 @@ def compose_pld(
         return identity
     if isinstance(event, dpa.NonPrivateDpEvent):
         return None
+    if isinstance(event, CountsDpEvent):
+        return compose_pld(event.gaussian(neighbours), neighbours, grid, count)
     if isinstance(event, dpa.SelfComposedDpEvent):
         return compose_pld(event.event, neighbours, grid, count * event.count)
     if isinstance(event, dpa.ComposedDpEvent):

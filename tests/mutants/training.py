@@ -1985,4 +1985,70 @@ FAULTS: list[Fault] = [
             "an estimate is priced at equal rates",
         ),
     ),
+    # --- class counts that were bought
+    *group(
+        "dpdist/privacy/pld.py",
+        "privacy/test_bought_counts::test_the_price_is_that_of_the_histograms_themselves",
+        (
+            'scale = math.sqrt(2) if neighbours == "replace-one" else 1.0',
+            'scale = 2.0 if neighbours == "replace-one" else 1.0',
+            "a replaced record is priced as if it moved one count",
+        ),
+        (
+            "return dpa.GaussianDpEvent(self.deviation / math.sqrt(sensitivity))",
+            "return dpa.GaussianDpEvent(self.deviation)",
+            "a ceiling counts a replaced record's counts as those of one more or less, and worse",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/budget.py",
+        "privacy/test_bought_counts",
+        (
+            "    reserve(folder, records, charge, terms, neighbours, name=name)\n"
+            "    with _open_budgets(Path(folder)) as (key, budgets):\n"
+            "        held = [budget for budget in budgets if budget.find_charge",
+            "    reserve(folder, records, charge, terms, neighbours, name=name, record=False)\n"
+            "    with _open_budgets(Path(folder)) as (key, budgets):\n"
+            "        held = [budget for budget in budgets if budget.find_charge",
+            "class counts are drawn and not charged",
+        ),
+        (
+            "if before is not None and before.phases != charge.phases:",
+            "if False:",
+            "class counts are charged again at larger noise, in place of the first",
+        ),
+        (
+            "{[phase.to_dict() for phase in charge.phases]} {said}",
+            "{[phase.to_dict() for phase in charge.phases]}",
+            "other counts get the same noise",
+        ),
+        (
+            "    if any(each != answer for each in answers):\n",
+            "    if False:\n",
+            "a run takes other counts than those that were bought",
+        ),
+        (
+            "    if not answers:\n        raise BudgetExceeded(\n",
+            "    if not answers:\n        return\n        raise BudgetExceeded(\n",
+            "a run takes counts that another budget paid for",
+        ),
+    ),
+    *group(
+        "dpdist/training/job.py",
+        "privacy/test_bought_counts::test_the_noise_is_as_large_as_the_relation_asks",
+        (
+            "noisy = add_noise(exact, key, deviation)",
+            "noisy = add_noise(exact, key, noise)",
+            "counts get less noise under replace-one than is priced",
+        ),
+    ),
+    *group(
+        "dpdist/runs/recipe.py",
+        "privacy/test_bought_counts::test_a_run_without_the_budget_that_paid_is_refused",
+        (
+            'and (privacy.budget_ceiling is None or privacy.budget_composition != "filter"),',
+            "and privacy.budget is None,",
+            "a sum of epsilons is stated for a run that follows the counts that were bought",
+        ),
+    ),
 ]
