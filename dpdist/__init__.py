@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dpdist.gradients.clipping import PerLayerClipping as PerLayerClipping
     from dpdist.gradients.engine import GradientEngine as GradientEngine
     from dpdist.gradients.objective import language_model_loss as language_model_loss
+    from dpdist.gradients.objective import preference_loss as preference_loss
     from dpdist.pipeline import run as run
     from dpdist.privacy.calibration import calibrate_noise as calibrate_noise
     from dpdist.privacy.guarantee import Guarantee as Guarantee
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dpdist.private_training import PrivateTraining as PrivateTraining
     from dpdist.private_training import StepReport as StepReport
     from dpdist.private_training import fit as fit
+    from dpdist.private_training import preferences as preferences
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
     from dpdist.release.bundle import load as load
@@ -98,6 +100,8 @@ _LAZY = {
     "as_records": "dpdist.data.adapters",
     "documents": "dpdist.data.adapters",
     "language_model_loss": "dpdist.gradients.objective",
+    "preferences": "dpdist.private_training",
+    "preference_loss": "dpdist.gradients.objective",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",
     "Release": "dpdist.release.bundle",

@@ -40,12 +40,14 @@ from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import (
     LEARNED_FROM,
+    PreferenceRecords,
     as_records,
     check_classes,
     check_not_packed,
     check_one_class_each,
     check_targets,
     check_tokens,
+    preference_records,
 )
 from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
@@ -55,10 +57,14 @@ from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take, tensors_of
 from dpdist.gradients.objective import (
+    check_takes_pairs,
     checked_losses,
+    keeps_documents_apart,
     language_model_loss,
     objective_of,
+    pair_log_probabilities,
     token_limits,
+    without_wrapper,
 )
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
@@ -305,7 +311,8 @@ def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classe
     """Raise UserError for targets or tokens that do not fit the loss or the model."""
     if isinstance(loss, str):
         check_targets(records, loss, classes)
-    if loss is language_model_loss and (limits := token_limits(model)) is not None:
+    tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
+    if tokens and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)
 
 
@@ -555,6 +562,7 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
 
 _TOKENS = "input_ids"  # the field of a document's tokens, as transformers and `documents` have it
 _DOCUMENT = "one document, a row of the data"
+_PAIR = "one pair of answers, a row of the data"
 
 
 def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
@@ -569,10 +577,12 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     tokens = isinstance(inputs, dict) and _TOKENS in inputs
     if tokens and "position_ids" in inputs:
         check_not_packed(records)
-    unit = _DOCUMENT if tokens else None
+    pairs = isinstance(records, PreferenceRecords)
+    unit = (_PAIR if pairs else _DOCUMENT) if tokens else None
     if group is not None:
         unit = replace(group, column=records.unit_name or group.column).description
-        unit = unit.replace("records", "documents") if tokens else unit
+        word = "pairs of answers" if pairs else "documents"
+        unit = unit.replace("records", word) if tokens else unit
     said: dict[str, Any] = {"unit": None if unit == recipe.privacy_unit else unit}
     if tokens and LEARNED_FROM not in script.assumed:
         said["assumed"] = [*script.assumed, LEARNED_FROM]
@@ -1703,3 +1713,167 @@ def fit(
         batch_size=batch_size, steps=steps, epochs=epochs, folder=folder, **options,
     )  # fmt: skip
     return training.run_all()
+
+
+# --- pairs of answers -------------------------------------------------------------------------
+
+
+RELEASED = "_dpdist_release"  # attribute of a base that `load_adapter` put a release's adapter on
+_COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
+
+
+def preferences(
+    data: Any,
+    tokenizer: Any,
+    *,
+    length: int,
+    reference: nn.Module,
+    saw: str,
+    prompt: str = "prompt",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    unit: str | Sequence[Hashable] | np.ndarray | None = None,
+    name: str = "preferences",
+) -> PreferenceRecords:
+    """Make records of pairs of answers for direct preference optimisation (DPO).
+
+    Guarantee: one pair is one record, and its tensors are made of one row and the reference alone:
+    the reference sees one pair at a time, once. Tokens of the prompt are read and not learned. An
+    answer is cut where prompt and answer have `length` tokens; a pair of which one answer is all
+    cut away teaches nothing, and their number is told.
+
+    Args:
+        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
+            or a pyarrow Table. The fields are texts, or lists of messages with a role and a
+            content, as TRL has them. Without a prompt, chosen and rejected are whole conversations,
+            and the messages that both begin with are the prompt.
+        tokenizer: a fast tokenizer of `transformers`, or the folder of one, as `dpdist.documents`
+            takes it. Its chat template shows texts and messages; where it has none, the texts of
+            prompt and answer stand behind one another.
+        length: most tokens of a prompt with one answer; a record has twice as many.
+        reference: the model as training begins with it, whose adapters of peft are switched off; or
+            its base. It must be public, as must the first weights.
+        saw: what the reference and the first weights were trained on, such as "public texts". It
+            stands on the run's card: that no private pair was among it cannot be checked.
+        prompt: name of the field of a prompt.
+        chosen: name of the field of the answer that is preferred.
+        rejected: name of the field of the other answer.
+        unit: whom each pair belongs to: a field's name, such as that of the prompt, or one value
+            for each pair. Required where prompts are equal; give `Privacy(unit="group", ...)`.
+        name: name of the data in complaints and on cards.
+
+    Returns:
+        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.preference_loss`. Their
+        `batch(indices)` returns a dict: `input_ids` and `labels`, int64 (B, 2 * length), chosen
+        then rejected, and `reference` (B,), the reference's log-probability of the chosen answer
+        minus that of the rejected one.
+
+    Raises:
+        UserError: a row lacks its fields, prompts are equal without a unit, the tokenizer or the
+            model does not fit, or the reference is known to be trained on private records. No row's
+            text is shown.
+
+    Source:
+        Rafailov et al., NeurIPS 2023 (DPO).
+
+    Example:
+        >>> import dpdist, tokenizers, transformers
+        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "5": 5, "end": 6}
+        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(
+        ...     tokenizer_object=cutter, eos_token="end"
+        ... )
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        ...     vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=8,
+        ... ))
+        >>> rows = [{"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"}]
+        >>> pairs = dpdist.preferences(
+        ...     rows, tokenizer, length=6, reference=model, saw="nothing: random weights"
+        ... )
+        >>> pairs.batch([0])["labels"].tolist()
+        [[-100, -100, -100, -100, 4, 6, -100, -100, -100, -100, 5, 6]]
+    """
+    _check_reference(reference, saw, name)
+    device = next(reference.parameters()).device
+
+    def difference(pair: dict[str, Tensor]) -> Tensor:
+        there = {field: each.to(device) for field, each in pair.items()}
+        found = pair_log_probabilities(reference, there["input_ids"], there["labels"])
+        return (found[:, 0] - found[:, 1]).cpu()
+
+    few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
+    check_takes_pairs(without_wrapper(reference), few)
+    limits = token_limits(reference)
+    with _as_reference(reference):
+        if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
+            raise UserError(
+                f"{name}: reference must keep the two answers of a row apart, got a "
+                f"{type(without_wrapper(reference)).__name__}, which heeds no mask or no positions"
+            )
+        return preference_records(
+            data, tokenizer, difference, length=length, saw=saw, prompt=prompt, chosen=chosen,
+            rejected=rejected, unit=unit, name=name,
+        )  # fmt: skip
+
+
+def _check_reference(reference: Any, saw: Any, name: str) -> None:
+    """Raise UserError for a reference that is no public model, as far as that can be known."""
+    if not isinstance(reference, nn.Module):
+        raise UserError(
+            f"{name}: reference must be a model of transformers that is public, got a "
+            f"{type(reference).__name__}: releases and runs are not taken, since their epsilon is "
+            "not composed with that of an own loop"
+        )
+    if not isinstance(saw, str) or not saw.strip():
+        raise UserError(
+            f"{name}: saw must say what the reference and the first weights were trained on, such "
+            f"as 'public texts', got {saw!r}"
+        )
+    if saw.strip().casefold() == name.casefold():
+        raise UserError(
+            f"{name}: saw must be other data than {name}, whose records are private here: a "
+            "reference that was trained on them voids the guarantee; take its public base"
+        )
+    trained_by = [getattr(module, RELEASED, None) for module in reference.modules()]
+    own = {id(parameter) for parameter in reference.parameters() if parameter.requires_grad}
+    for each in _open.values():
+        training = each()
+        if training is not None and training._done and own & set(training._trained().values()):
+            trained_by.append(str(training.run.path))
+    inner = without_wrapper(reference)
+    loaded = Path(str(getattr(inner, "name_or_path", "") or "nowhere")).resolve()
+    for folder in (loaded, *loaded.parents):
+        if RunFolder(folder).ledger.exists() or (folder / "release.json").exists():
+            trained_by.append(str(folder))
+    if found := next((each for each in trained_by if each), None):
+        raise UserError(
+            f"{name}: reference must be public, got one that {found} trained: epsilon of a release "
+            "is not composed with that of an own loop; load the public base"
+        )
+
+
+@contextmanager
+def _as_reference(model: nn.Module) -> Iterator[None]:
+    """Switch adapters of peft and dropout off, and gradients, within the block."""
+    modes = {module: module.training for module in model.modules()}
+    learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "disable_adapter")
+               and hasattr(module, "peft_config")]  # fmt: skip
+    tuned = any(hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
+                and hasattr(module, "base_layer") for module in model.modules())  # fmt: skip
+    if tuned and len(adapted) != 1:
+        raise UserError(
+            "reference: must have its adapters from peft.get_peft_model, which can be switched off"
+        )
+    model.eval()
+    try:
+        with torch.no_grad(), ExitStack() as stack:
+            for each in adapted[:1]:
+                stack.enter_context(each.disable_adapter())
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for parameter, learns in learned.items():  # peft unfreezes whatever it switches on again
+            parameter.requires_grad_(learns)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import random
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -1104,13 +1106,16 @@ LEARNED_FROM = "no private document is among what the tokenizer was learned from
 class DocumentRecords(ArrayRecords):
     """Documents as tokens: dicts of input_ids, attention_mask and labels, int64 (B, length)."""
 
-    assumed = (LEARNED_FROM,)
+    assumed: Sequence[str] = (LEARNED_FROM,)
     vocabulary = 2
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent documents of all lengths, each with a prompt of its own length."""
-        generator = torch.Generator().manual_seed(0)
-        length = int(next(iter(self._fields().values())).shape[1])
+        named = self._invented(count, int(next(iter(self._fields().values())).shape[1]))
+        return named, torch.zeros(count, dtype=torch.int64)
+
+    def _invented(self, count: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(self.vocabulary, (count, length), generator=generator)
         sizes = torch.randint(min(2, length), length + 1, (count,), generator=generator)
         prompts = (torch.rand(count, generator=generator) * (sizes - 1)).long()
@@ -1118,8 +1123,7 @@ class DocumentRecords(ArrayRecords):
         real = places < sizes[:, None]
         labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(IGNORED))
         tokens = tokens.where(real, torch.tensor(0))
-        named = {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
-        return named, torch.zeros(count, dtype=torch.int64)
+        return {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
 
     def _fields(self) -> dict[str, Tensor]:
         found = self.batch(slice(0, 1))
@@ -1179,12 +1183,7 @@ def documents(
         >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
         [[-100, -100, -100, -100, 4, 5, -100, -100]]
     """
-    if not (isinstance(length, int) and length >= 2):
-        raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")
-    if isinstance(tokenizer, str | Path):
-        cutter = ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
-    else:
-        cutter = ConversationTokenizer(tokenizer)
+    cutter = _tokenizer_of(tokenizer, length, name)
     rows = _document_rows(data, name)
     fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
     inputs = np.zeros((len(rows), length), dtype=np.int64)
@@ -1217,6 +1216,14 @@ def documents(
         "length": length, "chat": by_template, "files": cutter.files,
     }  # fmt: skip
     return records
+
+
+def _tokenizer_of(tokenizer: Any, length: int, name: str) -> ConversationTokenizer:
+    if not (isinstance(length, int) and length >= 2):
+        raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")
+    if isinstance(tokenizer, str | Path):
+        return ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
+    return ConversationTokenizer(tokenizer)
 
 
 def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
@@ -1267,3 +1274,146 @@ def _document_tokens(
     if not found.ids:
         raise UserError("must have a token at least, has none: drop it")
     return found
+
+
+# --- pairs of answers ---------------------------------------------------------------------------
+
+
+REFERENCE = "reference"  # the field of the reference's log-probabilities, chosen minus rejected
+PUBLIC_REFERENCE = (
+    "no private pair is among what the reference and the first weights were trained on, {}: "
+    "declared only"
+)
+
+
+class PreferenceRecords(DocumentRecords):
+    """Pairs of answers: input_ids and labels (B, 2 * length), chosen then rejected, and the float
+    `reference` (B,).
+    """
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent pairs of documents of all lengths, and references of either sign."""
+        fields = self._fields()
+        length, kind = fields["input_ids"].shape[1] // 2, fields[REFERENCE].dtype
+        halves = [self._invented(count, length, seed) for seed in (0, 1)]
+        named = {name: torch.cat([each[name] for each in halves], 1)
+                 for name in ("input_ids", "labels")}  # fmt: skip
+        generator = torch.Generator().manual_seed(2)
+        named[REFERENCE] = (torch.rand(count, generator=generator) - 0.5).to(kind)
+        return named, torch.zeros(count, dtype=torch.int64)
+
+    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
+        """Yield MACs of the tokens alone: a pair is the same one beside another reference."""
+        every = self.batch(slice(None))
+        assert isinstance(every, dict)
+        tokens = {name: each for name, each in every.items() if name != REFERENCE}
+        yield from ArrayRecords(tokens, None, Options(self.name)).input_macs(key)
+
+
+def preference_records(
+    data: Any,
+    tokenizer: Any,
+    reference: Callable[[dict[str, Tensor]], Tensor],
+    *,
+    length: int,
+    saw: str,
+    prompt: str,
+    chosen: str,
+    rejected: str,
+    unit: str | Sequence[Hashable] | np.ndarray | None,
+    name: str,
+) -> PreferenceRecords:
+    """Make records of pairs of answers, as `dpdist.preferences` describes them.
+
+    reference: returns the difference (1,) of the log-probabilities of a pair, whose fields have one
+    row; it is called with one pair at a time, so that no pair changes another one's bits.
+    """
+    cutter = _tokenizer_of(tokenizer, length, name)
+    rows, keys, every = _document_rows(data, name), list[str](), list[dict[str, Tensor]]()
+    cut_away = 0
+    for place, row in enumerate(rows):
+        try:
+            asked, pair = _pair_tokens(row, cutter, (prompt, chosen, rejected), length)
+        except UserError as error:
+            raise UserError(f"{name}: record {place}: {error}") from None
+        ids = torch.zeros(1, 2 * length, dtype=torch.int64)
+        labels = torch.full_like(ids, IGNORED)
+        learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
+        cut_away += not learns
+        for begin, half in zip((0, length), pair, strict=True):
+            there = slice(begin, begin + len(half.ids))
+            ids[0, there] = torch.tensor(half.ids)
+            learned = torch.tensor(half.learned) & learns
+            labels[0, there] = ids[0, there].where(learned, torch.tensor(IGNORED))
+        keys.append(asked)
+        every.append({"input_ids": ids, "labels": labels})
+    if cut_away == len(rows):
+        raise UserError(
+            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
+            "which all answers are cut away; give a longer length"
+        )
+    if unit is None and len(set(keys)) < len(keys):
+        raise UserError(
+            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
+            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
+            "dpdist.Privacy(unit='group', ...)"
+        )
+    if cut_away:
+        warnings.warn(
+            f"{name}: of {cut_away:,} of {len(rows):,} pairs nothing is learned, since an answer "
+            f"lies behind token {length}; give a longer length, or leave them out (the count is "
+            "private)",
+            stacklevel=3,
+        )
+    whose: Any = unit
+    if isinstance(unit, str):
+        whose = keys if unit == prompt else [row.get(unit) for row in rows]
+    margins = torch.cat([reference(each) for each in every])
+    columns: dict[str, np.ndarray | Tensor] = {
+        "input_ids": torch.cat([each["input_ids"] for each in every]),
+        "labels": torch.cat([each["labels"] for each in every]),
+        REFERENCE: margins,
+    }
+    if not margins.isfinite().all():
+        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
+    records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
+    assert isinstance(records, PreferenceRecords)
+    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    records.unit_name = unit if isinstance(unit, str) else ""
+    records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(saw))
+    records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
+    return records
+
+
+def _pair_tokens(
+    row: Mapping[str, Any], cutter: ConversationTokenizer, names: tuple[str, str, str], length: int
+) -> tuple[str, tuple[Tokens, Tokens]]:
+    """Return a row's prompt, as text that is equal for equal ones, and the tokens of its answers.
+
+    Raises UserError for a row without fields that are known.
+    """
+    asked, *answers = (row.get(name) for name in names)
+    if isinstance(asked, str) and all(isinstance(answer, str) for answer in answers):
+        good, bad = (cutter.answer(asked, str(answer), length) for answer in answers)
+        return json.dumps([{"role": "user", "content": asked}]), (good, bad)
+    if any(answer is None or isinstance(answer, str) for answer in answers) or isinstance(
+        asked, str
+    ):
+        raise UserError(
+            "must have {}, {} and {}: all texts, or all messages of a role and a content".format(
+                *names
+            )
+        )
+    wholes = [messages_of(answer) for answer in answers]
+    if asked is None:  # each answer is a whole conversation: what both begin with is the prompt
+        same = [a == b for a, b in zip(*wholes, strict=False)]
+        first = min(
+            same.index(False) if False in same else len(same), *(len(w) - 1 for w in wholes)
+        )
+        asked = wholes[0][:first]
+    else:
+        asked = messages_of(asked)
+        first, wholes = len(asked), [[*asked, *whole] for whole in wholes]
+    plain = [{"role": each["role"], "content": each["content"]} for each in asked]
+    good, bad = (cutter.conversation(whole, length, first) for whole in wholes)
+    return json.dumps(plain), (good, bad)

@@ -241,18 +241,20 @@ class ConversationTokenizer:
             found = Tokens([*found.ids, end], [*found.learned, True])
         return Tokens(found.ids[:length], found.learned[:length])
 
-    def conversation(self, messages: Sequence[Message], length: int) -> Tokens:
+    def conversation(self, messages: Sequence[Message], length: int, first: int = 0) -> Tokens:
         """Return the tokens of a conversation; those of the assistant's messages are learned.
+
+        first: messages before this one are a prompt, and only read.
 
         Raises UserError without a chat template, for a conversation without an assistant, and for
         one of which the template shows an earlier message otherwise once others follow.
         """
         self._require_template()
-        if not any(message.get("role") == ASSISTANT for message in messages):
+        if not any(message.get("role") == ASSISTANT for message in messages[first:]):
             raise UserError("messages: must have one of the role assistant, which is learned")
         whole, spans = self._rendered(messages), []
         for place, message in enumerate(messages):
-            if message.get("role") != ASSISTANT:
+            if place < first or message.get("role") != ASSISTANT:
                 continue
             before = self._rendered(messages[:place], True)
             with_it = self._rendered(messages[: place + 1])

@@ -20,6 +20,11 @@ the dict of a record's fields, as `dpdist.documents` makes them:
 No kernel is chosen by a value: a causal model gets no mask, because its documents are first moved
 to the left, so that no token sees the padding behind it; any other model always gets a mask. So
 attention may be fused (SDPA), and one record more changes no other record's bits.
+
+`preference_loss` is that of direct preference optimisation. A record is a pair of answers, as
+`dpdist.preferences` makes it: one row of 2 T tokens, the chosen document and then the rejected one.
+A mask by blocks, the same one for every pair, and positions that begin again at T keep the two
+documents apart.
 """
 
 from __future__ import annotations
@@ -261,7 +266,9 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
             f"data: must have the fields input_ids and labels for language_model_loss, got {got}: "
             "make the records with dpdist.documents(rows, tokenizer, length=...)"
         )
-    inner = _without_wrapper(module)
+    if _REFERENCE in batch:
+        raise UserError("loss: must be dpdist.preference_loss for pairs, got language_model_loss")
+    inner = without_wrapper(module)
     tokens, labels, there = batch["input_ids"], batch["labels"], batch.get("attention_mask")
     real = torch.ones_like(tokens, dtype=torch.bool) if there is None else there != 0
     if _is_a(inner, _CAUSAL):
@@ -281,12 +288,138 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         labels = labels[:, None]
         return _mean_loss(logits[:, None], labels, torch.ones_like(labels) > 0)
     then = "give a loss of your own, a function of module and batch that returns one value a record"
-    named = [name for name, each in inner.named_children() if _is_known(_without_wrapper(each))]
+    named = [name for name, each in inner.named_children() if _is_known(without_wrapper(each))]
     if len(named) == 1:
         then = f"give lambda module, batch: dpdist.language_model_loss(module.{named[0]}, batch)"
     raise UserError(
         f"model: must be a ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM or an encoder's "
         f"...ForSequenceClassification for language_model_loss, got {type(inner).__name__}: {then}"
+    )
+
+
+def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tensor:
+    """Compute the loss of direct preference optimisation (DPO) of each pair of answers.
+
+    Guarantee: a pair's value depends on its own row alone. Log-probabilities are sums over the
+    answer's own tokens: prompts (labels below 0) and padding never count.
+
+    Args:
+        module: a causal language model of `transformers`, with adapters of peft or without, or a
+            module around one and nothing else. Its attention must be SDPA or eager.
+        batch: dict of `input_ids` and `labels`, int64 (B, 2 T), chosen then rejected, and
+            `reference` (B,), the reference's log-probability of the chosen answer minus that of the
+            rejected one.
+        beta: how strongly the model is held to the reference, > 0. For another one give
+            `functools.partial(dpdist.preference_loss, beta=0.3)` as the loss.
+
+    Returns:
+        A tensor (B,) of -log sigmoid(beta * (chosen - rejected - reference)), where chosen and
+        rejected are the module's log-probabilities in nats. A pair without labels has log 2.
+
+    Raises:
+        UserError: the module is another one, or the batch lacks a field.
+
+    Source:
+        Rafailov et al., NeurIPS 2023, equation 7.
+
+    Example:
+        >>> import torch, types, dpdist
+        >>> class UniformForCausalLM(torch.nn.Module):  # in place of one from transformers
+        ...     dtype = torch.float32
+        ...     def forward(self, input_ids, attention_mask, position_ids, use_cache):
+        ...         return types.SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8))
+        >>> tokens = torch.tensor([[1, 2, 3, 1, 4, 5]])
+        >>> batch = {"input_ids": tokens, "labels": tokens, "reference": torch.zeros(1)}
+        >>> dpdist.preference_loss(UniformForCausalLM(), batch)  # log 2: no answer is preferred
+        tensor([0.6931])
+    """
+    if not isinstance(batch, dict) or not {"input_ids", "labels", _REFERENCE} <= batch.keys():
+        got = ", ".join(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise UserError(
+            f"data: must have the fields input_ids, labels and {_REFERENCE} for preference_loss, "
+            f"got {got}: make the records with dpdist.preferences(rows, tokenizer, ...)"
+        )
+    chosen, rejected = pair_log_probabilities(module, batch["input_ids"], batch["labels"]).T
+    margin = chosen - rejected - batch[_REFERENCE].to(chosen.dtype)
+    return -functional.logsigmoid(beta * margin)
+
+
+_REFERENCE = "reference"
+_PLAIN_ATTENTION = ("sdpa", "eager", None)  # which add the mask that they are given
+
+
+def pair_log_probabilities(module: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probabilities (B, 2) of both documents' learned tokens, each a sum in nats.
+
+    tokens, labels: int64 (B, 2 T). Raises UserError for a model that does not take such rows.
+    """
+    inner = without_wrapper(module)
+    length = tokens.shape[1] // 2
+    check_takes_pairs(inner, length)
+    said = pair_logits(inner, tokens)[:, :, :-1]
+    said = said.to(torch.promote_types(said.dtype, torch.float32)).log_softmax(-1)
+    wanted = labels.reshape(len(labels), 2, length)[:, :, 1:]
+    found = said.gather(3, wanted.clamp(min=0)[..., None])[..., 0]
+    return torch.where(wanted >= 0, found, 0.0).sum(2)
+
+
+def pair_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits (B, 2, T, vocabulary) of rows (B, 2 T) of two documents each."""
+    count, width = tokens.shape
+    places, dtype = torch.arange(width, device=tokens.device), model.dtype
+    half, position = places // (width // 2), places % (width // 2)
+    seen = (half[:, None] == half) & (places[:, None] >= places)
+    mask = torch.zeros(width, width, dtype=dtype, device=tokens.device)
+    mask = mask.masked_fill(~seen, torch.finfo(dtype).min).expand(count, 1, -1, -1)
+    logits: Tensor = model(
+        input_ids=tokens, attention_mask=mask, position_ids=position.expand(count, -1),
+        use_cache=False,
+    ).logits  # fmt: skip
+    return logits.reshape(count, 2, width // 2, -1)
+
+
+def check_takes_pairs(inner: Any, length: int) -> None:
+    """Raise UserError for a model that would not see two documents of a row as one row each."""
+    kind = type(inner).__name__
+    if not _is_a(inner, _CAUSAL) or looks_ahead(inner) or hasattr(inner, "get_base_model"):
+        raise UserError(
+            f"model: must be a causal ...ForCausalLM or ...LMHeadModel for preference_loss, got "
+            f"{kind}: prompts that are learned and encoders are not taken"
+        )
+    if not {"attention_mask", "position_ids"} <= inspect.signature(inner.forward).parameters.keys():
+        raise UserError(
+            f"model: must take attention_mask and position_ids for preference_loss, got {kind}"
+        )
+    settings = getattr(inner, "config", None)
+    how = getattr(settings, "_attn_implementation", None)
+    if how not in _PLAIN_ATTENTION:
+        raise UserError(
+            f"model: must have attention sdpa or eager for preference_loss, got {how}: load it "
+            "with attn_implementation='sdpa'"
+        )
+    limited = getattr(settings, "use_sliding_window", True)
+    for name in ("sliding_window", "attention_chunk_size") if limited else ():
+        window = getattr(settings, name, None)
+        if window is not None and window < length:  # the mask by blocks takes its place
+            raise UserError(
+                f"length: must be at most {window:,} for preference_loss, the {name} of the model, "
+                f"got {length:,}"
+            )
+
+
+def keeps_documents_apart(model: nn.Module, length: int, vocabulary: int) -> bool:
+    """Return whether an invented row of two documents has the logits of each document alone.
+
+    They are compared to the square root of the precision, relative to the largest logit.
+    """
+    inner = without_wrapper(model)
+    device = next(inner.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(vocabulary, (1, 2 * length), generator=generator).to(device)
+    found = pair_logits(inner, row)[0]
+    alone = inner(input_ids=row.reshape(2, length), use_cache=False).logits
+    return bool(
+        (found - alone).abs().max() <= torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max()
     )
 
 
@@ -301,7 +434,7 @@ def looks_ahead(model: nn.Module) -> bool:
 
 def token_limits(model: nn.Module) -> tuple[int, int] | None:
     """Return how many tokens a model reads and how many labels it has; None where unknown."""
-    inner = _without_wrapper(model)
+    inner = without_wrapper(model)
     tokens = getattr(getattr(inner, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
     if tokens is None:
         return None
@@ -309,7 +442,7 @@ def token_limits(model: nn.Module) -> tuple[int, int] | None:
     return int(tokens), int(labels)
 
 
-def _without_wrapper(module: nn.Module) -> Any:
+def without_wrapper(module: nn.Module) -> Any:
     """Return the model within peft's wrapper, in which adapters are layers of their own.
 
     What the wrapper does besides (prompts that are learned) is not left out: then it stays. Neither
@@ -321,7 +454,7 @@ def _without_wrapper(module: nn.Module) -> Any:
         return inner()
     parts, own = [*module.children()], [*module.parameters(False), *module.buffers(False)]
     if not _is_known(module) and len(parts) == 1 and not own:
-        within = _without_wrapper(parts[0])
+        within = without_wrapper(parts[0])
         return within if _is_known(within) else module
     return module
 

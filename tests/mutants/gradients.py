@@ -56,6 +56,21 @@ FAULTS: list[Fault] = [
          "an encoder learns to repeat the token that it should foresee"),
     ),
     *group(
+        "dpdist/gradients/objective.py", "models/test_preferences",
+        ("seen = (half[:, None] == half) & (places[:, None] >= places)", "seen = places[:, None] >= places",
+         "a rejected answer sees the chosen one"),
+        ("torch.where(wanted >= 0, found, 0.0).sum(2)", "found.sum(2)", "prompts of pairs are learned"),
+    ),
+    *group(
+        "dpdist/private_training.py", "models/test_preferences",
+        ("stack.enter_context(each.disable_adapter())", "pass", "a reference answers with its adapters"),
+    ),
+    *group(
+        "dpdist/data/adapters.py", "models/test_preferences",
+        ("if unit is None and len(set(keys)) < len(keys):", "if False:",
+         "pairs of one prompt are protected one by one"),
+    ),
+    *group(
         "dpdist/private_training.py", "models/test_language_models",
         ("        check_tokens(records, *limits)\n", "        pass\n",
          "a label that is none stands in an error in the middle of a run"),

@@ -1,0 +1,347 @@
+"""Direct preference optimisation: gradients by pair, halves that stay apart, refusals, a run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support import language_models as lm
+from support.optional_extras import needs_hf
+from torch import Tensor, nn
+from torch.nn import functional
+
+import dpdist
+from dpdist.core.errors import UserError
+from dpdist.gradients import objective
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.hooks import OwnLoss, take
+from dpdist.gradients.objective import language_model_loss, preference_loss
+
+pytestmark = pytest.mark.whole
+
+needs_hf(whole_file=True)
+
+CLIP, BETA = 0.005, 0.3
+LOSS = partial(preference_loss, beta=BETA)
+FAMILIES = [
+    pytest.param(family, marks=[] if family in ("llama", "gpt2") else [pytest.mark.long])
+    for family in lm.FAMILIES
+    if family not in ("bert", "mistral")
+]
+
+
+def halves() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Chosen and rejected documents of 2 to 9 tokens; some answers have prompts, one no token."""
+    chosen = lm.batch()
+    return chosen, {name: each.roll(1, 0) for name, each in chosen.items()}
+
+
+def alone(model: nn.Module, side: dict[str, Tensor], row: int) -> Tensor:
+    """The log-probability of one answer by an ordinary pass of its document alone."""
+    one = lm.row_of(side, row)
+    logits = model(input_ids=one["input_ids"]).logits[0, :-1]
+    return -functional.cross_entropy(logits, one["labels"][0, 1:], reduction="sum",
+                                     ignore_index=-100)  # fmt: skip
+
+
+def difference(model: nn.Module, row: int) -> Tensor:
+    chosen, rejected = halves()
+    return alone(model, chosen, row) - alone(model, rejected, row)
+
+
+def fields_of(model: nn.Module) -> dict[str, Tensor]:
+    chosen, rejected = halves()
+    with torch.no_grad(), model.disable_adapter():
+        reference = torch.stack([difference(model, row) for row in range(6)])
+    both = {name: torch.cat([chosen[name], rejected[name]], 1) for name in ("input_ids", "labels")}
+    return {**both, "reference": reference}
+
+
+def tiny(family: str = "llama", **more) -> nn.Module:
+    return lm.stirred(lm.with_lora(lm.make(family, **more))).double()
+
+
+def clipped(model: nn.Module, fields: dict[str, Tensor], loss=LOSS) -> Tensor:
+    engine = GradientEngine(model, OwnLoss(loss), clipping=FlatClipping(CLIP), micro_batch=4)
+    return engine.clipped_sum(fields, torch.zeros(6, dtype=torch.int64)).flat
+
+
+# --- gradients by pair
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipped_sums_are_those_of_one_pair_at_a_time(family):
+    model = tiny(family)
+    fields = fields_of(model)
+
+    def by_definition(row: int) -> Tensor:
+        margin = difference(model, row) - fields["reference"][row]
+        return -functional.logsigmoid(BETA * margin)
+
+    wanted = lm.one_at_a_time(model, by_definition, 6, CLIP)
+    unclipped = lm.one_at_a_time(model, by_definition, 6, 1e9)
+    assert (wanted - unclipped).norm() > CLIP / 2 and wanted.norm() > CLIP / 2
+    assert float((clipped(model, fields) - wanted).norm()) <= 1e-9 * CLIP
+    losses = preference_loss(model, fields, beta=BETA)
+    assert losses.shape == (6,) and losses.std() > 1e-3
+
+
+def test_a_rejected_answer_that_sees_the_chosen_one_is_noticed(monkeypatch):
+    model = tiny()
+    fields = fields_of(model)
+    right = preference_loss(model, fields)
+    other = {**fields, "input_ids": fields["input_ids"].clone()}
+    other["input_ids"][:, 0] = other["input_ids"][:, 0] % 39 + 1
+    kept = {**fields, "labels": fields["labels"].clone()}
+    kept["labels"][:, :9] = -100  # of rejected answers alone
+    moved = {**kept, "input_ids": other["input_ids"]}
+    assert torch.equal(preference_loss(model, moved), preference_loss(model, kept))
+    assert not torch.equal(preference_loss(model, other), right)  # chosen ones do see it
+    for family, lost in (("llama", "attention_mask"), ("gpt2", "position_ids")):
+        model = tiny(family)
+        fields, base = fields_of(model), lm.make(family, vocab_size=262)
+        right, forward = preference_loss(model, fields), type(base).forward
+
+        def careless(
+            self, input_ids, attention_mask=None, position_ids=None, lost=lost, forward=forward, **k
+        ):
+            given = {"attention_mask": attention_mask, "position_ids": position_ids}
+            every = torch.ones_like(input_ids)  # plainly causal, or positions that go on
+            given[lost] = every if lost == "attention_mask" else every.cumsum(1) - 1
+            return forward(self, input_ids=input_ids, **given, **k)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(base), "forward", careless)
+            wrong = preference_loss(model, fields)
+            assert not torch.allclose(wrong, right, rtol=1e-6)
+            with pytest.raises(UserError, match="must keep the two answers of a row apart"):
+                make(rows_of(), reference=base)
+        assert len(make(rows_of(), reference=base)) == 3
+
+
+def test_prompts_and_padding_do_not_count():
+    model = tiny()
+    fields = fields_of(model)
+    real = torch.cat([each["attention_mask"] for each in halves()], 1) > 0
+    filled = {**fields, "input_ids": fields["input_ids"].where(real, torch.tensor(7))}
+    assert torch.equal(preference_loss(model, filled), preference_loss(model, fields))
+    whole = {**fields, "labels": fields["input_ids"].where(real, torch.tensor(-100))}
+    assert not torch.allclose(preference_loss(model, whole)[0], preference_loss(model, fields)[0])
+    longer = {
+        name: torch.cat([functional.pad(half, (0, 4), value=0 if name == "input_ids" else -100)
+                         for half in each.chunk(2, 1)], 1) if name != "reference" else each
+        for name, each in fields.items()
+    }  # fmt: skip
+    difference = clipped(model, longer) - clipped(model, fields)
+    assert float(difference.norm()) <= 1e-9 * CLIP
+    nothing = {**fields, "labels": torch.full_like(fields["labels"], -100)}
+    nothing["reference"] = torch.zeros(6, dtype=torch.float64)
+    assert torch.allclose(preference_loss(model, nothing), torch.tensor(2.0).double().log())
+    assert clipped(model, nothing).norm() == 0
+
+
+def test_one_pair_moves_the_sum_by_its_own_clipped_gradient():
+    model = tiny()
+    fields = fields_of(model)
+    engine = GradientEngine(model, OwnLoss(LOSS), clipping=FlatClipping(CLIP), micro_batch=4)
+    whole = engine.clipped_sum(fields, torch.zeros(6, dtype=torch.int64)).flat
+    less = engine.clipped_sum(take(fields, slice(1, 6)), torch.zeros(5, dtype=torch.int64)).flat
+    own = engine.clipped_sum(take(fields, slice(0, 1)), torch.zeros(1, dtype=torch.int64)).flat
+    assert float((whole - less - own).norm()) <= 1e-9 * CLIP
+    assert 0 < float((whole - less).norm()) <= CLIP * (1 + 1e-9)
+
+
+# --- records
+
+
+CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c?"}]  # fmt: skip
+GOOD, BAD = ({"role": "assistant", "content": each} for each in ("yes", "no no"))
+
+
+def rows_of() -> list[dict[str, str]]:
+    return [{"prompt": f"is {n}", "chosen": f" in {n}", "rejected": f" out{n}"} for n in range(3)]
+
+
+def make(rows, length=24, tokenizer=None, reference=None, saw="public texts", **more):
+    cutter = lm.chat_tokenizer(None) if tokenizer is None else tokenizer
+    model = lm.with_lora(lm.make("llama", vocab_size=262, max_position_embeddings=160))
+    return dpdist.preferences(
+        rows, cutter, length=length, reference=reference or model, saw=saw, **more
+    )
+
+
+def told(records, tokenizer, half: int, row: int = 0) -> tuple[str, str]:
+    """What stands in a half, and what is learned of it."""
+    fields = records.batch([row])
+    ids, labels = (fields[name][0].chunk(2)[half] for name in ("input_ids", "labels"))
+    size = int((ids != 0).nonzero().max()) + 1
+    return tokenizer.decode(ids[:size]), tokenizer.decode(ids[:size][labels[:size] >= 0])
+
+
+def test_only_the_last_answers_are_learned():
+    plain, chats = lm.chat_tokenizer(None), lm.chat_tokenizer()
+    records = make(rows_of(), tokenizer=plain)
+    assert told(records, plain, 0) == ("is 0 in 0<|end|>", " in 0<|end|>")
+    assert told(records, plain, 1) == ("is 0 out0<|end|>", " out0<|end|>")
+    begin, end = "<|im_start|>", "<|im_end|>"
+    shown = "".join(f"{begin}{m['role']}\n{m['content']}{end}\n" for m in CHAT)
+    for row in (
+        {"prompt": CHAT, "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
+    ):
+        records = make([row], 140, chats)
+        for half, answer in enumerate(("yes", "no no")):
+            learned = f"{answer}{end}\n"
+            assert told(records, chats, half) == (f"{shown}{begin}assistant\n{learned}", learned)
+        assert records.tokenization["chat"]
+
+
+def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
+    tokenizer = lm.chat_tokenizer(None)
+    model = lm.with_lora(lm.make("llama", vocab_size=262)).double()
+    model.train()
+    frozen = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    frozen.requires_grad_(False)
+    base = make(rows_of(), reference=model).batch(slice(None))
+    lm.stirred(model)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    records = make(rows_of(), reference=model)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert all(module.training for module in model.modules())
+    fields = records.batch(slice(None))
+    assert fields["reference"].dtype == torch.float64
+    assert torch.equal(fields["reference"], base["reference"])  # no adapter is in it
+    with torch.no_grad():
+        said = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
+        with model.disable_adapter():
+            off = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
+    assert torch.allclose(off[:, 0] - off[:, 1], fields["reference"])
+    assert not torch.allclose(said[:, 0] - said[:, 1], fields["reference"], rtol=1e-3)
+    one = make(rows_of()[1:2], tokenizer=tokenizer, reference=model).batch([0])
+    assert torch.equal(one["reference"][0], fields["reference"][1])  # whoever else is there
+    key = bytes(32)
+    macs = [list(each.input_macs(key)) for each in (records, make(rows_of()))]
+    assert macs[0] == macs[1] and len(set(macs[0])) == 3  # a budget knows them again
+
+
+def test_pairs_that_are_refused():
+    secret = [{"prompt": "SECRET", "chosen": "SECRET", "rejected": "b"}]
+    for rows, more, said in (
+        ([], {}, "must be rows with named fields"),
+        ([{"prompt": "SECRET"}], {}, "record 0: must have prompt, chosen and rejected: all te"),
+        ([{"chosen": "SECRET a", "rejected": "SECRET b"}], {}, "must have prompt, chosen and rej"),
+        (secret * 2, {}, r"must have one pair of each prompt.* got 1 more: give unit='prompt'"),
+        (secret, {"length": 6}, "length must leave a token of both answers in some pair, got 6"),
+        (secret, {"length": 1}, "length must be a whole number of tokens >= 2, got 1"),
+        (secret, {"saw": " "}, "saw must say what the reference and the first weights were tra"),
+        (secret, {"saw": "Preferences"}, "saw must be other data than preferences, whose records"),
+        (secret, {"reference": "runs/sft"}, "reference must be a model of transformers that is p"),
+        (secret, {"reference": lm.make("bert")}, "must be a causal .* got BertForMaskedLM"),
+        (secret, {"reference": nn.Linear(2, 2)}, "must be a causal .* got Linear"),
+        (secret, {"reference": lm.with_lora(lm.make("llama")).get_base_model()},
+         "must have its adapters from peft.get_peft_model"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as caught:
+            make(rows, **more)
+        assert "SECRET" not in str(caught.value)
+    assert [make(secret * 2, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
+        '[{"role": "user", "content": "SECRET"}]'
+    ]
+    with pytest.warns(UserWarning, match="of 1 of 2 pairs nothing is learned, since an answer"):
+        cut = make([{**secret[0], "prompt": 16 * "a"}, secret[0]], length=16)
+    assert (cut.batch([0])["labels"] == -100).all() and (cut.batch([1])["labels"] >= 0).any()
+
+
+def test_windows_and_kernels_that_ignore_the_mask_are_refused():
+    model = tiny("mistral")  # a window of 5 tokens
+    with pytest.raises(UserError, match=r"length: must be at most 5 .* sliding_window .* got 9"):
+        preference_loss(model, fields_of(model))
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "cd"}]
+    small = partial(lm.make, "mistral", vocab_size=262)
+    assert len(make(rows, length=5, reference=small())) == 1
+    with pytest.raises(UserError, match="length: must be at most 5"):
+        make(rows, length=6, reference=small())
+    assert len(make(rows, length=24, reference=small(sliding_window=None))) == 1
+    other = lm.make("llama")
+    other.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(
+        UserError, match=r"must have attention sdpa or eager .* got flash_attention"
+    ):
+        make(rows, reference=other)
+
+
+def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path):
+    rows, said = rows_of(), "reference must be public, got one that .* trained: epsilon of a rel"
+    (tmp_path / "release").mkdir()
+    lm.save_model(tmp_path / "release" / "merged")
+    loaded = lm.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "release" / "merged")
+    assert len(make(rows, reference=loaded)) == 3
+    (tmp_path / "release" / "release.json").write_text("{}")
+    with pytest.raises(UserError, match=said):
+        make(rows, reference=loaded)
+    marked = lm.make("llama", vocab_size=262)
+    marked._dpdist_release = "runs/sft/release"  # as `load_adapter` leaves it
+    with pytest.raises(UserError, match=r"got one that runs/sft/release trained"):
+        make(rows, reference=marked)
+
+
+# --- a run
+
+
+def test_a_loop_learns_what_is_preferred(tmp_path: Path):
+    model = lm.with_lora(lm.make("llama", vocab_size=262))
+    rows = [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8) for row in rows_of()]
+    records = make(rows, reference=model, saw="random numbers")
+    before = float(preference_loss(model, records.batch(slice(None))).mean().detach())
+    assert before == pytest.approx(0.6931, abs=1e-4)  # adapters begin at zero
+    start = partial(
+        dpdist.PrivateTraining,
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2),
+        loss=preference_loss,
+        privacy=dpdist.Privacy(noise_multiplier=0.1, delta=1e-3, clip_norm=1.0),
+        batch_size=16, steps=6,
+    )  # fmt: skip
+    for loss, data, said in (
+        (language_model_loss, records, "must be dpdist.preference_loss for pairs"),
+        (preference_loss, dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
+         r"must have the fields input_ids, labels and reference .*dpdist.preferences\("),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            start(data=data, loss=loss, folder=tmp_path / "refused")
+    twice = make([*rows, *rows], reference=model, unit="prompt")
+    with pytest.raises(UserError, match=r"group_size.*must be >= 2"):
+        start(data=twice, folder=tmp_path / "refused")
+    training = start(data=records, folder=tmp_path / "run")
+    assert training.recipe.privacy_unit == "one pair of answers, a row of the data"
+    training.run_all()
+    after = float(preference_loss(model, records.batch(slice(None))).mean().detach())
+    assert after < before - 0.01
+    written = " ".join((tmp_path / "run" / "recipe.yaml").read_text().split())
+    assert "no private pair is among what the reference and the first weights were" in written
+    assert "random numbers: declared only" in written
+    with pytest.raises(UserError, match=r"reference must be public, got one that .*run trained"):
+        make(rows, reference=model)
+
+
+def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
+    model = lm.with_lora(lm.make("llama", vocab_size=262))
+    rows = [{**row, "rejected": f"no{n}"} for n in range(2) for row in rows_of()]
+    training = dpdist.PrivateTraining(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        make(rows, reference=model, unit="prompt"), loss=LOSS,
+        privacy=dpdist.Privacy(
+            noise_multiplier=1.0, delta=1e-2, unit="group", max_records_per_group=2
+        ),
+        batch_size=2, steps=1, folder=tmp_path / "run",
+    )  # fmt: skip
+    assert len(training.records) == 3
+    assert training.recipe.privacy_unit == (
+        "a whole group (all pairs of answers of one value of prompt, of which at most 2 count in a "
+        "step)"
+    )
+    training.run_all()
+    assert training.steps_left == 0
