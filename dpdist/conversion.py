@@ -42,11 +42,7 @@ from dpdist.data.parquet import decode_picture, split_files
 from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
-from dpdist.training.provenance import (
-    SAYS_WHAT_IT_SAW,
-    declare_seen,
-    describe_seen,
-)
+from dpdist.training.provenance import SAYS_WHAT_IT_SAW, declare_seen, describe_seen
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,15 +64,9 @@ class _Source:
 
 
 def make_features(
-    pictures: str,
-    network: ForeignModel | Path,
-    target: Path,
-    *,
-    saw: str | None = None,
-    resize: int | None = None,
-    group: str | None = None,
-    log: Log = lambda line: None,
-) -> Path:
+    pictures: str, network: ForeignModel | Path, target: Path, *, saw: str | None = None,
+    resize: int | None = None, group: str | None = None, log: Log = lambda line: None,
+) -> Path:  # fmt: skip
     """Write the penultimate features of every record as a data set; return its folder.
 
     Guarantee: no private record is among those that the network is known to have seen; what is only

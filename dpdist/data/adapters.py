@@ -1336,35 +1336,11 @@ def preference_records(
             asked, pair = _pair_tokens(row, cutter, (prompt, chosen, rejected), length)
         except UserError as error:
             raise UserError(f"{name}: record {place}: {error}") from None
-        ids = torch.zeros(1, 2 * length, dtype=torch.int64)
-        labels = torch.full_like(ids, IGNORED)
-        learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
+        fields, learns = _pair_fields(pair, length)
         cut_away += not learns
-        for begin, half in zip((0, length), pair, strict=True):
-            there = slice(begin, begin + len(half.ids))
-            ids[0, there] = torch.tensor(half.ids)
-            learned = torch.tensor(half.learned) & learns
-            labels[0, there] = ids[0, there].where(learned, torch.tensor(IGNORED))
         keys.append(asked)
-        every.append({"input_ids": ids, "labels": labels})
-    if cut_away == len(rows):
-        raise UserError(
-            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
-            "which all answers are cut away; give a longer length"
-        )
-    if unit is None and len(set(keys)) < len(keys):
-        raise UserError(
-            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
-            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
-            "dpdist.Privacy(unit='group', ...)"
-        )
-    if cut_away:
-        warnings.warn(
-            f"{name}: of {cut_away:,} of {len(rows):,} pairs nothing is learned, since an answer "
-            f"lies behind token {length}; give a longer length, or leave them out (the count is "
-            "private)",
-            stacklevel=3,
-        )
+        every.append(fields)
+    _check_pairs(keys, cut_away, length, name, prompt if unit is None else None)
     whose: Any = unit
     if isinstance(unit, str):
         whose = keys if unit == prompt else [row.get(unit) for row in rows]
@@ -1383,6 +1359,43 @@ def preference_records(
     records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(saw))
     records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
     return records
+
+
+def _pair_fields(pair: tuple[Tokens, Tokens], length: int) -> tuple[dict[str, Tensor], bool]:
+    """Return a pair's fields of one row, and whether each answer has a token to learn."""
+    ids = torch.zeros(1, 2 * length, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORED)
+    learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
+    for begin, half in zip((0, length), pair, strict=True):
+        there = slice(begin, begin + len(half.ids))
+        ids[0, there] = torch.tensor(half.ids)
+        learned = torch.tensor(half.learned) & learns
+        labels[0, there] = ids[0, there].where(learned, torch.tensor(IGNORED))
+    return {"input_ids": ids, "labels": labels}, learns
+
+
+def _check_pairs(
+    keys: Sequence[str], cut_away: int, length: int, name: str, prompt: str | None
+) -> None:
+    """Refuse pairs that teach nothing or share a prompt, where `prompt` is given; warn of some."""
+    if cut_away == len(keys):
+        raise UserError(
+            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
+            "which all answers are cut away; give a longer length"
+        )
+    if prompt is not None and len(set(keys)) < len(keys):
+        raise UserError(
+            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
+            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
+            "dpdist.Privacy(unit='group', ...)"
+        )
+    if cut_away:
+        warnings.warn(
+            f"{name}: of {cut_away:,} of {len(keys):,} pairs nothing is learned, since an answer "
+            f"lies behind token {length}; give a longer length, or leave them out (the count is "
+            "private)",
+            stacklevel=4,
+        )
 
 
 def _pair_tokens(

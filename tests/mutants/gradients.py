@@ -67,7 +67,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/data/adapters.py", "models/test_preferences",
-        ("if unit is None and len(set(keys)) < len(keys):", "if False:",
+        ("if prompt is not None and len(set(keys)) < len(keys):", "if False:",
          "pairs of one prompt are protected one by one"),
     ),
     *group(
