@@ -342,10 +342,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     """
     kept = {"base": [np.load(options.out / "private-base.npz")]}
     for way in WAYS:
-        lines = [
+        lines = sorted((
             line for line in read_parts(options.results).values()
             if line.get("set") == "private" and line["way"] == way
-        ]  # fmt: skip
+        ), key=lambda line: line["key"])  # fmt: skip
         names = [f"private-{way}-{line['rate']:g}-{line['key']}.npz" for line in lines]
         if names:
             kept[way] = [np.load(options.out / name) for name in names]
