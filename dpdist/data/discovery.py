@@ -188,7 +188,8 @@ def _beside_documents(
     chats = is_list(schema.field(documents).type)
     return tuple(
         (f.name, f"to tell it, give --label {f.name}" if _is_class(f.type) and not chats
-         else f"beside {documents}") for f in others
+         else f"beside {documents}; if it says whose a record is, give --group {f.name}"
+         if _is_class(f.type) else f"beside {documents}") for f in others
     )  # fmt: skip
 
 
@@ -283,7 +284,8 @@ def label_column(schema: pa.Schema, files: Sequence[Path]) -> str:
         return fit[0]
     raise UserError(
         f"{files[0]}: no column {', '.join(LABELS[:4])}, and "
-        f"{len(fit)} others that could be the label; rename it to label"
+        f"{len(fit)} others that could be the label; rename it to label, or texts "
+        "to text and chats to messages"
     )
 
 

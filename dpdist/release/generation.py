@@ -104,6 +104,10 @@ def parse_prompts(text: str, where: Path) -> list[Prompt]:
     lines = lines if lines[-1] else lines[:-1]
     if not lines:
         raise UserError(f"--prompt-file: must have a prompt a line, got none in {where}")
+    if where.suffix == ".json":
+        raise UserError(
+            f"--prompt-file: must be a text or a .jsonl file, got {where}: a value a line"
+        )
     if where.suffix != ".jsonl":
         return list(lines)
     found: list[Prompt] = []

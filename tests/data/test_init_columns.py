@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support import language_models as lm
@@ -315,3 +317,12 @@ def test_predict_and_a_release_take_raw_features():
         assert f'"label": {best}' in done.stdout
     page = (folder.release_folder / "README.md").read_text()
     assert "numbers as they are, whose public ranges `release.json` names" in page
+
+
+def test_a_column_of_persons_beside_chats_is_told_with_what_names_it():
+    Path("talks").mkdir()
+    for split in ("train", "test"):
+        rows = {"messages": TALK, "person": [f"p{n % 6}" for n in range(48)]}
+        pq.write_table(pa.table(rows), Path("talks", f"{split}.parquet"))
+    left_out = dict(inspect_folder(Path("talks"), ChosenColumns()).left_out)
+    assert left_out["person"].endswith("if it says whose a record is, give --group person")

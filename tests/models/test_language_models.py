@@ -525,6 +525,8 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     assert {tokenizer.decode([each]) for each in column.ends} == {"<|im_end|>", "<|end|>"}
     with pytest.raises(UserError, match=r"--prompt-file: line 1 must be a text or a list"):
         generation.parse_prompts('{"no": 1}', Path("p.jsonl"))
+    with pytest.raises(UserError, match=r"--prompt-file: must be a text or a \.jsonl file, got"):
+        generation.parse_prompts('["hi"]', Path("p.json"))
 
 
 def test_libraries_are_known_by_their_version_and_own_code_by_its_source():
