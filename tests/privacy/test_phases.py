@@ -18,6 +18,7 @@ from dpdist.privacy.mechanisms import confident_gnmax_epsilon
 from dpdist.privacy.phases import (
     FixedBatches,
     GaussianAnswers,
+    GaussianCounts,
     GaussianReleases,
     GaussianScores,
     GaussianSteps,
@@ -97,6 +98,9 @@ FINGERPRINTS = {
     ),
     "d92e2fc53c438fc9433e38d6ab57f6faa10d47d7c0a66eae7fd700e0b43b80fa": PrivacyPlan(
         1000, (TrainedElsewhere(),), 1e-5
+    ),
+    "a02accee039a5ebc895a17f8891541e31187c61c27fb23070e32dff316a3f81f": PrivacyPlan(
+        1000, (GaussianCounts(20.0),), 1e-5
     ),
 }
 
