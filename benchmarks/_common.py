@@ -171,10 +171,7 @@ def process_label(title: str) -> str:
 
 def processor() -> str:
     """Return the processor's name: another one may round otherwise."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return find_processor()[0]
 
 
 def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:

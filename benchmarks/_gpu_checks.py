@@ -63,7 +63,7 @@ class Scale(nn.Module):
 
 
 class Last(nn.Module):
-    """What a recurrent layer says last."""
+    """Return a recurrent layer's output at the last position."""
 
     def __init__(self, recurrent: nn.Module) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from _common import (
     choose_parts,
+    find_processor,
     make_images,
     parse_arguments,
     read_parts,
@@ -72,9 +73,7 @@ def used() -> float:
 
 
 def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(os.sched_getaffinity(0))} CPUs"
+    return f"{find_processor()[0]}, {len(os.sched_getaffinity(0))} CPUs"
 
 
 def crop_and_flip(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from typing import Any
 
 import torch
 import yaml
-from _common import parse_arguments, require_data
+from _common import describe_run, parse_arguments, require_data
 
 from dpdist import models
 from dpdist.data import Dataset
@@ -168,14 +166,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def commit() -> str:
-    """Of the tree that runs."""
-    asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    if shutil.which("git") is None:
-        return "unknown"
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--item", help="a table of papers/dplis.yaml, at full size")
@@ -204,7 +194,10 @@ def main() -> None:
             continue
         began = time.monotonic()
         found = reading(recipe, steps)
-        about = {"command": f"python benchmarks/dplis.py {words}", "commit": commit()}
+        about = {
+            "command": f"python benchmarks/dplis.py {words}",
+            "commit": describe_run()["commit"],
+        }
         line = name | found | about | {"seconds": round(time.monotonic() - began, 1)}
         with given.results.open("a") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import choose_parts, parse_arguments, read_parts, require_data
-from dplis import commit
+from _common import choose_parts, describe_run, parse_arguments, read_parts, require_data
 
 from dpdist.attacks.table import read_attack
 from dpdist.cli.main import app
@@ -302,7 +301,7 @@ def main() -> None:
         cell, key = part
         about = {
             "part": name, "paper": cell.paper, "item": cell.item, "row": cell.row, "key": key,
-            "setting": cell.setting, "recipe": cell.recipe, "commit": commit(),
+            "setting": cell.setting, "recipe": cell.recipe, "commit": describe_run()["commit"],
             "command": "python benchmarks/papers_run.py --data-root DATA",
         }  # fmt: skip
         line = about | make(options, name, cell, key)

@@ -316,3 +316,17 @@ def test_the_private_set_by_name_is_refused_however_it_is_spelled(saw: str) -> N
     with pytest.raises(UserError, match=r"--saw: must be other data than digits"):
         declare_seen("net", saw, "digits/train")
     assert declare_seen("net", "digits2", "digits/train")["saw"].startswith("digits2")
+
+
+def test_weights_that_dpdist_wrote_are_no_network_from_elsewhere(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Its folder says what the network saw; the file of weights alone would hide it."""
+    import shutil
+
+    copied = Path(shutil.copy(weights, tmp_path / "net.pt"))
+    (tmp_path / "privacy_card.json").write_text("{}")
+    network = ForeignModel(FACTORY, copied, mean=(0.3,), std=(0.4,))
+    with pytest.raises(UserError, match=r"--weights: must be of a network from elsewhere"):
+        make_features("digits", network, tmp_path / "made", saw="letters")
+    assert not (tmp_path / "made").exists()

@@ -175,7 +175,7 @@ def make(rows, length=24, tokenizer=None, reference=None, saw="public texts", **
 
 
 def told(records, tokenizer, half: int, row: int = 0) -> tuple[str, str]:
-    """What stands in a half, and what is learned of it."""
+    """Return the text of one answer's half of a row, and the part of it that is learned."""
     fields = records.batch([row])
     ids, labels = (fields[name][0].chunk(2)[half] for name in ("input_ids", "labels"))
     size = int((ids != 0).nonzero().max()) + 1
