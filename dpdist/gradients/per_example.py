@@ -108,16 +108,21 @@ class OuterProductGradient:
         return OuterProductGradient(self.left, self.right.reshape(batch, positions, -1), self.order)
 
     def batch_slices(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slices of the batch with their left^T (b, o, T) and right (b, T, i)."""
+        """Slices of the batch with their left^T (b, o, T) and right (b, T, i).
+
+        Patches lie in one buffer, so a slice ends with the next one.
+        """
         batch, positions, _ = self.left.shape
-        step = batch
-        if self.right.dim() > 3:
-            example = self.right[0].numel() * self.right.element_size()
-            step = max(1, torch.get_num_threads() * _CHUNK_BYTES // example)
+        if self.right.dim() == 3:
+            yield slice(0, batch), self.left.transpose(1, 2), self.right
+            return
+        example = self.right[0].numel() * self.right.element_size()
+        step = max(1, torch.get_num_threads() * _CHUNK_BYTES // example)
+        buffer = self.right.new_empty(min(step, batch), *self.right.shape[1:])
         for start in range(0, batch, step):
             piece = slice(start, min(start + step, batch))
-            right = self.right[piece]
-            yield piece, self.left[piece].transpose(1, 2), right.reshape(len(right), positions, -1)
+            patches = buffer[: piece.stop - start].copy_(self.right[piece])
+            yield piece, self.left[piece].transpose(1, 2), patches.view(len(patches), positions, -1)
 
     def to_dense(self) -> Tensor:
         """(B, o, i)."""
