@@ -417,6 +417,7 @@ class GradientEngine:
             with _preserve_random_state(device_of(inputs)):
                 examples = self._invented(inputs, targets, MAX_EXAMPLES)
                 self._row_classes_cache[kind] = find_row_classes(run, *examples, rows)
+            return_freed_memory()
         return self._row_classes_cache[kind]
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,8 @@ def check_example_independence(
     for shared in (frozen, {}) if frozen else ({},):
         try:
             wide = _float64_copy(model, shared)
-            _ModelCheck(wide, objective, make_gradients, *widened).run()
+            restore = partial(_restore_values, wide, model)
+            _ModelCheck(wide, objective, make_gradients, *widened, restore=restore).run()
         except UserError:
             if not shared:
                 raise
@@ -247,13 +249,26 @@ def _float64_copy(model: nn.Module, shared: Mapping[int, nn.Parameter]) -> nn.Mo
     return wide
 
 
+def _restore_values(wide: nn.Module, model: nn.Module) -> None:
+    """Give the trained parameters of a float64 copy the values that it began with."""
+    originals = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(originals[name])
+        _perturb_zero_weights(wide)
+
+
 def _widened_forward(module: nn.Module, input: Tensor) -> Tensor:
     found: Tensor = _WidenedLinear.apply(input, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return found
 
 
 class _ModelCheck:
-    """The checks of one model on a few examples, in one precision."""
+    """The checks of one model on a few examples, in one precision.
+
+    restore: gives the trained parameters their values again; where it is there they are written to.
+    """
 
     def __init__(
         self,
@@ -263,10 +278,11 @@ class _ModelCheck:
         inputs: Inputs,
         targets: Tensor,
         exact: bool = True,
+        restore: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.objective, self.make_gradients = model, objective, make_gradients
         self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
-        self.layers = find_layers(model)
+        self.layers, self.restore = find_layers(model), restore
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.tolerance, self.absolute_tolerance, self.relative_perturbation = (1e-7, 1e-10,
@@ -426,7 +442,8 @@ class _ModelCheck:
 
     def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
         """Raise UserError where an example's sketch is another one in company than alone."""
-        moved = (self._sketch([first], 0, self._perturb_last_digits()) - alone).abs()
+        with self._changed_last_digits() as values:
+            moved = (self._sketch([first], 0, values) - alone).abs()
         allowed = self._allowed(alone)
         allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
         others = [row for row in range(len(self.targets)) if row != first]
@@ -447,13 +464,18 @@ class _ModelCheck:
         # Below it both precisions run out of digits.
         return allowed + torch.finfo(torch.float32).tiny
 
-    def _perturb_last_digits(self) -> dict[str, Tensor]:
-        """The parameters, changed in their last digits."""
+    @contextmanager
+    def _changed_last_digits(self) -> Iterator[dict[str, Tensor]]:
+        """The parameters, changed in their last digits: a second copy only where they are not a
+        copy themselves."""
         found = {}
         for name, value in self.values.items():
             places = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
-            found[name] = value * (1 + self.relative_perturbation * places.cos_().view_as(value))
-        return found
+            factors = places.cos_().mul_(self.relative_perturbation).add_(1).view_as(value)
+            found[name] = factors.mul_(value) if self.restore is None else value.mul_(factors)
+        yield found
+        if self.restore is not None:
+            self.restore()
 
     def _sketch(
         self, rows: list[int], place: int, values: Mapping[str, Tensor] | None = None
