@@ -40,6 +40,8 @@ from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import (
     LEARNED_FROM,
+    REFERENCE,
+    UNNAMED_REFERENCE,
     PreferenceRecords,
     as_records,
     check_classes,
@@ -577,15 +579,18 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     tokens = isinstance(inputs, dict) and _TOKENS in inputs
     if tokens and "position_ids" in inputs:
         check_not_packed(records)
-    pairs = isinstance(records, PreferenceRecords)
+    pairs = tokens and REFERENCE in inputs
     unit = (_PAIR if pairs else _DOCUMENT) if tokens else None
     if group is not None:
         unit = replace(group, column=records.unit_name or group.column).description
         word = "pairs of answers" if pairs else "documents"
         unit = unit.replace("records", word) if tokens else unit
     said: dict[str, Any] = {"unit": None if unit == recipe.privacy_unit else unit}
-    if tokens and LEARNED_FROM not in script.assumed:
-        said["assumed"] = [*script.assumed, LEARNED_FROM]
+    unsaid = [LEARNED_FROM] if tokens and LEARNED_FROM not in script.assumed else []
+    if pairs and not isinstance(records, PreferenceRecords):
+        unsaid.append(UNNAMED_REFERENCE)
+    if unsaid:
+        said["assumed"] = [*script.assumed, *unsaid]
     if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
         said["unit"] = begun.unit
         if LEARNED_FROM not in begun.assumed:
@@ -907,6 +912,7 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
+        _check_first_weights(self.model, self._records, self.run.path)
         if recipe.data.rates:
             check_one_class_each(self._records, recipe.data.classes)
         for key, usual in _ONLY.items():
@@ -1138,6 +1144,7 @@ class PrivateTraining:
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._check_given(found)
+        _mark_trained(self.model, self.run.path)
         self._done, self._initial = state.step, found["initial"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
@@ -1447,6 +1454,8 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
+        if not self._started:
+            _mark_trained(self.model, self.run.path)
         if self._parts is None or not self._parts.are_those_of(self.model):
             self._check_as_before()
             self._parts = ModelParts(self.model)
@@ -1718,8 +1727,34 @@ def fit(
 # --- pairs of answers -------------------------------------------------------------------------
 
 
-RELEASED = "_dpdist_release"  # attribute of a base that `load_adapter` put a release's adapter on
+# Attribute of a model that was trained here, and of a base that `load_adapter` put an adapter on. A
+# copy of the model has it, too.
+RELEASED = "_dpdist_release"
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
+
+
+def _mark_trained(model: nn.Module, run: Path) -> None:
+    """Say on a model, and on its parts with trained parameters, which run trained it."""
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            vars(module)[RELEASED] = str(run.resolve())
+
+
+def _trained_by(model: nn.Module) -> list[str]:
+    """Return the runs and releases whose private records a model is known to have seen."""
+    found = (getattr(module, RELEASED, None) for module in model.modules())
+    return [str(each) for each in found if each]
+
+
+def _check_first_weights(model: nn.Module, records: Records, run: Path) -> None:
+    """Raise UserError where pairs are learned by a model that another run trained."""
+    if not isinstance(records, PreferenceRecords):
+        return
+    if others := [each for each in _trained_by(model) if each != str(run.resolve())]:
+        raise UserError(
+            f"model: must begin with public weights for pairs, got what {others[0]} trained: its "
+            "epsilon is not composed with that of this run; load the public base"
+        )
 
 
 def preferences(
@@ -1835,21 +1870,16 @@ def _check_reference(reference: Any, saw: Any, name: str) -> None:
             f"{name}: saw must be other data than {name}, whose records are private here: a "
             "reference that was trained on them voids the guarantee; take its public base"
         )
-    trained_by = [getattr(module, RELEASED, None) for module in reference.modules()]
-    own = {id(parameter) for parameter in reference.parameters() if parameter.requires_grad}
-    for each in _open.values():
-        training = each()
-        if training is not None and training._done and own & set(training._trained().values()):
-            trained_by.append(str(training.run.path))
+    trained_by = _trained_by(reference)
     inner = without_wrapper(reference)
     loaded = Path(str(getattr(inner, "name_or_path", "") or "nowhere")).resolve()
     for folder in (loaded, *loaded.parents):
         if RunFolder(folder).ledger.exists() or (folder / "release.json").exists():
             trained_by.append(str(folder))
-    if found := next((each for each in trained_by if each), None):
+    if trained_by:
         raise UserError(
-            f"{name}: reference must be public, got one that {found} trained: epsilon of a release "
-            "is not composed with that of an own loop; load the public base"
+            f"{name}: reference must be public, got one that {trained_by[0]} trained: epsilon of "
+            "a release is not composed with that of an own loop; load the public base"
         )
 
 

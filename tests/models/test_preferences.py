@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -248,9 +249,13 @@ def test_pairs_that_are_refused():
         with pytest.raises(UserError, match=said) as caught:
             make(rows, **more)
         assert "SECRET" not in str(caught.value)
-    assert [make(secret * 2, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
-        '[{"role": "user", "content": "SECRET"}]'
-    ]
+    for same in ("SECRET", " SECRET\n", "\uff33ECRET"):  # another form of S
+        twice = [*secret, {**secret[0], "prompt": same}]
+        with pytest.raises(UserError, match="must have one pair of each prompt"):
+            make(twice)
+        assert [make(twice, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
+            '[{"role": "user", "content": "SECRET"}]'
+        ]
     with pytest.warns(UserWarning, match="of 1 of 2 pairs nothing is learned, since an answer"):
         cut = make([{**secret[0], "prompt": 16 * "a"}, secret[0]], length=16)
     assert (cut.batch([0])["labels"] == -100).all() and (cut.batch([1])["labels"] >= 0).any()
@@ -272,6 +277,38 @@ def test_windows_and_kernels_that_ignore_the_mask_are_refused():
         UserError, match=r"must have attention sdpa or eager .* got flash_attention"
     ):
         make(rows, reference=other)
+
+
+class Counting(nn.Module):
+    """Answers otherwise from its fourth pass on, as what keeps a state might."""
+
+    def __init__(self, inner: nn.Module, others: int = 3) -> None:
+        super().__init__()
+        self.inner, self.rows, self.others = inner, list[int](), others
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.rows.append(len(hidden))
+        return self.inner(hidden) * (1 + (len(self.rows) > self.others))
+
+
+def test_a_reference_that_remembers_other_pairs_is_refused():
+    model = lm.make("llama", vocab_size=262)
+    assert len(make(rows_of(), reference=model)) == 3
+    inner = model.lm_head
+    model.lm_head = Counting(inner, 10)
+    assert len(make(rows_of(), reference=model)) == 3
+    assert model.lm_head.rows == [1, 2, 1, 1, 1, 1]  # halves, three pairs alone, the first again
+    model.lm_head = Counting(inner)
+    with pytest.raises(UserError, match="reference must say the same of a pair whichever pairs"):
+        make(rows_of(), reference=model)
+
+
+def test_a_reference_answers_without_dropout():
+    model = lm.make("gpt2", vocab_size=262, resid_pdrop=0.5, embd_pdrop=0.5)
+    right = make(rows_of(), reference=model.eval()).batch(slice(None))["reference"]
+    model.train()
+    assert torch.equal(make(rows_of(), reference=model).batch(slice(None))["reference"], right)
+    assert all(module.training for module in model.modules())
 
 
 def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path):
@@ -323,8 +360,64 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     written = " ".join((tmp_path / "run" / "recipe.yaml").read_text().split())
     assert "no private pair is among what the reference and the first weights were" in written
     assert "random numbers: declared only" in written
-    with pytest.raises(UserError, match=r"reference must be public, got one that .*run trained"):
-        make(rows, reference=model)
+    copied = copy.deepcopy(model).requires_grad_(False)
+    del training, start
+    for trained in (model, copied, copied.merge_and_unload()):
+        with pytest.raises(
+            UserError, match=r"reference must be public, got one that .*run trained"
+        ):
+            make(rows, reference=trained)
+    again = partial(
+        dpdist.PrivateTraining, model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        records, loss=preference_loss, batch_size=16, steps=1,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"must begin with public weights for pairs, got what .*ru"):
+        again(folder=tmp_path / "second")
+    fields = records.batch(slice(None))
+    own = lm.with_lora(lm.make("llama", vocab_size=262))
+    made = dpdist.PrivateTraining(
+        own, torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.1),
+        [take(fields, n) for n in range(24)], loss=preference_loss, batch_size=16, steps=1,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
+    )  # fmt: skip
+    assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
+    assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
+
+
+def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
+    """A process that only restores a checkpoint has weights of private pairs, too."""
+
+    def begun(model: nn.Module, records) -> dpdist.PrivateTraining:
+        return dpdist.PrivateTraining(
+            model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+            records, loss=preference_loss, batch_size=2, steps=3, folder=tmp_path / "run",
+            resources={"checkpoint_seconds": 1e-3},
+            privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        )  # fmt: skip
+
+    model = lm.with_lora(lm.make("llama", vocab_size=262))
+    records = make(rows_of(), reference=model)
+    first = begun(model, records)
+    assert len(make(rows_of(), reference=model)) == 3  # nothing was learned
+    first.step()
+    first.step()  # the first one is in a checkpoint now
+    first.close()
+    begun(model, records).close()  # the same run's own weights
+    other = lm.with_lora(lm.make("llama", vocab_size=262))
+    second = begun(other, records)
+    assert second.steps_left < 3
+    with pytest.raises(UserError, match=r"got one that .*run trained"):
+        make(rows_of(), reference=other)
+    second.run_all()
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, float("nan"), float("inf"), "0.1", torch.ones(6)])
+def test_a_beta_that_holds_to_no_reference_is_refused(beta):
+    model = tiny()
+    with pytest.raises(UserError, match=r"beta: must be a finite number > 0, got"):
+        preference_loss(model, fields_of(model), beta=beta)
 
 
 def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):

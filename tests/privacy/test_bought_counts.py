@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from dpdist.cli.init import data_app
 from dpdist.core.errors import UserError
+from dpdist.core.files import FEATURES_KEY
+from dpdist.privacy import budget as budget_module
 from dpdist.privacy.budget import (
     BudgetExceeded,
     BudgetTerms,
@@ -205,6 +208,39 @@ def test_the_same_question_at_other_noise_is_refused(tmp_path):
     assert charge.phases == (GaussianCounts(5.0),) and buy(tmp_path, Drawer()) == first
 
 
+def test_nobody_charges_the_question_anew_between_check_and_draw(tmp_path, monkeypatch):
+    """Of two at once, at other noise, one is refused: the cheap charge never stands for both."""
+    refused: list[str] = []
+
+    def cheaper() -> None:
+        try:
+            buy(tmp_path, Drawer(), charge=charge_of(500.0))
+        except BudgetExceeded as error:
+            refused.append(str(error))
+
+    other, real = threading.Thread(target=cheaper), budget_module._reserve
+
+    def reserve_slowly(*given: Any, **more: Any) -> None:
+        if not other.ident:
+            other.start()
+            other.join(1.0)  # it may go on only when this charge is on record
+        real(*given, **more)
+
+    monkeypatch.setattr(budget_module, "_reserve", reserve_slowly)
+    buy(tmp_path, Drawer())
+    other.join()
+    assert len(refused) == 1 and "was charged as counts-" in refused[0]
+    (charge,) = read_budgets(tmp_path)[0].charges
+    assert charge.phases == (GaussianCounts(5.0),)
+
+
+def test_a_divergence_that_is_no_number_fits_under_no_ceiling(tmp_path, monkeypatch):
+    monkeypatch.setattr(RenyiFilter, "cost", lambda *given: math.nan)
+    with pytest.raises(BudgetExceeded, match="would take"):
+        buy(tmp_path, drawer := Drawer())
+    assert drawer.keys == []
+
+
 def test_what_does_not_fit_is_neither_charged_nor_drawn(tmp_path):
     drawer = Drawer()
     with pytest.raises(BudgetExceeded, match="of what the ceiling"):
@@ -344,6 +380,7 @@ def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
     unknown = {"data__counts_charge": "counts-0123456789abcdef"}
     refused("no budget of these records", data__class_counts=value["counts"], **unknown)
     refused("counts_charge: must be left out beside a file", **unknown)
+    refused("takes them for public numbers; name the file", data__class_counts=value["counts"])
     ill = value["counts"]["ill"] + 1
     save(root, value | {"counts": {"ill": ill, "well": WELL + ILL - ill}})
     refused("released must be")
@@ -398,6 +435,16 @@ def test_noisy_counts_become_whole_ones_of_the_public_sum():
         assert sum(found) == total and min(found) >= 1
     assert job._whole_counts(np.array([-50.0, 30.0, 10.0]), 41) == [1, 30, 10]
     assert job._whole_counts(np.array([100.0, 1.0, 1.0]), 3) == [1, 1, 1]
+
+
+def test_counts_of_features_are_not_charged_in_place_of_their_records(root):
+    """A budget would know the features alone, and not the records that they were made of."""
+    file = root / "scans" / "train.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({FEATURES_KEY: "net saw letters"}), file)
+    with pytest.raises(UserError, match=r"privacy\.budget: must be left out, .* are features that"):
+        bought(root)
+    assert not (root / "budgets").exists()
 
 
 def test_counts_are_refused_where_nobody_could_use_them(root):
