@@ -2044,6 +2044,11 @@ FAULTS: list[Fault] = [
             "counts that were bought pass for public ones",
         ),
         (
+            "        # Under one lock: between them another process could charge the same at other noise.\n",
+            "    with _open_budgets(Path(folder)) as (key, budgets):\n",
+            "class counts are charged anew by another process before they are drawn",
+        ),
+        (
             "if not spent + cost <= ceiling.share:",
             "if spent + cost > ceiling.share:",
             "a divergence that is no number fits under a ceiling",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -210,28 +209,22 @@ def test_the_same_question_at_other_noise_is_refused(tmp_path):
 
 def test_nobody_charges_the_question_anew_between_check_and_draw(tmp_path, monkeypatch):
     """Of two at once, at other noise, one is refused: the cheap charge never stands for both."""
-    refused: list[str] = []
+    opened, real = [0], budget_module._open_budgets
 
-    def cheaper() -> None:
-        try:
+    def opening(folder: Path) -> Any:
+        opened[0] += 1
+        if opened[0] == 2:  # the lock was let go of: another process is faster
             buy(tmp_path, Drawer(), charge=charge_of(500.0))
-        except BudgetExceeded as error:
-            refused.append(str(error))
+        return real(folder)
 
-    other, real = threading.Thread(target=cheaper), budget_module._reserve
-
-    def reserve_slowly(*given: Any, **more: Any) -> None:
-        if not other.ident:
-            other.start()
-            other.join(1.0)  # it may go on only when this charge is on record
-        real(*given, **more)
-
-    monkeypatch.setattr(budget_module, "_reserve", reserve_slowly)
-    buy(tmp_path, Drawer())
-    other.join()
-    assert len(refused) == 1 and "was charged as counts-" in refused[0]
-    (charge,) = read_budgets(tmp_path)[0].charges
-    assert charge.phases == (GaussianCounts(5.0),)
+    monkeypatch.setattr(budget_module, "_open_budgets", opening)
+    name, answer = buy(tmp_path, Drawer())
+    opened[0] = 10
+    with pytest.raises(BudgetExceeded, match="was charged as counts-"):
+        buy(tmp_path, Drawer(), charge=charge_of(500.0))
+    (budget,) = read_budgets(tmp_path)
+    assert [charge.phases for charge in budget.charges] == [(GaussianCounts(5.0),)]
+    assert budget.find_release(name)["answer"] == answer  # no other one was given to anybody
 
 
 def test_a_divergence_that_is_no_number_fits_under_no_ceiling(tmp_path, monkeypatch):
