@@ -29,9 +29,11 @@ from dpdist.privacy.budget import (
     read_budgets,
     release_once,
 )
+from dpdist.privacy.card import bounding_guarantee, card_markdown
 from dpdist.privacy.ledger import JournalError
 from dpdist.privacy.phases import ClassRates, GaussianCounts, GaussianSteps, phase_from_dict
 from dpdist.privacy.plan import PrivacyPlan, parse_plan
+from dpdist.release import model_card
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -349,6 +351,19 @@ def test_a_run_on_bought_counts_names_their_charge_and_counts_it(root, tmp_path)
     counts, steps = (ceiling.cost(each.phases, each.records) for each in budget.charges)
     assert counts == pytest.approx(ceiling.order / 2 / 4.0**2) and steps > 0
     assert budget.spent == counts + steps
+    card, own = facts.privacy_card(), f"bought before as {value['charge']}, which it leaves out"
+    total = "bounded by epsilon 9 at delta 0.001"  # the model tells of the counts, too
+    assert total in model_card._privacy_sentence(card) and bounding_guarantee(card)["epsilon"] == 9
+    for said in (
+        model_card._privacy_section(card), card_markdown(card), facts.privacy_statement,
+        str(facts.guarantee),
+    ):  # fmt: skip
+        assert own in said
+    assert "e^epsilon = 8.11e+03" in model_card._privacy_section(card)  # of epsilon 9
+    alone = card | {"data_set": None}
+    assert own in model_card._privacy_sentence(alone)
+    usual = card | {"assumptions": []}
+    assert "bounded by epsilon 9 " not in model_card._privacy_sentence(usual)
 
 
 def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
@@ -373,6 +388,10 @@ def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
     unknown = {"data__counts_charge": "counts-0123456789abcdef"}
     refused("no budget of these records", data__class_counts=value["counts"], **unknown)
     refused("counts_charge: must be left out beside a file", **unknown)
+    search: dict[str, Any] = {"space": {"training.learning_rate": {"choice": [0.1, 0.2]}}}
+    search |= {"law": {"name": "fixed", "runs": 2}, "score": {"public": {"name": "others"}}}
+    with pytest.raises(UserError, match=r"tune: must be left out with data\.class_counts that wer"):
+        parse_recipe(raw_recipe(root) | {"tune": search}, "r.yaml")
     refused("takes them for public numbers; name the file", data__class_counts=value["counts"])
     ill = value["counts"]["ill"] + 1
     save(root, value | {"counts": {"ill": ill, "well": WELL + ILL - ill}})
