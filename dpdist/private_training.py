@@ -42,6 +42,7 @@ from dpdist.data.adapters import (
     LEARNED_FROM,
     REFERENCE,
     UNNAMED_REFERENCE,
+    DocumentRecords,
     PreferenceRecords,
     as_records,
     check_classes,
@@ -70,7 +71,7 @@ from dpdist.gradients.objective import (
 )
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.spec import SCRIPT, give
+from dpdist.models.spec import SCRIPT, TRAINED_BY, give
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
@@ -309,6 +310,13 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
+def _check_loss(records: Records, loss: Any) -> None:
+    """Raise UserError for a named loss of documents, whose own loss calls the model."""
+    if isinstance(loss, str) and isinstance(records, DocumentRecords):
+        own = "preference_loss" if isinstance(records, PreferenceRecords) else "language_model_loss"
+        raise UserError(f"loss: must be dpdist.{own} for {records.name}, got {loss!r}")
+
+
 def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:
     """Raise UserError for targets or tokens that do not fit the loss or the model."""
     if isinstance(loss, str):
@@ -503,6 +511,8 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
         )
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
+    if isinstance(inputs, dict) and REFERENCE in inputs and _TOKENS in inputs:
+        shape = (shape[0] // 2,)  # of two answers the model reads one at a time
     classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
     if loss == "cross-entropy" and classes == 1:
         raise UserError(
@@ -833,8 +843,12 @@ class PrivateTraining:
         self._records = as_records(data)
         self._tokenization = self._records.tokenization
         self._device = next(model.parameters()).device
+        for key, given in (("rates", rates), ("class_counts", class_counts)):
+            if not isinstance(given, Mapping | None):
+                raise UserError(f"{key}: must be by class, such as {{0: 1, 1: 4}}, got {given!r}")
         self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
+        _check_loss(self._records, loss)
         self._spec = _spec_of(model, factory, examples[0], loss)
         _check_what_is_learned(self._records, loss, model, self._spec.classes)
         self._recipe = recipe = self._recipe_of(
@@ -1727,9 +1741,6 @@ def fit(
 # --- pairs of answers -------------------------------------------------------------------------
 
 
-# Attribute of a model that was trained here, and of a base that `load_adapter` put an adapter on. A
-# copy of the model has it, too.
-RELEASED = "_dpdist_release"
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
 
 
@@ -1737,12 +1748,12 @@ def _mark_trained(model: nn.Module, run: Path) -> None:
     """Say on a model, and on its parts with trained parameters, which run trained it."""
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters()):
-            vars(module)[RELEASED] = str(run.resolve())
+            vars(module)[TRAINED_BY] = str(run.resolve())
 
 
 def _trained_by(model: nn.Module) -> list[str]:
     """Return the runs and releases whose private records a model is known to have seen."""
-    found = (getattr(module, RELEASED, None) for module in model.modules())
+    found = (getattr(module, TRAINED_BY, None) for module in model.modules())
     return [str(each) for each in found if each]
 
 
@@ -1840,6 +1851,8 @@ def preferences(
     few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
     check_takes_pairs(without_wrapper(reference), few)
     limits = token_limits(reference)
+    _check_positions(reference, length, name)
+    _check_adapters_are_new(reference, few, name)
     with _as_reference(reference):
         if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
             raise UserError(
@@ -1880,6 +1893,39 @@ def _check_reference(reference: Any, saw: Any, name: str) -> None:
         raise UserError(
             f"{name}: reference must be public, got one that {trained_by[0]} trained: epsilon of "
             "a release is not composed with that of an own loop; load the public base"
+        )
+
+
+def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
+    """Raise UserError where a prompt with its answer has more tokens than the model has places."""
+    settings = getattr(without_wrapper(reference), "config", None)
+    most = getattr(settings, "max_position_embeddings", None)
+    if isinstance(most, int) and isinstance(length, int) and length > most:
+        raise UserError(
+            f"{name}: length must be at most {most:,}, the positions of the reference, got "
+            f"{length:,}"
+        )
+
+
+def _check_adapters_are_new(reference: nn.Module, few: int, name: str) -> None:
+    """Raise UserError for adapters that say something: the reference is computed without them."""
+    if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
+        return
+    modes = {module: module.training for module in reference.modules()}
+    inner = without_wrapper(reference.eval())
+    tokens = torch.arange(few, device=next(inner.parameters()).device)[None]
+    try:
+        with torch.no_grad():
+            given = inner(input_ids=tokens, use_cache=False).logits
+        with _as_reference(reference):
+            base = inner(input_ids=tokens, use_cache=False).logits
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not torch.allclose(given, base, rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise UserError(
+            f"{name}: reference must have adapters that change nothing yet, since they are switched "
+            "off, got ones that do: put public ones into the weights (merge_and_unload) first"
         )
 
 

@@ -607,7 +607,10 @@ def reserve(
     a budget of these records must hold; None in place of the name of what is public, which no
     budget of these records may have released.
     """
-    with _open_budgets(Path(folder)) as (key, budgets):
+    with ExitStack() as stack:
+        key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
+        if record or Path(folder).exists():  # what only looks leaves no folder behind
+            key, budgets = stack.enter_context(_open_budgets(Path(folder)))
         _reserve(
             Path(folder), key, budgets, records, charge, terms, neighbours, name=name, limit=limit,
             enforce=enforce, record=record, built_on=built_on,

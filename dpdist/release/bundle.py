@@ -904,6 +904,7 @@ class Release:
                 raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
         if not json_equal(find_noise_location(module).describe(), self.description.noise):
             raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
+        setattr(module, models.TRAINED_BY, str(self.path))  # no own loop begins with it unnoticed
         return module
 
     @cached_property

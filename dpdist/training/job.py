@@ -371,6 +371,13 @@ class CheckedTraining:
     pretrained: dict[str, Any] | None
     noise_multiplier: float | None = None
 
+    def check_budget(self, context: str) -> None:
+        """Raise UserError where a run that is not on record yet does not fit its records' budget;
+        charge nothing."""
+        if self.recipe.privacy.budget is not None and not self.folder.ledger.exists():
+            records = training_records(self.recipe, data_source(self.recipe))
+            check_charge(self.recipe, self.plan, records, context)
+
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""
         recipe, folder = self.recipe, self.folder

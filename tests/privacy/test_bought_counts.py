@@ -16,6 +16,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from typer.testing import CliRunner
 
+from dpdist import pipeline
 from dpdist.cli.init import data_app
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY
@@ -364,6 +365,32 @@ def test_a_run_on_bought_counts_names_their_charge_and_counts_it(root, tmp_path)
     assert own in model_card._privacy_sentence(alone)
     usual = card | {"assumptions": []}
     assert "bounded by epsilon 9 " not in model_card._privacy_sentence(usual)
+
+
+def test_a_dry_run_refuses_what_its_run_would_and_charges_nothing(root, tmp_path):
+    def dry(**changes: Any) -> None:
+        recipe = parse_recipe(raw_recipe(root, **changes), "r.yaml")
+        pipeline.dry_run(recipe, runs=tmp_path / "runs", context="r.yaml")
+
+    public: dict[str, Any] = {"data__class_counts": {"well": WELL, "ill": ILL}}
+    dry(**public)
+    assert not (root / "budgets").exists() and not (tmp_path / "runs").exists()
+    value = save(root, bought(root))
+    (before,) = read_budgets(root / "budgets")
+    dry()
+    with pytest.raises(UserError, match="no budget of these records"):
+        dry(privacy__budget=str(root / "elsewhere"))
+    assert not (root / "elsewhere").exists()
+    with pytest.raises(UserError, match="no budget of these records"):
+        dry(data__name="others")
+    with pytest.raises(UserError, match="fixed before its first run"):
+        dry(privacy__budget_ceiling=8.0)
+    with pytest.raises(UserError, match="would take .* of what the ceiling"):
+        dry(privacy__noise_multiplier=0.4)
+    save(root, value | {"counts": {"well": WELL - 1, "ill": ILL + 1}})
+    with pytest.raises(UserError, match="what .* released must be"):
+        dry()
+    assert read_budgets(root / "budgets")[0].charges == before.charges
 
 
 def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
