@@ -23,6 +23,7 @@ from PIL import Image
 from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
+    FEATURES_KEY,
     atomic_folder,
     check_regular_file,
     check_utf8_name,
@@ -151,11 +152,15 @@ def _write_features(
     with atomic_folder(target) as aside:
         aside.mkdir(exist_ok=True)
         files = {}
+        assumed = about.get("assumed") or (
+            f"no private record is among what {about['network']}, which made the features, saw: "
+            "compared when they were made"
+        )
         for split, records in (("train", found.train), ("test", found.test)):
             own = {} if group is None else {group: _column(found.source, split, group)}
             path = aside / f"{split}.parquet"
             width = _write_split(
-                path, penultimate, records, shape, resize, found.source.class_names, own
+                path, penultimate, records, shape, resize, found.source.class_names, own, assumed
             )
             files[path.name] = file_digest(path)
             log(f"{split}: {len(records):,} records, {width:,} features each")
@@ -172,9 +177,9 @@ def _column(source: data.DataSource, split: str, name: str) -> pa.ChunkedArray:
 
 def _write_split(
     path: Path, penultimate: Any, records: data.Dataset, shape: tuple[int, ...], resize: int | None,
-    names: tuple[str, ...], own: dict[str, Any],
+    names: tuple[str, ...], own: dict[str, Any], assumed: str,
 ) -> int:  # fmt: skip
-    """Write a split; return the number of features."""
+    """Write a split, with what is assumed of its network; return the number of features."""
     parts = []
     for start in range(0, len(records), _AT_ONCE):
         inputs = _fitted(records, slice(start, start + _AT_ONCE), shape, resize)
@@ -196,6 +201,7 @@ def _write_split(
         **own,
     }
     about = {} if not names else picture_schema(list(names)).metadata
+    about |= {FEATURES_KEY: assumed}
     pq.write_table(
         pa.table(columns).replace_schema_metadata(about), path, row_group_size=_ROW_GROUP
     )

@@ -341,6 +341,7 @@ def dry_run(
         taken = [("not under this name", str(error))]
         with tempfile.TemporaryDirectory() as empty:
             work = checked(RunFolder(Path(empty) / recipe.name), context)
+    work.check_budget(context)
     units = data_units_row(recipe, load_test_records(recipe, data_source(recipe)))
     if isinstance(work, Search):
         trial, plan = work.example_trial()

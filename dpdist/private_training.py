@@ -40,6 +40,9 @@ from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import (
     LEARNED_FROM,
+    REFERENCE,
+    UNNAMED_REFERENCE,
+    DocumentRecords,
     PreferenceRecords,
     as_records,
     check_classes,
@@ -68,7 +71,7 @@ from dpdist.gradients.objective import (
 )
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.spec import SCRIPT, give
+from dpdist.models.spec import SCRIPT, TRAINED_BY, give
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
@@ -307,6 +310,13 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
+def _check_loss(records: Records, loss: Any) -> None:
+    """Raise UserError for a named loss of documents, whose own loss calls the model."""
+    if isinstance(loss, str) and isinstance(records, DocumentRecords):
+        own = "preference_loss" if isinstance(records, PreferenceRecords) else "language_model_loss"
+        raise UserError(f"loss: must be dpdist.{own} for {records.name}, got {loss!r}")
+
+
 def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:
     """Raise UserError for targets or tokens that do not fit the loss or the model."""
     if isinstance(loss, str):
@@ -501,6 +511,8 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
         )
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
+    if isinstance(inputs, dict) and REFERENCE in inputs and _TOKENS in inputs:
+        shape = (shape[0] // 2,)  # of two answers the model reads one at a time
     classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
     if loss == "cross-entropy" and classes == 1:
         raise UserError(
@@ -577,15 +589,18 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     tokens = isinstance(inputs, dict) and _TOKENS in inputs
     if tokens and "position_ids" in inputs:
         check_not_packed(records)
-    pairs = isinstance(records, PreferenceRecords)
+    pairs = tokens and REFERENCE in inputs
     unit = (_PAIR if pairs else _DOCUMENT) if tokens else None
     if group is not None:
         unit = replace(group, column=records.unit_name or group.column).description
         word = "pairs of answers" if pairs else "documents"
         unit = unit.replace("records", word) if tokens else unit
     said: dict[str, Any] = {"unit": None if unit == recipe.privacy_unit else unit}
-    if tokens and LEARNED_FROM not in script.assumed:
-        said["assumed"] = [*script.assumed, LEARNED_FROM]
+    unsaid = [LEARNED_FROM] if tokens and LEARNED_FROM not in script.assumed else []
+    if pairs and not isinstance(records, PreferenceRecords):
+        unsaid.append(UNNAMED_REFERENCE)
+    if unsaid:
+        said["assumed"] = [*script.assumed, *unsaid]
     if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
         said["unit"] = begun.unit
         if LEARNED_FROM not in begun.assumed:
@@ -828,8 +843,12 @@ class PrivateTraining:
         self._records = as_records(data)
         self._tokenization = self._records.tokenization
         self._device = next(model.parameters()).device
+        for key, given in (("rates", rates), ("class_counts", class_counts)):
+            if not isinstance(given, Mapping | None):
+                raise UserError(f"{key}: must be by class, such as {{0: 1, 1: 4}}, got {given!r}")
         self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
+        _check_loss(self._records, loss)
         self._spec = _spec_of(model, factory, examples[0], loss)
         _check_what_is_learned(self._records, loss, model, self._spec.classes)
         self._recipe = recipe = self._recipe_of(
@@ -907,6 +926,7 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
+        _check_first_weights(self.model, self._records, self.run.path)
         if recipe.data.rates:
             check_one_class_each(self._records, recipe.data.classes)
         for key, usual in _ONLY.items():
@@ -1138,6 +1158,7 @@ class PrivateTraining:
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._check_given(found)
+        _mark_trained(self.model, self.run.path)
         self._done, self._initial = state.step, found["initial"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
@@ -1447,6 +1468,8 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
+        if not self._started:
+            _mark_trained(self.model, self.run.path)
         if self._parts is None or not self._parts.are_those_of(self.model):
             self._check_as_before()
             self._parts = ModelParts(self.model)
@@ -1718,8 +1741,31 @@ def fit(
 # --- pairs of answers -------------------------------------------------------------------------
 
 
-RELEASED = "_dpdist_release"  # attribute of a base that `load_adapter` put a release's adapter on
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
+
+
+def _mark_trained(model: nn.Module, run: Path) -> None:
+    """Say on a model, and on its parts with trained parameters, which run trained it."""
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            vars(module)[TRAINED_BY] = str(run.resolve())
+
+
+def _trained_by(model: nn.Module) -> list[str]:
+    """Return the runs and releases whose private records a model is known to have seen."""
+    found = (getattr(module, TRAINED_BY, None) for module in model.modules())
+    return [str(each) for each in found if each]
+
+
+def _check_first_weights(model: nn.Module, records: Records, run: Path) -> None:
+    """Raise UserError where pairs are learned by a model that another run trained."""
+    if not isinstance(records, PreferenceRecords):
+        return
+    if others := [each for each in _trained_by(model) if each != str(run.resolve())]:
+        raise UserError(
+            f"model: must begin with public weights for pairs, got what {others[0]} trained: its "
+            "epsilon is not composed with that of this run; load the public base"
+        )
 
 
 def preferences(
@@ -1805,6 +1851,8 @@ def preferences(
     few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
     check_takes_pairs(without_wrapper(reference), few)
     limits = token_limits(reference)
+    _check_positions(reference, length, name)
+    _check_adapters_are_new(reference, few, name)
     with _as_reference(reference):
         if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
             raise UserError(
@@ -1835,21 +1883,49 @@ def _check_reference(reference: Any, saw: Any, name: str) -> None:
             f"{name}: saw must be other data than {name}, whose records are private here: a "
             "reference that was trained on them voids the guarantee; take its public base"
         )
-    trained_by = [getattr(module, RELEASED, None) for module in reference.modules()]
-    own = {id(parameter) for parameter in reference.parameters() if parameter.requires_grad}
-    for each in _open.values():
-        training = each()
-        if training is not None and training._done and own & set(training._trained().values()):
-            trained_by.append(str(training.run.path))
+    trained_by = _trained_by(reference)
     inner = without_wrapper(reference)
     loaded = Path(str(getattr(inner, "name_or_path", "") or "nowhere")).resolve()
     for folder in (loaded, *loaded.parents):
         if RunFolder(folder).ledger.exists() or (folder / "release.json").exists():
             trained_by.append(str(folder))
-    if found := next((each for each in trained_by if each), None):
+    if trained_by:
         raise UserError(
-            f"{name}: reference must be public, got one that {found} trained: epsilon of a release "
-            "is not composed with that of an own loop; load the public base"
+            f"{name}: reference must be public, got one that {trained_by[0]} trained: epsilon of "
+            "a release is not composed with that of an own loop; load the public base"
+        )
+
+
+def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
+    """Raise UserError where a prompt with its answer has more tokens than the model has places."""
+    settings = getattr(without_wrapper(reference), "config", None)
+    most = getattr(settings, "max_position_embeddings", None)
+    if isinstance(most, int) and isinstance(length, int) and length > most:
+        raise UserError(
+            f"{name}: length must be at most {most:,}, the positions of the reference, got "
+            f"{length:,}"
+        )
+
+
+def _check_adapters_are_new(reference: nn.Module, few: int, name: str) -> None:
+    """Raise UserError for adapters that say something: the reference is computed without them."""
+    if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
+        return
+    modes = {module: module.training for module in reference.modules()}
+    inner = without_wrapper(reference.eval())
+    tokens = torch.arange(few, device=next(inner.parameters()).device)[None]
+    try:
+        with torch.no_grad():
+            given = inner(input_ids=tokens, use_cache=False).logits
+        with _as_reference(reference):
+            base = inner(input_ids=tokens, use_cache=False).logits
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not torch.allclose(given, base, rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise UserError(
+            f"{name}: reference must have adapters that change nothing yet, since they are switched "
+            "off, got ones that do: put public ones into the weights (merge_and_unload) first"
         )
 
 

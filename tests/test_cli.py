@@ -150,19 +150,20 @@ def test_epsilon_of_votes_is_claimed_and_called_private(dpdist, tmp_path):
     said = dpdist("account", "votes", tmp_path / "counts.csv", *how[:-1], "--queries", 3).stdout
     assert "3 queries" in said and "PRIVATE ITSELF" in said
     (tmp_path / "bad.csv").write_text("1,-2\n")
-    (tmp_path / "words.csv").write_text("a,b\n")
+    (tmp_path / "words.csv").write_text("1,2\n3,SECRET\n")
     (tmp_path / "one.csv").write_text("1\n2\n")
     for name, more, message in [
-        ("bad.csv", (), "whole numbers >= 0, got -2 in row 1"),
-        ("words.csv", (), "cannot be read"),
+        ("bad.csv", (), "whole numbers >= 0, got another value in row 1, column 2"),
+        ("words.csv", (), "must be a table of numbers, .csv or .npy, got another value in row 2, "),
         ("one.csv", (), "two or more classes"),
         ("none.npy", (), "cannot be read"),
-        ("labels.npy", ("--teacher-labels", 2), "labels 0 to 1, got 2"),
+        ("labels.npy", ("--teacher-labels", 2), "labels 0 to 1, got another value in row "),
         ("counts.npy", ("--queries", 1000), "--queries: must be <= 150"),
         ("counts.npy", ("--threshold", 100), "--threshold and --threshold-noise together"),
     ]:
         done = dpdist("account", "votes", tmp_path / name, *more, *how)
         assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "SECRET" not in done.stderr and "got -2" not in done.stderr
 
 
 def test_mixed_noise_is_exact_beside_what_is_published(dpdist, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,20 @@ from support.local_execution import call
 from support.training import train
 from torch import Tensor, nn
 
+import dpdist
 from dpdist import data, models
 from dpdist.conversion import convert_patients, make_features
 from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel
+from dpdist.methods.base import PublicRecords
 from dpdist.models import ModelSpec
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training import provenance
 from dpdist.training.job import prepare
 from dpdist.training.provenance import declare_seen, write_provenance
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
 
@@ -93,6 +98,8 @@ def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> Non
     written = json.loads((made / "features.json").read_text())
     assert written["features"] == 64 and written["data"] == "digits/train"
     assert list(written["weights"]) == ["net.pt"]
+    others = data.load(data_source(recipe_on(made)), "test")  # features of the same shape
+    assert not provenance._was_compared(folder.model_folder, others, "x")  # not by content
 
 
 def test_other_features_than_those_are_refused(made: Path, tmp_path: Path) -> None:
@@ -104,6 +111,34 @@ def test_other_features_than_those_are_refused(made: Path, tmp_path: Path) -> No
     pq.write_table(table.slice(1), copy / "train.parquet")
     with pytest.raises(UserError, match=r"is not a file that features.json speaks of"):
         prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
+
+
+def test_features_say_so_themselves_without_the_file_beside_them(
+    made: Path, tmp_path: Path
+) -> None:
+    """Without it they would train as any table, and what their network saw would be lost."""
+    import shutil
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for split in ("train", "test"):
+        shutil.copy(made / f"{split}.parquet", copy)
+    assert data.holds_features(tmp_path, "copy")
+    with pytest.raises(UserError, match=r"must hold features\.json, which says what the network"):
+        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
+    (copy / "data").mkdir()
+    for split in ("train", "test"):  # in a folder below, beside the file that speaks of others
+        (copy / f"{split}.parquet").rename(copy / "data" / f"{split}-0.parquet")
+    assert data.holds_features(tmp_path, "copy")
+    shutil.copy(made / "features.json", copy)
+    with pytest.raises(UserError, match=r"is not a file that features.json speaks of"):
+        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
+    records = dpdist.as_records(made / "train.parquet", inputs=["features"], target="label")
+    assert any("letters: declared only" in each for each in records.assumed)
+    pq.write_table(
+        pq.read_table(made / "test.parquet").replace_schema_metadata(None), copy / "t.parquet"
+    )
+    assert not dpdist.as_records(copy / "t.parquet", inputs=["features"], target="label").assumed
 
 
 class Mixing(foreign.Net):
@@ -305,10 +340,14 @@ def test_a_further_file_beside_features_is_refused(made: Path, tmp_path: Path) -
 
 def test_features_are_no_public_records(made: Path) -> None:
     from dpdist.config.data import DataRecipe
-    from dpdist.training.records import external_public_records
+    from dpdist.training.records import external_public_records, method_public_records
 
     with pytest.raises(UserError, match=r"public\.data: must be records themselves, got digit"):
         external_public_records(DataRecipe(name=made.name, root=made.parent), None)
+    named = PublicRecords("method.public", made.name, 10, made.parent)
+    reads = SimpleNamespace(method=SimpleNamespace(public_records=named), data=recipe_on(made).data)
+    with pytest.raises(UserError, match=r"method\.public: must be records themselves, got digit"):
+        method_public_records(reads)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("saw", ["Digits", " digits", "digits/train", "the digits (train)"])

@@ -406,6 +406,13 @@ class Search:
         result: str = read_terms(self.folder)["charge"]
         return result
 
+    def check_budget(self, context: str) -> None:
+        """Raise UserError where a search that is not on record yet does not fit its records'
+        budget; charge nothing."""
+        if self.recipe.privacy.budget is not None and not self.folder.processes.exists():
+            records = load_training_records(self.recipe, 0.0, 1.0)
+            job.check_charge(self.recipe, self.cost.plan, records, context)
+
     def _charge_budget(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""
         if self.recipe.privacy.budget is None:

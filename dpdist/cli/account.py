@@ -7,6 +7,7 @@ its folder.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -468,8 +469,16 @@ def _read_table(file: Path, command: str) -> Any:
             read = np.load(file, allow_pickle=False)
         else:
             read = np.loadtxt(file, delimiter=",", ndmin=2)
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
         raise UserError(f"account {command}: {file}: cannot be read: {error_text(error)}") from None
+    except (ValueError, EOFError) as error:  # whose text may quote what stands in the file
+        place = re.search(r"at row (\d+), column (\d+)", str(error))  # the first row is row 0
+        where = (
+            f", got another value in row {int(place[1]) + 1}, column {place[2]}" if place else ""
+        )
+        raise UserError(
+            f"account {command}: {file}: must be a table of numbers, .csv or .npy{where}"
+        ) from None
     if not (
         isinstance(read, np.ndarray) and read.dtype.kind in "iuf" and read.ndim == 2 and read.size
     ):
@@ -487,8 +496,9 @@ def _read_votes(file: Path, classes: int | None) -> Any:
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         what = "whole numbers >= 0" if classes is None else f"labels 0 to {classes - 1}"
-        raise UserError(
-            f"account votes: {file}: must be {what}, got {values[row, column]:g} in row {row + 1}"
+        raise UserError(  # without the cell, which is private
+            f"account votes: {file}: must be {what}, got another value in row {row + 1}, column "
+            f"{column + 1}"
         )
     if classes is not None:
         values = np.stack([(values == each).sum(axis=0) for each in range(classes)], axis=1)

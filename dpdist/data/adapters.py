@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import random
+import unicodedata
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import open_parquet
+from dpdist.core.files import FEATURES_KEY, open_parquet
 from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
@@ -468,7 +469,10 @@ def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
 def _of_table(table: pa.Table, options: Options) -> Records:
     if not hasattr(table, "column_names"):
         options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
-    return ArrayRecords.of(*_table_columns(table, options), options)
+    records = ArrayRecords.of(*_table_columns(table, options), options)
+    if said := (table.schema.metadata or {}).get(FEATURES_KEY):  # what their network saw
+        records.assumed = (*records.assumed, said.decode(errors="replace"))
+    return records
 
 
 def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
@@ -1284,6 +1288,9 @@ PUBLIC_REFERENCE = (
     "no private pair is among what the reference and the first weights were trained on, {}: "
     "declared only"
 )
+UNNAMED_REFERENCE = PUBLIC_REFERENCE.format(
+    "by which the user computed each pair's reference from that pair alone"
+)
 
 
 class PreferenceRecords(DocumentRecords):
@@ -1352,6 +1359,12 @@ def preference_records(
     }
     if not margins.isfinite().all():
         raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
+    if not torch.allclose(reference(every[0]), margins[:1], rtol=1e-4, atol=1e-4):
+        raise UserError(
+            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
+            "something else of the first one at the end: give a model that keeps no state and "
+            "draws nothing"
+        )
     records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
     assert isinstance(records, PreferenceRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
@@ -1408,7 +1421,7 @@ def _pair_tokens(
     asked, *answers = (row.get(name) for name in names)
     if isinstance(asked, str) and all(isinstance(answer, str) for answer in answers):
         good, bad = (cutter.answer(asked, str(answer), length) for answer in answers)
-        return json.dumps([{"role": "user", "content": asked}]), (good, bad)
+        return _prompt_key([{"role": "user", "content": asked}]), (good, bad)
     if any(answer is None or isinstance(answer, str) for answer in answers) or isinstance(
         asked, str
     ):
@@ -1427,6 +1440,21 @@ def _pair_tokens(
     else:
         asked = messages_of(asked)
         first, wholes = len(asked), [[*asked, *whole] for whole in wholes]
-    plain = [{"role": each["role"], "content": each["content"]} for each in asked]
     good, bad = (cutter.conversation(whole, length, first) for whole in wholes)
-    return json.dumps(plain), (good, bad)
+    return _prompt_key(asked), (good, bad)
+
+
+def _prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a prompt as text that is equal for prompts that are the same to a reader.
+
+    White space, and forms of a character that Unicode calls compatible, are no difference.
+    """
+    return json.dumps(
+        [
+            {
+                "role": each["role"],
+                "content": " ".join(unicodedata.normalize("NFKC", each["content"]).split()),
+            }
+            for each in messages
+        ]
+    )

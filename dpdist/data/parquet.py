@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +36,7 @@ from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from dpdist.core.errors import UserError, is_disk_full
 from dpdist.core.fields import scale_to_unit
 from dpdist.core.files import (
+    FEATURES_KEY,
     atomic_folder,
     error_text,
     make_private_folder,
@@ -426,8 +428,20 @@ class Columns:
 
 
 def holds_features(root: Path | None, name: str) -> bool:
-    """Return whether a data set is features that `dpdist data features` made of other records."""
-    return root is not None and (Path(root) / name / FEATURES_FILE).exists()
+    """Return whether a data set is features that `dpdist data features` made of other records.
+
+    The file beside them says so, and each of their own files, wherever it was moved.
+    """
+    if root is None:
+        return False
+    folder = Path(root) / name
+    return (folder / FEATURES_FILE).exists() or any(map(_is_features, folder.rglob("*.parquet")))
+
+
+def _is_features(file: Path) -> bool:
+    with suppress(UserError):  # what cannot be read is refused where it is read
+        return FEATURES_KEY in (open_parquet(file).schema_arrow.metadata or {})
+    return False
 
 
 def split_files(root: Path, name: str, split: str) -> list[Path]:

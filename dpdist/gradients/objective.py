@@ -30,6 +30,7 @@ documents apart.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -317,7 +318,7 @@ def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tens
         rejected are the module's log-probabilities in nats. A pair without labels has log 2.
 
     Raises:
-        UserError: the module is another one, or the batch lacks a field.
+        UserError: the module is another one, the batch lacks a field, or beta is none.
 
     Source:
         Rafailov et al., NeurIPS 2023, equation 7.
@@ -339,6 +340,8 @@ def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tens
             f"data: must have the fields input_ids, labels and {_REFERENCE} for preference_loss, "
             f"got {got}: make the records with dpdist.preferences(rows, tokenizer, ...)"
         )
+    if not (isinstance(beta, int | float) and 0 < beta < math.inf):
+        raise UserError(f"beta: must be a finite number > 0, got {beta!r}")
     chosen, rejected = pair_log_probabilities(module, batch["input_ids"], batch["labels"]).T
     margin = chosen - rejected - batch[_REFERENCE].to(chosen.dtype)
     return -functional.logsigmoid(beta * margin)

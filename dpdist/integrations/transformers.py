@@ -37,9 +37,9 @@ from dpdist.data.adapters import (
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import kept_modes, raise_all, refusal, refuse
-from dpdist.models import base_digest, base_dtype
+from dpdist.models import TRAINED_BY, base_digest, base_dtype
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.private_training import RELEASED, PrivateTraining, StepReport
+from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
 from dpdist.runs.folder import RunFolder
@@ -598,7 +598,7 @@ def load_adapter(base: Any, folder: str | Path) -> Any:
             f"load the weights that the adapter was trained in{hint}",
         )  # fmt: skip
     peft = import_extra("peft", "hf", "load_adapter")
-    setattr(base, RELEASED, str(where))  # `dpdist.preferences` takes no such reference
+    setattr(base, TRAINED_BY, str(where))  # `dpdist.preferences` takes no such reference
     return peft.PeftModel.from_pretrained(base, str(where)).eval()
 
 

@@ -102,6 +102,8 @@ def check_name(name: str) -> None:
         )
 
 
+# Attribute of a module that was trained here or comes from a release: which one.
+TRAINED_BY = "_dpdist_trained_by"
 SCRIPT = "code-of-the-user"  # in place of a module: a script gave the model itself
 _GIVEN: dict[tuple[str, str], Callable[[], Any]] = {}
 

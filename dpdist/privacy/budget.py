@@ -492,10 +492,15 @@ class DataBudget(JournalBacked):
 
         source: names what it was drawn from. answer: what was released. Both may be missing.
         """
-        kept: dict[str, Any] = {}
+        return self.releases.get(run, {})
+
+    @property
+    def releases(self) -> dict[str, dict[str, Any]]:
+        """Return what is kept of every charge's one release, by the name of the charge."""
+        kept: dict[str, dict[str, Any]] = {}
         for record in self._journal.records:
-            if record.get("release") == run:
-                kept |= record
+            if "release" in record:
+                kept[record["release"]] = kept.get(record["release"], {}) | record
         return kept
 
     def append_release(self, run: str, **kept: Any) -> None:
@@ -552,7 +557,7 @@ def _check_filter(
             f"results needs: {error}"
         ) from error
     spent = sum(ceiling.cost(other.phases, other.records) for other in others)
-    if spent + cost > ceiling.share:
+    if not spent + cost <= ceiling.share:  # nor where it is no number
         raise BudgetExceeded(
             f"{new.name!r} would take {_percent(cost, ceiling)} of what the ceiling of {ceiling} "
             f"allows, and {_percent(spent, ceiling)} are spent (Renyi divergence of order "
@@ -587,7 +592,7 @@ def reserve(
     limit: tuple[float, float] | None = None,
     enforce: bool = True,
     record: bool = True,
-    built_on: tuple[str, Any] | None = None,
+    built_on: tuple[str | None, Any] | None = None,
 ) -> None:
     """Put a run on record before it starts, on every budget that holds any of its records.
 
@@ -599,44 +604,79 @@ def reserve(
     Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
     enforce: False records what was done already, whatever it costs. record: False checks alone.
     built_on: name and answer of an earlier release (`release_once`) that the run is made of, which
-    a budget of these records must hold.
+    a budget of these records must hold; None in place of the name of what is public, which no
+    budget of these records may have released.
     """
-    with _open_budgets(Path(folder)) as (key, budgets):
-        if records is None:
-            _continue_charge(budgets, charge, neighbours, limit)
-            return  # what it is built on was checked when it was put on record
-        hashed = records.dtype.str
-        other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
-        if other and enforce:
-            raise BudgetExceeded(
-                f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
-                "them, and cannot tell whether it holds these; name a new folder"
-            )
-        known = _keyed_hashes(key, records)
-        held = [budget for budget in budgets if _shares_records(budget, known)]
-        if enforce:
-            for budget in held:
-                if not budget.terms.matches(terms):
-                    raise BudgetExceeded(
-                        f"{budget.path} holds some of these records under {budget.terms}, fixed "
-                        f"before its first run; this run comes with {terms}"
-                    )
-            _check_charge_fits(held, terms, charge, neighbours, limit)
-            if built_on is not None:
-                _check_built_on(held, folder, *built_on)
-        if not record:
-            return
-        if not held:
-            held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
-            budgets.append(held[0])  # is closed with the others
+    with ExitStack() as stack:
+        key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
+        if record or Path(folder).exists():  # what only looks leaves no folder behind
+            key, budgets = stack.enter_context(_open_budgets(Path(folder)))
+        _reserve(
+            Path(folder), key, budgets, records, charge, terms, neighbours, name=name, limit=limit,
+            enforce=enforce, record=record, built_on=built_on,
+        )  # fmt: skip
+
+
+def _reserve(
+    folder: Path,
+    key: bytes,
+    budgets: list[DataBudget],
+    records: NDArray[np.integer] | None,
+    charge: Charge,
+    terms: BudgetTerms,
+    neighbours: Neighbours,
+    *,
+    name: str = "",
+    limit: tuple[float, float] | None = None,
+    enforce: bool = True,
+    record: bool = True,
+    built_on: tuple[str | None, Any] | None = None,
+) -> None:
+    """`reserve` on the open budgets of a folder, to which a new one is added."""
+    if records is None:
+        _continue_charge(budgets, charge, neighbours, limit)
+        return  # what it is built on was checked when it was put on record
+    hashed = records.dtype.str
+    other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
+    if other and enforce:
+        raise BudgetExceeded(
+            f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
+            "them, and cannot tell whether it holds these; name a new folder"
+        )
+    known = _keyed_hashes(key, records)
+    held = [budget for budget in budgets if _shares_records(budget, known)]
+    if enforce:
         for budget in held:
-            budget.add_records(known)
-            budget.append_charge(charge.merge(budget.find_charge(charge.run)))
+            if not budget.terms.matches(terms):
+                raise BudgetExceeded(
+                    f"{budget.path} holds some of these records under {budget.terms}, fixed "
+                    f"before its first run; this run comes with {terms}"
+                )
+        _check_charge_fits(held, terms, charge, neighbours, limit)
+        if built_on is not None:
+            _check_built_on(held, folder, *built_on)
+    if not record:
+        return
+    if not held:
+        held = [DataBudget.create(folder, name, terms, hashed, _key_id(key))]
+        budgets.append(held[0])  # is closed with the others
+    for budget in held:
+        budget.add_records(known)
+        budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
 
 def _check_built_on(
-    held: Sequence[DataBudget], folder: str | Path, release: str, answer: Any
+    held: Sequence[DataBudget], folder: str | Path, release: str | None, answer: Any
 ) -> None:
+    if release is None:
+        for budget in held:
+            for name, each in budget.releases.items():
+                if each.get("answer") == answer:
+                    raise BudgetExceeded(
+                        f"{name} released {answer} from private records, and the run takes them "
+                        "for public numbers; name the file that was written with them"
+                    )
+        return
     kept = [budget.find_release(release) for budget in held]
     answers = [each["answer"] for each in kept if "answer" in each]
     if not answers:
@@ -699,21 +739,19 @@ def release_once(
         said = _keyed_name(key, b"drawn from", source)
         if (known := _find_answer(budgets, charge.run, said)) is not None:
             return charge.run, known
-    reserve(folder, records, charge, terms, neighbours, name=name)
-    with _open_budgets(Path(folder)) as (key, budgets):
+        # Under one lock: between them another process could charge the same at other noise.
+        _reserve(Path(folder), key, budgets, records, charge, terms, neighbours, name=name)
         held = [budget for budget in budgets if budget.find_charge(charge.run) is not None]
-        answer = _find_answer(held, charge.run, said)  # of a process that asked at the same time
         for budget in held:
             if not budget.find_release(charge.run):
                 budget.append_release(charge.run, source=said)
-        if answer is None:
-            about = f"{charge.run} {[phase.to_dict() for phase in charge.phases]} {said}"
-            answer = draw(bytes.fromhex(_keyed_name(key, b"noise", about.encode())))
+        about = f"{charge.run} {[phase.to_dict() for phase in charge.phases]} {said}"
+        answer = draw(bytes.fromhex(_keyed_name(key, b"noise", about.encode())))
         for budget in held:
             if "answer" not in budget.find_release(charge.run):
                 budget.append_release(charge.run, answer=answer)
             budget.append_charge(replace(charge, status="settled"))
-    return charge.run, answer
+        return charge.run, answer
 
 
 def _find_answer(budgets: Sequence[DataBudget], release: str, source: str) -> dict[str, int] | None:

@@ -25,6 +25,7 @@ from dpdist.privacy.guarantee import (
     check_delta,
     format_delta,
     format_epsilon,
+    left_out,
     shown_kind,
 )
 from dpdist.privacy.ledger import Ledger
@@ -355,6 +356,17 @@ def no_epsilon(described: Mapping[str, Any]) -> str | None:
     return NOT_TRAINED_HERE if described["mechanism"] == [NOT_TRAINED_HERE] else None
 
 
+def bounding_guarantee(card_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the guarantee, as JSON types, that bounds what the model tells of its records.
+
+    A run's own leaves out the class counts that were bought for it, of which its model tells, too:
+    that of all releases of the data set counts them.
+    """
+    total: Mapping[str, Any] | None = card_dict["data_set"]
+    own: Mapping[str, Any] = card_dict["guarantee"]
+    return total if total is not None and left_out(card_dict["assumptions"]) else own
+
+
 def card_markdown(card_dict: Mapping[str, Any]) -> str:
     """Return the card as a page of Markdown."""
     guarantee = card_dict["guarantee"]
@@ -374,7 +386,8 @@ def card_markdown(card_dict: Mapping[str, Any]) -> str:
     lines += [
         f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
         "-differential privacy, "
-        f"{shown_kind(guarantee['kind'])} by {card_dict['accountant']}.",
+        f"{shown_kind(guarantee['kind'])} by {card_dict['accountant']}"
+        f"{left_out(card_dict['assumptions'])}.",
         "",
         "| | |",
         "|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,11 @@ from dpdist.core.console import format_significant
 Neighbours = Literal["add-or-remove-one", "replace-one"]
 GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
 POST_PROCESSED: GuaranteeKind = "assumed: post-processing"
+BOUGHT_RATES = (  # an assumption, in front of the charge's name
+    "a record's sampling rate follows from its own class and from noisy class counts, released "
+    "before: this epsilon leaves their release out, the guarantee of all runs on the data set "
+    "counts it, as "
+)
 
 
 def check_delta(delta: float) -> None:
@@ -126,7 +132,20 @@ class Guarantee:
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         pair = f"({epsilon}, {format_significant(self.delta, 3)})-DP"
-        return f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
+        said = f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
+        return said + left_out(self.assumptions)
+
+
+def left_out(assumptions: Iterable[str]) -> str:
+    """Return what stands right behind an epsilon that leaves an earlier release out; "" mostly.
+
+    A model whose sampling rates follow from class counts that were bought tells of these, too.
+    """
+    for each in assumptions:
+        if each.startswith(BOUGHT_RATES):
+            charge = each.removeprefix(BOUGHT_RATES)
+            return f", without the class counts bought before as {charge}, which it leaves out"
+    return ""
 
 
 def shown_kind(kind: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.guarantee import BOUGHT_RATES, Neighbours
 from dpdist.privacy.selection import SelectionLaw
 
 if TYPE_CHECKING:
@@ -239,11 +239,6 @@ _POISSON = "every record joins a step independently (Poisson), never by shufflin
 _PUBLIC_RATES = (
     "a record's sampling rate follows from its own class and from class counts that are public: "
     "they were declared, not counted in the private records"
-)
-_BOUGHT_RATES = (
-    "a record's sampling rate follows from its own class and from noisy class counts, released "
-    "before: this epsilon leaves their release out, the guarantee of all runs on the data set "
-    "counts it, as "
 )
 
 
@@ -512,7 +507,7 @@ class GaussianSteps(Phase):
         sampled: tuple[str, ...] = (_POISSON,) if self.mean_rate < 1 else ()
         if self.class_rates is not None:
             charge = self.class_rates.charge
-            sampled += (_PUBLIC_RATES if charge is None else _BOUGHT_RATES + charge,)
+            sampled += (_PUBLIC_RATES if charge is None else BOUGHT_RATES + charge,)
         cut = (
             ("a batch above the cap is cut to a uniformly random subset",)
             if self.has_batch_cap

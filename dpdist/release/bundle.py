@@ -59,7 +59,13 @@ from dpdist.core.files import (
     read_text,
     validate_path,
 )
-from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, no_epsilon, parse_card_plan
+from dpdist.privacy.card import (
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
+    bounding_guarantee,
+    no_epsilon,
+    parse_card_plan,
+)
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
@@ -821,9 +827,10 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
-        It is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes it.
+        Where class counts were bought for the run, it is that of all releases of the data set. It
+        is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes it.
         """
-        return float(self.card["guarantee"]["epsilon"])
+        return float(bounding_guarantee(self.card)["epsilon"])
 
     def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
         """Resize a picture to the model's input shape, as the test inputs of its run were.
@@ -849,7 +856,7 @@ class Release:
     @property
     def delta(self) -> float:
         """Return delta of the guarantee that the card states, a float in [0, 1)."""
-        return self.plan.delta
+        return float(bounding_guarantee(self.card)["delta"])
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -897,6 +904,7 @@ class Release:
                 raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
         if not json_equal(find_noise_location(module).describe(), self.description.noise):
             raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
+        setattr(module, models.TRAINED_BY, str(self.path))  # no own loop begins with it unnoticed
         return module
 
     @cached_property

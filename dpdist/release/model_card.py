@@ -16,8 +16,8 @@ import yaml
 
 from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
 from dpdist.core.fields import describe_averaging
-from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, no_epsilon
-from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, bounding_guarantee, no_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
 from dpdist.release.bundle import (
     ARCHITECTURE,
     CHECKSUMS,
@@ -244,25 +244,30 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
     if not card["private"]:
         return "**It is NOT private**; the privacy card says why."
     unit = "whole group of training records" if "group" in guarantee else "training record"
+    bound = bounding_guarantee(card)
+    said = ", with all else that was released of these records"
+    if bound is guarantee:
+        said = left_out(card["assumptions"])
     return (
         f"What it reveals of one {unit} is bounded by epsilon "
-        f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}, "
-        f"{card['relation']}."
+        f"{format_epsilon(bound['epsilon'])} at delta {format_delta(bound['delta'])}, "
+        f"{card['relation']}{said}."
     )
 
 
 def _privacy_section(card: Mapping[str, Any]) -> str:
     """Return what is proved of one record, and what it means, in Markdown."""
     guarantee = card["guarantee"]
-    epsilon = float(guarantee["epsilon"])
     if (why := no_epsilon(card)) is not None:
         return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{PRIVACY_CARD_TEXT}`."
     unit = "group" if "group" in guarantee else "record"
+    epsilon = float(bounding_guarantee(card)["epsilon"])
     lines = [
-        f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
-        f"{shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}.",
+        f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
+        f"-differential privacy, {shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}"
+        f"{left_out(card['assumptions'])}.",
         f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",

@@ -40,7 +40,13 @@ from dpdist.privacy.budget import charge_id, read_budgets
 from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.privacy.card import AuditFinding, build_card
 from dpdist.privacy.claims import Claim
-from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, format_delta, format_epsilon
+from dpdist.privacy.guarantee import (
+    POST_PROCESSED,
+    Guarantee,
+    format_delta,
+    format_epsilon,
+    left_out,
+)
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
@@ -426,7 +432,7 @@ class Facts:
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = "
             f"{format_delta(guarantee.delta)}, {guarantee.relation} ({guarantee.kind}, "
-            f"{guarantee.source})"
+            f"{guarantee.source}){left_out(guarantee.assumptions)}"
         )
 
     @property

@@ -170,6 +170,11 @@ class Recipe(BaseRecipe):
                 "leaves their release out, and a sum of epsilons does not hold for a run that "
                 "follows a result",
             ),
+            (
+                self.data.counts_charge is not None and self.tune is not None,
+                "tune: must be left out with data.class_counts that were bought, got a search, "
+                "whose trials have no budget; train without, or give public counts",
+            ),
         ):
             if wrong:
                 raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))

@@ -215,7 +215,7 @@ def _service_description(release: Release, settings: ServingSettings) -> dict[st
         "name": release.name,
         "classes": list(release.description.classes),
         "input_shape": list(release.spec.input_shape),
-        "epsilon": release.card["guarantee"]["epsilon"],
+        "epsilon": release.epsilon if math.isfinite(release.epsilon) else "inf",
         "delta": release.delta,
         "private": release.card["private"],
         **({} if release.no_epsilon is None else {"privacy": release.no_epsilon}),

@@ -42,7 +42,11 @@ from dpdist.runs.folder import (
     verify_ledger,
 )
 from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
-from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
+from dpdist.training.provenance import (
+    AMONG_PUBLIC_REASON,
+    check_pretrained,
+    refuse_budget_of_features,
+)
 from dpdist.training.records import (
     data_source,
     load_test_records,
@@ -117,14 +121,17 @@ def reserve_charge(
             limit=limit,
             enforce=enforce,
             record=record,
-            built_on=_bought_counts(recipe),
+            built_on=_built_on(recipe),
         )
 
 
-def _bought_counts(recipe: Recipe) -> tuple[str, dict[str, int]] | None:
-    """Return the charge of class counts that were bought, and the counts; None for public ones."""
+def _built_on(recipe: Recipe) -> tuple[str | None, dict[str, int]] | None:
+    """Return the charge of class counts that were bought, and the counts.
+
+    None in place of the charge of public ones; None where there are no counts.
+    """
     data = recipe.data
-    return None if data.counts_charge is None else (data.counts_charge, data.class_counts)
+    return (data.counts_charge, data.class_counts) if data.class_counts else None
 
 
 def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, Any]:
@@ -152,6 +159,7 @@ def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, An
     if privacy.budget is None:
         rule = "must be the folder of budgets that pays for class counts"
         raise field_error(context, "privacy.budget", rule, "none")
+    refuse_budget_of_features(recipe, context)
     source = data_source(recipe)
     records = training_records(recipe, source)
     total, names = privacy.nominal_records or len(records), section.class_names
@@ -362,6 +370,13 @@ class CheckedTraining:
     dataset: Fingerprinted
     pretrained: dict[str, Any] | None
     noise_multiplier: float | None = None
+
+    def check_budget(self, context: str) -> None:
+        """Raise UserError where a run that is not on record yet does not fit its records' budget;
+        charge nothing."""
+        if self.recipe.privacy.budget is not None and not self.folder.ledger.exists():
+            records = training_records(self.recipe, data_source(self.recipe))
+            check_charge(self.recipe, self.plan, records, context)
 
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""

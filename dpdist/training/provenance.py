@@ -319,6 +319,20 @@ def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
     }
 
 
+# Records are told by their content, and features of two networks are two contents.
+_OTHER_FORM = "in another form cannot be told; train on the pictures, or without it"
+
+
+def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
+    """Raise UserError where features would be charged in place of the records they are made of."""
+    section = recipe.data
+    if recipe.privacy.budget is not None and data.holds_features(section.root, section.name):
+        raise UserError(
+            f"{context}: privacy.budget: must be left out, as the records are features that a "
+            f"network made: whether the budget knows the same records {_OTHER_FORM}"
+        )
+
+
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
     """Return the provenance of the recipe's inputs; None where `data features` made none.
 
@@ -331,25 +345,25 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
         return None
     from dpdist.models.weights import file_digest
 
-    # Records are told by their content, and features of two networks are two contents.
-    again = "in another form cannot be told; train on the pictures, or without it"
+    if not (folder / data.FEATURES_FILE).exists():
+        raise UserError(
+            f"{context}: {folder}: must hold {data.FEATURES_FILE}, which says what the network "
+            "saw that made these features, got none: bring it back, or make the features again"
+        )
+
     if recipe.model.pretrained_part is not None:
         raise UserError(
             f"{context}: model.{recipe.model.pretrained_part[0]}: must be left out, as the records "
-            f"are features that a network made: whether it saw the same records {again}"
+            f"are features that a network made: whether it saw the same records {_OTHER_FORM}"
         )
-    if recipe.privacy.budget is not None:
-        raise UserError(
-            f"{context}: privacy.budget: must be left out, as the records are features that a "
-            f"network made: whether the budget knows the same records {again}"
-        )
+    refuse_budget_of_features(recipe, context)
     written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
     if not written["checked"] and not isinstance(written.get("assumed"), str):
         raise UserError(
             f"{context}: {folder / data.FEATURES_FILE}: assumed must be a text; make it again"
         )
-    for file in sorted(folder.glob("*.parquet")):
-        if written["files"].get(file.name) != file_digest(file):
+    for file in sorted(folder.rglob("*.parquet")):
+        if written["files"].get(str(file.relative_to(folder))) != file_digest(file):
             raise UserError(
                 f"{context}: {file}: is not a file that {data.FEATURES_FILE} speaks of; make the "
                 "features again"

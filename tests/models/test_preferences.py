@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import OwnLoss, take
 from dpdist.gradients.objective import language_model_loss, preference_loss
+from dpdist.publishing import write_release
 
 pytestmark = pytest.mark.whole
 
@@ -206,21 +208,17 @@ def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
     model.train()
     frozen = next(p for name, p in model.named_parameters() if "lora_B" in name)
     frozen.requires_grad_(False)
-    base = make(rows_of(), reference=model).batch(slice(None))
-    lm.stirred(model)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     records = make(rows_of(), reference=model)
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
     assert all(module.training for module in model.modules())
     fields = records.batch(slice(None))
     assert fields["reference"].dtype == torch.float64
-    assert torch.equal(fields["reference"], base["reference"])  # no adapter is in it
-    with torch.no_grad():
-        said = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
-        with model.disable_adapter():
-            off = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
+    with torch.no_grad(), model.disable_adapter():
+        off = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
     assert torch.allclose(off[:, 0] - off[:, 1], fields["reference"])
-    assert not torch.allclose(said[:, 0] - said[:, 1], fields["reference"], rtol=1e-3)
+    with pytest.raises(UserError, match=r"adapters that change nothing yet.*merge_and_unload"):
+        make(rows_of(), reference=lm.stirred(copy.deepcopy(model)))
     one = make(rows_of()[1:2], tokenizer=tokenizer, reference=model).batch([0])
     assert torch.equal(one["reference"][0], fields["reference"][1])  # whoever else is there
     key = bytes(32)
@@ -241,6 +239,9 @@ def test_pairs_that_are_refused():
         (secret, {"saw": "Preferences"}, "saw must be other data than preferences, whose records"),
         (secret, {"reference": "runs/sft"}, "reference must be a model of transformers that is p"),
         (secret, {"reference": lm.make("bert")}, "must be a causal .* got BertForMaskedLM"),
+        (secret, {"length": 99, "reference": lm.make("llama", vocab_size=262,
+                                                     max_position_embeddings=98)},
+         "length must be at most 98, the positions of the reference, got 99"),
         (secret, {"reference": nn.Linear(2, 2)}, "must be a causal .* got Linear"),
         (secret, {"reference": lm.with_lora(lm.make("llama")).get_base_model()},
          "must have its adapters from peft.get_peft_model"),
@@ -248,9 +249,13 @@ def test_pairs_that_are_refused():
         with pytest.raises(UserError, match=said) as caught:
             make(rows, **more)
         assert "SECRET" not in str(caught.value)
-    assert [make(secret * 2, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
-        '[{"role": "user", "content": "SECRET"}]'
-    ]
+    for same in ("SECRET", " SECRET\n", "\uff33ECRET"):  # another form of S
+        twice = [*secret, {**secret[0], "prompt": same}]
+        with pytest.raises(UserError, match="must have one pair of each prompt"):
+            make(twice)
+        assert [make(twice, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
+            '[{"role": "user", "content": "SECRET"}]'
+        ]
     with pytest.warns(UserWarning, match="of 1 of 2 pairs nothing is learned, since an answer"):
         cut = make([{**secret[0], "prompt": 16 * "a"}, secret[0]], length=16)
     assert (cut.batch([0])["labels"] == -100).all() and (cut.batch([1])["labels"] >= 0).any()
@@ -274,6 +279,38 @@ def test_windows_and_kernels_that_ignore_the_mask_are_refused():
         make(rows, reference=other)
 
 
+class Counting(nn.Module):
+    """Answers otherwise from its fourth pass on, as what keeps a state might."""
+
+    def __init__(self, inner: nn.Module, others: int = 3) -> None:
+        super().__init__()
+        self.inner, self.rows, self.others = inner, list[int](), others
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.rows.append(len(hidden))
+        return self.inner(hidden) * (1 + (len(self.rows) > self.others))
+
+
+def test_a_reference_that_remembers_other_pairs_is_refused():
+    model = lm.make("llama", vocab_size=262)
+    assert len(make(rows_of(), reference=model)) == 3
+    inner = model.lm_head
+    model.lm_head = Counting(inner, 10)
+    assert len(make(rows_of(), reference=model)) == 3
+    assert model.lm_head.rows == [1, 2, 1, 1, 1, 1]  # halves, three pairs alone, the first again
+    model.lm_head = Counting(inner)
+    with pytest.raises(UserError, match="reference must say the same of a pair whichever pairs"):
+        make(rows_of(), reference=model)
+
+
+def test_a_reference_answers_without_dropout():
+    model = lm.make("gpt2", vocab_size=262, resid_pdrop=0.5, embd_pdrop=0.5)
+    right = make(rows_of(), reference=model.eval()).batch(slice(None))["reference"]
+    model.train()
+    assert torch.equal(make(rows_of(), reference=model).batch(slice(None))["reference"], right)
+    assert all(module.training for module in model.modules())
+
+
 def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path):
     rows, said = rows_of(), "reference must be public, got one that .* trained: epsilon of a rel"
     (tmp_path / "release").mkdir()
@@ -284,7 +321,7 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
     with pytest.raises(UserError, match=said):
         make(rows, reference=loaded)
     marked = lm.make("llama", vocab_size=262)
-    marked._dpdist_release = "runs/sft/release"  # as `load_adapter` leaves it
+    marked._dpdist_trained_by = "runs/sft/release"  # as `load_adapter` leaves it
     with pytest.raises(UserError, match=r"got one that runs/sft/release trained"):
         make(rows, reference=marked)
 
@@ -307,6 +344,9 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     )  # fmt: skip
     for loss, data, said in (
         (language_model_loss, records, "must be dpdist.preference_loss for pairs"),
+        ("cross-entropy", records, "loss: must be dpdist.preference_loss for preferences, got 'c"),
+        ("bce", dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
+         "loss: must be dpdist.language_model_loss for documents, got 'bce'"),
         (preference_loss, dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
          r"must have the fields input_ids, labels and reference .*dpdist.preferences\("),
     ):  # fmt: skip
@@ -323,8 +363,95 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     written = " ".join((tmp_path / "run" / "recipe.yaml").read_text().split())
     assert "no private pair is among what the reference and the first weights were" in written
     assert "random numbers: declared only" in written
-    with pytest.raises(UserError, match=r"reference must be public, got one that .*run trained"):
-        make(rows, reference=model)
+    copied = copy.deepcopy(model).requires_grad_(False)
+    del training, start
+    for trained in (model, copied, copied.merge_and_unload()):
+        with pytest.raises(
+            UserError, match=r"reference must be public, got one that .*run trained"
+        ):
+            make(rows, reference=trained)
+    again = partial(
+        dpdist.PrivateTraining, model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        records, loss=preference_loss, batch_size=16, steps=1,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"must begin with public weights for pairs, got what .*ru"):
+        again(folder=tmp_path / "second")
+    fields = records.batch(slice(None))
+    own = lm.with_lora(lm.make("llama", vocab_size=262))
+    made = dpdist.PrivateTraining(
+        own, torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.1),
+        [take(fields, n) for n in range(24)], loss=preference_loss, batch_size=16, steps=1,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
+    )  # fmt: skip
+    assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
+    assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
+
+
+def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
+    """A process that only restores a checkpoint has weights of private pairs, too."""
+
+    def begun(model: nn.Module, records) -> dpdist.PrivateTraining:
+        return dpdist.PrivateTraining(
+            model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+            records, loss=preference_loss, batch_size=2, steps=3, folder=tmp_path / "run",
+            resources={"checkpoint_seconds": 1e-3},
+            privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        )  # fmt: skip
+
+    model = lm.with_lora(lm.make("llama", vocab_size=262))
+    records = make(rows_of(), reference=model)
+    first = begun(model, records)
+    assert len(make(rows_of(), reference=model)) == 3  # nothing was learned
+    first.step()
+    first.step()  # the first one is in a checkpoint now
+    first.close()
+    begun(model, records).close()  # the same run's own weights
+    other = lm.with_lora(lm.make("llama", vocab_size=262))
+    second = begun(other, records)
+    assert second.steps_left < 3
+    with pytest.raises(UserError, match=r"got one that .*run trained"):
+        make(rows_of(), reference=other)
+    second.run_all()
+
+
+FACTORY = """
+import peft, transformers
+
+
+def adapted():
+    base = transformers.AutoModelForCausalLM.from_pretrained({base!r})
+    return peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
+"""
+
+
+def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypatch):
+    folder = lm.save_model(tmp_path / "base")
+    base = partial(lm.transformers().AutoModelForCausalLM.from_pretrained, folder)
+    model = lm.with_lora(base())
+    training = dpdist.PrivateTraining(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        make(rows_of(), tokenizer=folder, reference=base()), loss=preference_loss,
+        batch_size=2, steps=1, folder=tmp_path / "run",
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+    )  # fmt: skip
+    training.run_all()
+    (tmp_path / "of_pairs.py").write_text(FACTORY.format(base=str(folder)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_release(training.run, factory="of_pairs:adapted")
+    release = dpdist.load(training.run.release_folder, trusted_factory="of_pairs:adapted")
+    assert release.spec.input_shape == (24,)  # of one answer with its prompt
+    assert len(release.text_answerer("2").likely) == 5
+    with pytest.raises(UserError, match=r"reference must be public, got one that .*release"):
+        make(rows_of(), tokenizer=folder, reference=release.model)
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, float("nan"), float("inf"), "0.1", torch.ones(6)])
+def test_a_beta_that_holds_to_no_reference_is_refused(beta):
+    model = tiny()
+    with pytest.raises(UserError, match=r"beta: must be a finite number > 0, got"):
+        preference_loss(model, fields_of(model), beta=beta)
 
 
 def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):

@@ -2014,12 +2014,8 @@ FAULTS: list[Fault] = [
         "dpdist/privacy/budget.py",
         "privacy/test_bought_counts",
         (
-            "    reserve(folder, records, charge, terms, neighbours, name=name)\n"
-            "    with _open_budgets(Path(folder)) as (key, budgets):\n"
-            "        held = [budget for budget in budgets if budget.find_charge",
-            "    reserve(folder, records, charge, terms, neighbours, name=name, record=False)\n"
-            "    with _open_budgets(Path(folder)) as (key, budgets):\n"
-            "        held = [budget for budget in budgets if budget.find_charge",
+            "budgets, records, charge, terms, neighbours, name=name)\n",
+            "budgets, records, charge, terms, neighbours, name=name, record=False)\n",
             "class counts are drawn and not charged",
         ),
         (
@@ -2041,6 +2037,86 @@ FAULTS: list[Fault] = [
             "    if not answers:\n        raise BudgetExceeded(\n",
             "    if not answers:\n        return\n        raise BudgetExceeded(\n",
             "a run takes counts that another budget paid for",
+        ),
+        (
+            'if each.get("answer") == answer:',
+            "if False:",
+            "counts that were bought pass for public ones",
+        ),
+        (
+            "        # Under one lock: between them another process could charge the same at other noise.\n",
+            "    with _open_budgets(Path(folder)) as (key, budgets):\n",
+            "class counts are charged anew by another process before they are drawn",
+        ),
+        (
+            "if not spent + cost <= ceiling.share:",
+            "if spent + cost > ceiling.share:",
+            "a divergence that is no number fits under a ceiling",
+        ),
+    ),
+    *group(
+        "dpdist/training/job.py",
+        "privacy/test_bought_counts::test_counts_of_features_are_not_charged_in_place_of_their_records",
+        (
+            "    refuse_budget_of_features(recipe, context)\n    source",
+            "    source",
+            "counts of features are charged to a budget that does not know their records",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/card.py",
+        "privacy/test_bought_counts::test_a_run_on_bought_counts_names_their_charge_and_counts_it",
+        (
+            'return total if total is not None and left_out(card_dict["assumptions"]) else own',
+            "return own",
+            "a model is said to tell no more than its steps, beside counts that were bought",
+        ),
+    ),
+    # --- features
+    *group(
+        "dpdist/data/parquet.py",
+        "test_conversion::test_features_say_so_themselves_without_the_file_beside_them",
+        (
+            ' or any(map(_is_features, folder.rglob("*.parquet")))',
+            "",
+            "features train as any table once the file beside them is gone",
+        ),
+    ),
+    *group(
+        "dpdist/data/adapters.py",
+        "test_conversion::test_features_say_so_themselves_without_the_file_beside_them",
+        (
+            "if said := (table.schema.metadata or {}).get(FEATURES_KEY):",
+            'if said := b"":',
+            "an own loop's card leaves out what the network of its features saw",
+        ),
+    ),
+    *group(
+        "dpdist/training/provenance.py",
+        "test_conversion",
+        (
+            'for file in sorted(folder.rglob("*.parquet")):',
+            'for file in sorted(folder.glob("*.parquet")):',
+            "other features lie in a folder below",
+        ),
+        (
+            "    if data.holds_features(source.root, source.name):\n        return False",
+            "    if False:\n        return False",
+            "features are compared with records by content",
+        ),
+    ),
+    *group(
+        "dpdist/training/records.py",
+        "test_conversion::test_features_are_no_public_records",
+        (
+            "    _refuse_features(root, named.dataset_name, named.recipe_key)\n",
+            "",
+            "a method reads features as public records",
+        ),
+        (
+            '    _refuse_features(section.root, section.name, "public.data")\n',
+            "",
+            "features are public records to pretrain on",
         ),
     ),
     *group(

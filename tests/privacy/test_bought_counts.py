@@ -16,8 +16,11 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from typer.testing import CliRunner
 
+from dpdist import pipeline
 from dpdist.cli.init import data_app
 from dpdist.core.errors import UserError
+from dpdist.core.files import FEATURES_KEY
+from dpdist.privacy import budget as budget_module
 from dpdist.privacy.budget import (
     BudgetExceeded,
     BudgetTerms,
@@ -27,9 +30,11 @@ from dpdist.privacy.budget import (
     read_budgets,
     release_once,
 )
+from dpdist.privacy.card import bounding_guarantee, card_markdown
 from dpdist.privacy.ledger import JournalError
 from dpdist.privacy.phases import ClassRates, GaussianCounts, GaussianSteps, phase_from_dict
 from dpdist.privacy.plan import PrivacyPlan, parse_plan
+from dpdist.release import model_card
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -205,6 +210,33 @@ def test_the_same_question_at_other_noise_is_refused(tmp_path):
     assert charge.phases == (GaussianCounts(5.0),) and buy(tmp_path, Drawer()) == first
 
 
+def test_nobody_charges_the_question_anew_between_check_and_draw(tmp_path, monkeypatch):
+    """Of two at once, at other noise, one is refused: the cheap charge never stands for both."""
+    opened, real = [0], budget_module._open_budgets
+
+    def opening(folder: Path) -> Any:
+        opened[0] += 1
+        if opened[0] == 2:  # the lock was let go of: another process is faster
+            buy(tmp_path, Drawer(), charge=charge_of(500.0))
+        return real(folder)
+
+    monkeypatch.setattr(budget_module, "_open_budgets", opening)
+    name, answer = buy(tmp_path, Drawer())
+    opened[0] = 10
+    with pytest.raises(BudgetExceeded, match="was charged as counts-"):
+        buy(tmp_path, Drawer(), charge=charge_of(500.0))
+    (budget,) = read_budgets(tmp_path)
+    assert [charge.phases for charge in budget.charges] == [(GaussianCounts(5.0),)]
+    assert budget.find_release(name)["answer"] == answer  # no other one was given to anybody
+
+
+def test_a_divergence_that_is_no_number_fits_under_no_ceiling(tmp_path, monkeypatch):
+    monkeypatch.setattr(RenyiFilter, "cost", lambda *given: math.nan)
+    with pytest.raises(BudgetExceeded, match="would take"):
+        buy(tmp_path, drawer := Drawer())
+    assert drawer.keys == []
+
+
 def test_what_does_not_fit_is_neither_charged_nor_drawn(tmp_path):
     drawer = Drawer()
     with pytest.raises(BudgetExceeded, match="of what the ceiling"):
@@ -320,6 +352,45 @@ def test_a_run_on_bought_counts_names_their_charge_and_counts_it(root, tmp_path)
     counts, steps = (ceiling.cost(each.phases, each.records) for each in budget.charges)
     assert counts == pytest.approx(ceiling.order / 2 / 4.0**2) and steps > 0
     assert budget.spent == counts + steps
+    card, own = facts.privacy_card(), f"bought before as {value['charge']}, which it leaves out"
+    total = "bounded by epsilon 9 at delta 0.001"  # the model tells of the counts, too
+    assert total in model_card._privacy_sentence(card) and bounding_guarantee(card)["epsilon"] == 9
+    for said in (
+        model_card._privacy_section(card), card_markdown(card), facts.privacy_statement,
+        str(facts.guarantee),
+    ):  # fmt: skip
+        assert own in said
+    assert "e^epsilon = 8.11e+03" in model_card._privacy_section(card)  # of epsilon 9
+    alone = card | {"data_set": None}
+    assert own in model_card._privacy_sentence(alone)
+    usual = card | {"assumptions": []}
+    assert "bounded by epsilon 9 " not in model_card._privacy_sentence(usual)
+
+
+def test_a_dry_run_refuses_what_its_run_would_and_charges_nothing(root, tmp_path):
+    def dry(**changes: Any) -> None:
+        recipe = parse_recipe(raw_recipe(root, **changes), "r.yaml")
+        pipeline.dry_run(recipe, runs=tmp_path / "runs", context="r.yaml")
+
+    public: dict[str, Any] = {"data__class_counts": {"well": WELL, "ill": ILL}}
+    dry(**public)
+    assert not (root / "budgets").exists() and not (tmp_path / "runs").exists()
+    value = save(root, bought(root))
+    (before,) = read_budgets(root / "budgets")
+    dry()
+    with pytest.raises(UserError, match="no budget of these records"):
+        dry(privacy__budget=str(root / "elsewhere"))
+    assert not (root / "elsewhere").exists()
+    with pytest.raises(UserError, match="no budget of these records"):
+        dry(data__name="others")
+    with pytest.raises(UserError, match="fixed before its first run"):
+        dry(privacy__budget_ceiling=8.0)
+    with pytest.raises(UserError, match="would take .* of what the ceiling"):
+        dry(privacy__noise_multiplier=0.4)
+    save(root, value | {"counts": {"well": WELL - 1, "ill": ILL + 1}})
+    with pytest.raises(UserError, match="what .* released must be"):
+        dry()
+    assert read_budgets(root / "budgets")[0].charges == before.charges
 
 
 def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
@@ -344,6 +415,11 @@ def test_a_run_without_the_budget_that_paid_is_refused(root, tmp_path):
     unknown = {"data__counts_charge": "counts-0123456789abcdef"}
     refused("no budget of these records", data__class_counts=value["counts"], **unknown)
     refused("counts_charge: must be left out beside a file", **unknown)
+    search: dict[str, Any] = {"space": {"training.learning_rate": {"choice": [0.1, 0.2]}}}
+    search |= {"law": {"name": "fixed", "runs": 2}, "score": {"public": {"name": "others"}}}
+    with pytest.raises(UserError, match=r"tune: must be left out with data\.class_counts that wer"):
+        parse_recipe(raw_recipe(root) | {"tune": search}, "r.yaml")
+    refused("takes them for public numbers; name the file", data__class_counts=value["counts"])
     ill = value["counts"]["ill"] + 1
     save(root, value | {"counts": {"ill": ill, "well": WELL + ILL - ill}})
     refused("released must be")
@@ -398,6 +474,16 @@ def test_noisy_counts_become_whole_ones_of_the_public_sum():
         assert sum(found) == total and min(found) >= 1
     assert job._whole_counts(np.array([-50.0, 30.0, 10.0]), 41) == [1, 30, 10]
     assert job._whole_counts(np.array([100.0, 1.0, 1.0]), 3) == [1, 1, 1]
+
+
+def test_counts_of_features_are_not_charged_in_place_of_their_records(root):
+    """A budget would know the features alone, and not the records that they were made of."""
+    file = root / "scans" / "train.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({FEATURES_KEY: "net saw letters"}), file)
+    with pytest.raises(UserError, match=r"privacy\.budget: must be left out, .* are features that"):
+        bought(root)
+    assert not (root / "budgets").exists()
 
 
 def test_counts_are_refused_where_nobody_could_use_them(root):
