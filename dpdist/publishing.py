@@ -22,6 +22,7 @@ from dpdist.release.bundle import (
     DESCRIPTION,
     DOSSIER,
     FORMAT,
+    LANGUAGE_FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
     SETTINGS,
@@ -153,28 +154,31 @@ def _release_record(
     if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
         if facts.next_token_count is not None:
-            tested |= {name: evaluation[name] for name in ("perplexity", "next_tokens")}
+            names = ("perplexity", "next_tokens", "base_perplexity")
+            tested |= {name: evaluation[name] for name in names if name in evaluation}
     kind = set() if recipe.data.targets == "class" else {"targets"}
     data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind)
-    text, names = {}, recipe.data.class_names
+    text: dict[str, Any] = {}
+    told: dict[str, Any] = {"classes": recipe.data.class_names}
     if (record := _text_record(facts)) is not None:
         text = {"text": record}
-    if recipe.data.text is None and text:  # a script's documents, whose classes are their tokens
-        classes = models.read_spec(copied_model).classes
-        data, names = {**data, "classes": classes}, [str(token) for token in range(classes)]
+        if record["predict"] == "next":  # a script's data know no number of tokens
+            tokens = models.read_spec(copied_model).classes
+            data, told = {**data, "classes": tokens}, {"classes": [], "vocabulary": tokens}
     raw = {} if recipe.by_script is None else {"raw_inputs": True}
     pictures: dict[str, Any] = {}
     if recipe.method.capabilities.picture_preparation:
         imported = read_json(facts.folder.imported, {"data": dict})
         pictures = {"pictures": {"resize": imported["data"]["resize"]}}
+    version = LANGUAGE_FORMAT if "vocabulary" in told else TEXT_FORMAT if text else FORMAT
     return {
-        "format": TEXT_FORMAT if text else FORMAT,
+        "format": version,
         "dpdist": __version__,
         "name": recipe.name,
         "method": recipe.method.name,
         "model": models.model_hash(copied_model),
         "tokens": bool(text),
-        "classes": names,
+        **told,
         "noise": find_noise_location(model).describe(),
         "certificate": certificate,
         "data": data,

@@ -149,7 +149,8 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert rows["tokenizer"] == f"{WORDS}; the model reads its tokens"
     about = json.loads((following.release_folder / DESCRIPTION).read_text())
     assert about["text"] == {"length": LENGTH, "tokens": "words", "words": 4, "predict": "next"}
-    assert about["format"] == 4 and str(tmp_path.parent) not in json.dumps(about)
+    assert about["format"] == 5 and str(tmp_path.parent) not in json.dumps(about)
+    assert (about["classes"], about["vocabulary"], about["data"]["classes"]) == ([], 7, 7)
     page = (following.release_folder / "README.md").read_text()
     assert "`words.txt`, 4 words" in page
 
@@ -167,18 +168,50 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
     # The page of a release that was written before says what it said.
     about = json.loads((folder.release_folder / DESCRIPTION).read_text())
-    for name in ("perplexity", "next_tokens"):
-        del about["tested"][name]
-    old = parse_description({**about, "format": 3}, "old")
     release = dpdist.load(folder.release_folder)
+    listed = {**about, "classes": [str(token) for token in range(7)]}
+    del listed["vocabulary"]
+    before = parse_description({**listed, "format": 4}, "old")
+    assert model_card(before, release.card, release.spec) == page.replace(SAMPLED, "")
+    assert SAMPLED in page and "It tells 7 next tokens" in page
+    assert "vocabulary: 7 tokens" in repr(replace(release, description=before))
+    for name in ("perplexity", "next_tokens"):
+        del listed["tested"][name]
+    old = parse_description({**listed, "format": 3}, "old")
     assert "## Robustness" in model_card(old, release.card, release.spec)
+
+
+SAMPLED = "dpdist generate FOLDER --to texts --n 10   # sampled, with the card\n"
+
+
+def test_a_release_of_a_language_model_names_no_classes(tmp_path):
+    model = {"name": "next-word-mlp", "options": {}}
+    folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
+    release, measured = dpdist.load(folder.release_folder), json.loads(folder.evaluation.read_text())
+    said = repr(release).splitlines()
+    shown = format_significant(measured["perplexity"], 4)
+    assert "  vocabulary: 7 tokens" in said
+    assert f"  perplexity: {shown} of {measured['next_tokens']} next tokens, 40 test documents" in said
+    assert not [line for line in said if "classes" in line or "accuracy" in line]
+    about = json.loads((folder.release_folder / DESCRIPTION).read_text())
+    for change, refusal in (
+        ({"vocabulary": 8}, "vocabulary must be that of data"),
+        ({"vocabulary": None}, "vocabulary must be given in format 5"),
+        ({"classes": ["a"]}, "vocabulary must be that of data, without classes"),
+        ({"text": {**about["text"], "predict": "label"}}, "vocabulary must be left out where no"),
+        ({"format": 4}, "vocabulary must be given in format 5, and only there"),
+    ):
+        with pytest.raises(UserError, match=refusal):
+            parse_description({**about, **change}, "edited")
+    large = {**about, "vocabulary": 151_936, "data": {**about["data"], "classes": 151_936}}
+    assert parse_description(large, "as Qwen").outputs == 151_936
 
 
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
         ({"length": 9}, r"text\.length must be 8, the tokens that its model reads, got 9"),
-        ({"predict": "label"}, r"text\.predict must be next, as its model answers"),
+        ({"predict": "label"}, "vocabulary must be left out where no next token is told"),
         ({"words": 3}, r"text\.words must be 4, the words of words\.txt, got 3"),
         ({"words": 5}, r"must be <= the 4 different words"),
         ({"tokens": "tokenizer", "words": None}, f"must hold {TOKENIZER} as .* got {WORDS}"),
@@ -210,7 +243,7 @@ def test_a_text_is_served(following):
         return answer
 
     about = _service_description(release, settings)
-    assert "draws" not in about
+    assert "draws" not in about and "classes" not in about and about["vocabulary"] == 7
     gate = RequestHandler(about, None, asked)
 
     def post(body: bytes, kind: str = "application/json") -> Any:

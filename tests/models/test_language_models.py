@@ -36,6 +36,7 @@ from dpdist.publishing import write_release
 from dpdist.release import generation
 from dpdist.release.bundle import CHECKSUMS, compute_checksums
 from dpdist.release.verify import verify_release
+from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import script_state
@@ -510,6 +511,8 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     assert len(release.text_answerer("what is 3").likely) == 5
     page = (run.release_folder / "README.md").read_text()
     assert "chat template" in page and str(tmp_path) not in page
+    assert "dpdist generate FOLDER --to texts --n 10 --trust-factory rank3:adapted" in page
+    assert 'dpdist.load("FOLDER", trusted_factory="rank3:adapted").text_answerer' in page
     again = lm.transformers().AutoTokenizer.from_pretrained(run.release_folder)
     assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
     (tmp_path / "prompts.jsonl").write_text('"what is 3"\n[{"role": "user", "content": "hi"}]\n')
@@ -630,9 +633,19 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     assert moved and all("lora_" in name for name in moved)
     evaluate_stage(recipe, folder)
     measured = json.loads(folder.evaluation.read_text())
-    assert measured["next_tokens"] == int((data.load(job.source, "test").targets(slice(None)) >= 0)
-                                          .sum())  # fmt: skip
+    test = data.load(job.source, "test")
+    wanted = test.targets(slice(None))
+    assert measured["next_tokens"] == int((wanted >= 0).sum())
+    with torch.no_grad():
+        logits = before(test.batch(slice(None)))[wanted >= 0]
+    of_base = math.exp(float(nn.functional.cross_entropy(logits, wanted[wanted >= 0])))
+    assert measured["base_perplexity"] == pytest.approx(of_base, rel=1e-5)
+    assert measured["base_perplexity"] != pytest.approx(measured["perplexity"], rel=1e-4)
+    summary = dict(read_facts(folder).summary())
+    assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
+    assert f"{measured['next_tokens']} next tokens of 8 documents (" in summary["clean accuracy"]
     write_release(folder)
+    check_page_of_adapter(folder.release_folder, measured)
     released = models.load(folder.release_folder)
     assert torch.equal(released(shown[None]), models.load(folder.model_folder)(shown[None]))
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
@@ -643,6 +656,19 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     assert json.loads((written / "base.json").read_text())["name"] == base.name
     for name in ("adapter_model.safetensors", "adapter_config.json", "base.json"):
         assert (written / name).read_bytes() == (folder.release_folder / name).read_bytes()
+
+
+def check_page_of_adapter(release: Path, measured) -> None:
+    """The release's page says how the adapter is loaded, and what its base alone is worth."""
+    page, about = (release / "README.md").read_text(), dpdist.load(release).description
+    assert about.tested.base_perplexity == measured["base_perplexity"]
+    assert "That of the public base alone is " in page and "dpdist generate FOLDER --to" in page
+    assert f"base base (digest of its weights {about.base.digest})" in page
+    assert 'AutoModelForCausalLM.from_pretrained("BASE", dtype="float32")' in page
+    assert 'load_adapter(base, "FOLDER")' in page and "peft.PeftModel.from_pretrained(" in page
+    assert "--trust-factory" not in page and " of the base, 8 test documents" in repr(
+        dpdist.load(release)
+    )
 
 
 def check_adapter(release: Path, base: Path, whole: nn.Module, shown: Tensor, aside: Path) -> None:
