@@ -187,11 +187,16 @@ SAMPLED = "dpdist generate FOLDER --to texts --n 10   # sampled, with the card\n
 def test_a_release_of_a_language_model_names_no_classes(tmp_path):
     model = {"name": "next-word-mlp", "options": {}}
     folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
-    release, measured = dpdist.load(folder.release_folder), json.loads(folder.evaluation.read_text())
+    release, measured = (
+        dpdist.load(folder.release_folder),
+        json.loads(folder.evaluation.read_text()),
+    )
     said = repr(release).splitlines()
     shown = format_significant(measured["perplexity"], 4)
     assert "  vocabulary: 7 tokens" in said
-    assert f"  perplexity: {shown} of {measured['next_tokens']} next tokens, 40 test documents" in said
+    assert (
+        f"  perplexity: {shown} of {measured['next_tokens']} next tokens, 40 test documents" in said
+    )
     assert not [line for line in said if "classes" in line or "accuracy" in line]
     about = json.loads((folder.release_folder / DESCRIPTION).read_text())
     for change, refusal in (

@@ -486,7 +486,9 @@ class ReleaseDescription(Section):
             raise ValueError("data.root must be left out: it is a place of the reader's")
         language = self.format == LANGUAGE_FORMAT
         if language != (self.vocabulary is not None):
-            raise ValueError(f"vocabulary must be given in format {LANGUAGE_FORMAT}, and only there")
+            raise ValueError(
+                f"vocabulary must be given in format {LANGUAGE_FORMAT}, and only there"
+            )
         if language and (self.text is None or self.text.predict != "next"):
             raise ValueError("vocabulary must be left out where no next token is told")
         if language and (self.classes or self.vocabulary != self.data.classes):

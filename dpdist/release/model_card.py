@@ -89,6 +89,9 @@ classes, noise, certificate; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is pr
 (`sha256sum -c`)."""  # noqa: E501
 
 
+_NOTHING_RUN = f"Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`"
+
+
 def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     """Return how a text is answered, in place of images and radii."""
     said = "the most probable next tokens" if spec.following else "class and probability"
@@ -111,7 +114,7 @@ answer = dpdist.load("FOLDER"{trusted}).text_answerer
 answer("a text")                        # no certificate: texts have none
 ```
 
-{adapter}Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
+{adapter}{_NOTHING_RUN}: weights and network; `{DESCRIPTION}`:
 classes and tokens; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
 `{CHECKSUMS}`: sums (`sha256sum -c`)."""
 

@@ -716,10 +716,10 @@ class Facts:
                 for name, said in self.measures.items()
             ]
             if self.next_token_count is not None:
-                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope}"
-                if (base := self.evaluation.get("base_perplexity")) is not None:
-                    said += f"; {base:.2f} of the public base alone"
-                rows.append(("perplexity", f"{said})"))
+                base = self.evaluation.get("base_perplexity")
+                beside = "" if base is None else f"; {base:.2f} of the public base alone"
+                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope}{beside})"
+                rows.append(("perplexity", said))
         for table in self.tables:
             rows += [_certified_row(table), statistics.population_summary_row(table)]
         for kind, found in self.evaluations.items():

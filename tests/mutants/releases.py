@@ -294,7 +294,7 @@ FAULTS: list[Fault] = [
             "the next token is that of the end of a text",
         ),
         (
-            "            while last and encoded.special_tokens_mask[last - 1]:\n",
+            "            while last > self._own_begin and encoded.special_tokens_mask[last - 1]:\n",
             "            while False:\n",
             "a tokenizer's own end is taken for the text's",
         ),
