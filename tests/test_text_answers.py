@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,7 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
     made.save(str(tmp_path / TOKENIZER))
     column = TextColumn(length=6, tokenizer=tmp_path / TOKENIZER, predicts_next_token=True)
     assert column.tokenize_beginning("the cat").tolist() == [0, 2, 3]
+    assert column.tokenize_beginning("").tolist() == [0]  # a begin of its own: the model begins
     assert column.tokenize_one("the cat").tolist() == [[0, 2, 3, 1, -1, -1]]
     assert column.token_name(3) == "cat"
     assert TextColumn(length=6).token_name(ord("a") + 2) == "a"
@@ -298,6 +300,29 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
         "<begin>", "<end>", "<unknown>", "the", "cat",
     ]  # fmt: skip
     assert models.NO_CLASS == -1
+
+
+def test_tokens_of_a_tokenizer_are_told_as_they_stand_in_a_text(tmp_path):
+    """GPT-2's signs for spaces and bytes, Llama's for a space, BERT's for the rest of a word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.decoders
+    cases = {
+        "bytes": (own.ByteLevel(), {"\u0120the": " the", "the": "the", "\u010a": "\n",
+                                    "caf\u00c3\u00a9": "caf\u00e9", "\u00c3": "<token 4>"}),
+        "spaces": (own.Metaspace(), {"\u2581the": " the", "the": "the"}),
+        "pieces": (own.WordPiece(), {"the": " the", "##se": "se"}),
+        "none": (None, {"the": "the"}),
+    }  # fmt: skip
+    for name, (decoder, names) in cases.items():
+        vocabulary = {sign: place for place, sign in enumerate(names)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="the"))
+        if decoder is not None:
+            made.decoder = decoder
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / TOKENIZER))
+        column = TextColumn(tokenizer=tmp_path / name / TOKENIZER, predicts_next_token=True)
+        assert [column.token_name(token) for token in range(len(names))] == [*names.values()]
+        assert column.token_name(99) == "<token 99>"  # of a model with more tokens
 
 
 # --- the begin and end of a text
@@ -516,7 +541,23 @@ def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
     ):
         with pytest.raises(UserError, match=complaint):
             said("generate", *given)
-    (tmp_path / "long").write_text("the cat sat on the mat and ran on\n")
-    with pytest.raises(UserError, match="text: must have 1 to 8 tokens to be continued"):
+    long = "the cat sat on the mat and"  # with a begin as many as the model reads
+    (tmp_path / "long").write_text(f"the cat\n{long}\n")
+    refusal = r"--prompt-file: line 2 must have 1 to 7 tokens to be continued, got 8$"
+    with pytest.raises(UserError, match=refusal):
         said("generate", release, "--to", new, "--prompt-file", tmp_path / "long")
+    (tmp_path / "chat.jsonl").write_text('[{"role": "user", "content": "hi"}]\n')
+    with pytest.raises(UserError, match=r"--prompt-file: line 1 must have a tokenizer with a chat"):
+        said("generate", release, "--to", new, "--prompt-file", tmp_path / "chat.jsonl")
     assert not new.exists()
+
+
+def test_an_empty_prompt_needs_a_token_that_begins_texts(tmp_path):
+    text = {"tokenizer": str(words_in(tmp_path / "cutter", END_ALONE))}
+    run = made(tmp_path, "none", "next", text, {"name": "next-word-mlp", "options": {}})
+    said_of_it = r"--prompt-file: an empty prompt must have 1 to 7 tokens .*, got 0: this tokenizer"
+    with pytest.raises(UserError, match=said_of_it):
+        said("generate", run.release_folder, "--to", tmp_path / "texts")
+    out = said("predict", run.release_folder, "--text", "the cat")
+    # Quoted, as tokens may begin with a space.
+    assert re.fullmatch(r"'the cat': ('[^']+' [\d.]+ %(, )?){5}\n", out)

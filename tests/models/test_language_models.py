@@ -420,6 +420,37 @@ def test_only_answers_are_learned():
     assert cut.batch(slice(0, 1))["input_ids"].shape == (1, 11)
 
 
+def test_texts_have_a_begin_and_an_end_where_they_are_asked_for():
+    tokenizer = lm.chat_tokenizer(template=None)  # names an end alone
+    rows = [{"text": "all of it", "messages": None}]
+    marked = dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+    assert told(marked, tokenizer) == ("all of it<|end|>",) * 2
+    assert marked.tokenization["bos_eos"] is True
+    cut = dpdist.documents(rows, tokenizer, length=5, bos_eos=True)
+    assert told(cut, tokenizer) == ("all o",) * 2
+    tokenizer.bos_token = "<|im_start|>"
+    both = dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+    assert told(both, tokenizer) == ("<|im_start|>all of it<|end|>",) * 2
+    plain = dpdist.documents(rows, tokenizer, length=16)
+    assert told(plain, tokenizer)[0] == "all of it" and "bos_eos" not in plain.tokenization
+    with pytest.raises(UserError, match=r"record 0: must be a text with bos_eos=True: prompts"):
+        dpdist.documents([{"messages": CHAT}], lm.chat_tokenizer(), length=16, bos_eos=True)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"record 0: bos_eos: must be False, as the tokenizer name"):
+        dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+
+
+def test_messages_of_sharegpt_are_those_of_roles_and_contents():
+    names = {"user": "human", "assistant": "gpt"}
+    chat = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    tokenizer = lm.chat_tokenizer()
+    same = [dpdist.documents([{"messages": m}], tokenizer, length=128) for m in (chat, CHAT)]
+    assert told(same[0], tokenizer) == told(same[1], tokenizer)
+    for wrong in ({"from": "human"}, {"from": 3, "value": "a"}, {"from": "human", "value": 3}):
+        with pytest.raises(UserError, match="must be a list of messages, each with a role"):
+            dpdist.documents([{"messages": [wrong]}], tokenizer, length=128)
+
+
 def test_a_length_that_cuts_every_answer_away_is_refused():
     pair = [{"prompt": "what is 1", "answer": "it is 2"}]
     tokenizer = lm.chat_tokenizer(template=None)
@@ -569,6 +600,29 @@ def test_documents_without_their_tokenizer_are_not_released(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"its documents must have come with their tokenizer"):
         write_release(training.run, factory="rank1:adapted")
     assert not training.run.release_folder.exists()
+
+
+def test_a_begin_and_an_end_of_documents_reach_the_release(tmp_path, monkeypatch):
+    folder = lm.save_model(tmp_path / "base")
+    (tmp_path / "marked.py").write_text(FACTORY.format(base=str(folder), rank=1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import marked
+
+    model, rows = marked.adapted(), [{"text": f"text {n}"} for n in range(20)]
+    training = dpdist.PrivateTraining(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        dpdist.documents(rows, folder, length=16, bos_eos=True),
+        loss=dpdist.language_model_loss,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        batch_size=8,
+        steps=1,
+        folder=tmp_path / "run",
+    )
+    training.run_all()
+    write_release(training.run, factory="marked:adapted")
+    release = dpdist.load(training.run.release_folder, trusted_factory="marked:adapted")
+    assert release.description.text.bos_eos and release.text_answerer.column.bos_eos
 
 
 # --- whole runs by a recipe
