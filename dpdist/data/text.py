@@ -366,7 +366,9 @@ def messages_of(value: Any) -> list[Message]:
     Messages of ShareGPT, with `from` and `value`, are taken too: human is user, gpt assistant.
     """
     good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    found = [_message(each) for each in value if isinstance(each, Mapping)] if good else []
+    found: list[Message] = (
+        [_message(each) for each in value if isinstance(each, Mapping)] if good else []
+    )
     if not (good and len(found) == len(value) and all(isinstance(m.get("role"), str)
                                 and isinstance(m.get("content"), str) for m in found)):  # fmt: skip
         raise UserError("messages: must be a list of messages, each with a role and a content")
