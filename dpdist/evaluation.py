@@ -67,7 +67,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     dataset = load_test_records(recipe, data_source(recipe)).first(
         recipe.method.capabilities.max_evaluation_queries
     )
-    asked, answer, about = _scoring_function(recipe, folder, dataset)
+    asked, answer, about, model = _scoring_function(recipe, folder, dataset)
     dataset = dataset.first(asked)
     if not len(dataset):
         return
@@ -81,6 +81,8 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         found = (_evaluate_next_tokens if dataset.predicts_next_token else _evaluate_labels)(
             dataset, answer
         )
+        if model is not None and recipe.model.initial is not None and dataset.predicts_next_token:
+            about |= _base_perplexity(dataset, model)
     asked, loss = found.pop("asked"), found.pop("loss")
     write_json(
         folder.evaluation,
@@ -90,11 +92,26 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             "accuracy": found["correct"] / asked,
             "fingerprint": dataset.fingerprint,
             "cross_entropy": finite_or_none(loss / asked),
-            "perplexity": finite_or_none(math.exp(min(700.0, loss / asked))),
+            "perplexity": _perplexity(loss, asked),
             **found,
             **about,
         },
     )
+
+
+def _perplexity(loss: float, asked: int) -> float | None:
+    return finite_or_none(math.exp(min(700.0, loss / asked)))
+
+
+def _base_perplexity(dataset: Dataset, model: torch.nn.Module) -> dict[str, float]:
+    """Return the perplexity of a model's public base, where adapters alone were trained in it."""
+    adapter = models.Adapter.of(model)
+    if adapter is None or adapter.outside is not None:
+        return {}
+    with models.without_adapters(model):
+        found = _evaluate_next_tokens(dataset, lambda inputs, start: model(inputs))
+    perplexity = _perplexity(found["loss"], found["asked"])
+    return {} if perplexity is None else {"base_perplexity": perplexity}
 
 
 # inputs that begin at a place: scores
@@ -170,19 +187,20 @@ def _evaluate_next_tokens(dataset: Dataset, score_inputs: _ScoreFunction) -> dic
 
 def _scoring_function(
     recipe: Recipe, folder: RunFolder, dataset: Dataset
-) -> tuple[int, _ScoreFunction, dict[str, Any]]:
+) -> tuple[int, _ScoreFunction, dict[str, Any], torch.nn.Module | None]:
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
-    a place in the data; and what the evaluation says of them."""
+    a place in the data; what the evaluation says of them; and the model, where it draws nothing."""
     if recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
 
         oracle = QueryOracle(recipe, folder)
         asked = oracle.num_affordable(dataset.batch(slice(0, len(dataset))))
-        return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}
+        return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}, None
     model = load_model(recipe, folder)
     about: dict[str, Any] = {"model": models.model_hash(folder.model_folder)}
     if not find_noise_location(model).is_random:
-        return len(dataset), lambda inputs, start: model(inputs), about | {"noise_draws": None}
+        about["noise_draws"] = None
+        return len(dataset), lambda inputs, start: model(inputs), about, model
     from dpdist.certification.worker import expected_log_scores
 
     seed, draws = secrets.token_hex(16), _DRAWS
@@ -190,6 +208,7 @@ def _scoring_function(
         len(dataset),
         lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
         about | {"noise_draws": draws},
+        None,
     )
 
 

@@ -5,6 +5,8 @@ No other module writes there.
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from dpdist.release.bundle import (
     DESCRIPTION,
     DOSSIER,
     FORMAT,
+    LANGUAGE_FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
     SETTINGS,
@@ -153,28 +156,31 @@ def _release_record(
     if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
         if facts.next_token_count is not None:
-            tested |= {name: evaluation[name] for name in ("perplexity", "next_tokens")}
+            names = ("perplexity", "next_tokens", "base_perplexity")
+            tested |= {name: evaluation[name] for name in names if name in evaluation}
     kind = set() if recipe.data.targets == "class" else {"targets"}
     data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind)
-    text, names = {}, recipe.data.class_names
+    text: dict[str, Any] = {}
+    told: dict[str, Any] = {"classes": recipe.data.class_names}
     if (record := _text_record(facts)) is not None:
         text = {"text": record}
-    if recipe.data.text is None and text:  # a script's documents, whose classes are their tokens
-        classes = models.read_spec(copied_model).classes
-        data, names = {**data, "classes": classes}, [str(token) for token in range(classes)]
+        if record["predict"] == "next":  # a script's data know no number of tokens
+            tokens = models.read_spec(copied_model).classes
+            data, told = {**data, "classes": tokens}, {"classes": [], "vocabulary": tokens}
     raw = {} if recipe.by_script is None else {"raw_inputs": True}
     pictures: dict[str, Any] = {}
     if recipe.method.capabilities.picture_preparation:
         imported = read_json(facts.folder.imported, {"data": dict})
         pictures = {"pictures": {"resize": imported["data"]["resize"]}}
+    version = LANGUAGE_FORMAT if "vocabulary" in told else TEXT_FORMAT if text else FORMAT
     return {
-        "format": TEXT_FORMAT if text else FORMAT,
+        "format": version,
         "dpdist": __version__,
         "name": recipe.name,
         "method": recipe.method.name,
         "model": models.model_hash(copied_model),
         "tokens": bool(text),
-        "classes": names,
+        **told,
         "noise": find_noise_location(model).describe(),
         "certificate": certificate,
         "data": data,
@@ -198,6 +204,7 @@ def _text_record(facts: Facts) -> dict[str, Any] | None:
         return None if made is None else {
             "length": made["length"], "tokens": "tokenizer", "words": None, "predict": "next",
             "settings": True, **({"chat": True} if made["chat"] else {}),
+            **({"bos_eos": True} if made.get("bos_eos") else {}),
         }  # fmt: skip
     tokens = "bytes" if text.words is None else "words"
     tokens = tokens if text.tokenizer is None else "tokenizer"
@@ -270,8 +277,6 @@ def write_adapter(
     Arguments, result and errors are those of `dpdist.integrations.transformers.save_adapter`.
     """
     target = Path(folder)
-    if target.exists():
-        raise UserError(f"folder: must be new, got {target}: name another one")
     facts = read_facts(run)
     _require_releasable(facts)
     if model is None:
@@ -290,8 +295,8 @@ def write_adapter(
             "and with noise, or give not_private=True, which the card says"
         )
     _check_released(model, adapter, facts.folder)
-    with atomic_folder(target) as aside:
-        aside.mkdir()
+
+    def write(aside: Path) -> None:
         base = _write_adapter_files(adapter, model, base_name or _base_name(facts, adapter), aside)
         write_json(aside / PRIVACY_CARD, card)
         write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(card))
@@ -299,7 +304,27 @@ def write_adapter(
             base=base["name"], version=__version__, card=PRIVACY_CARD_TEXT, file=BASE
         )
         write_atomic(aside / MODEL_CARD, page)
+
+    if target.exists():  # a script that is run again writes the same
+        with tempfile.TemporaryDirectory() as again:
+            write(Path(again))
+            if _contents(Path(again)) != _contents(target):
+                raise UserError(
+                    f"folder: must be new, got {target}, which holds something else: name another "
+                    "one"
+                )
+        warnings.warn(f"{target}: already there, the same; nothing was written", stacklevel=3)
+        return target
+    with atomic_folder(target) as aside:
+        aside.mkdir()
+        write(aside)
     return target
+
+
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    """Return what the files of a folder hold, by name; None of what is no file."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return {path.name: path.read_bytes() if path.is_file() else None for path in found}
 
 
 def _base_name(facts: Facts, adapter: models.Adapter) -> str:
@@ -319,6 +344,9 @@ def _write_adapter_files(
     from safetensors.torch import save
 
     adapter.config.base_model_name_or_path = name
+    for key, value in vars(adapter.config).items():
+        if isinstance(value, set):  # whose order is another one in each process
+            setattr(adapter.config, key, sorted(value))
     adapter.config.save_pretrained(str(folder))
     write_atomic(folder / ADAPTER_WEIGHTS, save(adapter.tensors, {"format": "pt"}))
     base = {"name": name, "digest": models.base_digest(model), "dtype": models.base_dtype(model)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert rows["tokenizer"] == f"{WORDS}; the model reads its tokens"
     about = json.loads((following.release_folder / DESCRIPTION).read_text())
     assert about["text"] == {"length": LENGTH, "tokens": "words", "words": 4, "predict": "next"}
-    assert about["format"] == 4 and str(tmp_path.parent) not in json.dumps(about)
+    assert about["format"] == 5 and str(tmp_path.parent) not in json.dumps(about)
+    assert (about["classes"], about["vocabulary"], about["data"]["classes"]) == ([], 7, 7)
     page = (following.release_folder / "README.md").read_text()
     assert "`words.txt`, 4 words" in page
 
@@ -167,18 +169,55 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
     # The page of a release that was written before says what it said.
     about = json.loads((folder.release_folder / DESCRIPTION).read_text())
-    for name in ("perplexity", "next_tokens"):
-        del about["tested"][name]
-    old = parse_description({**about, "format": 3}, "old")
     release = dpdist.load(folder.release_folder)
+    listed = {**about, "classes": [str(token) for token in range(7)]}
+    del listed["vocabulary"]
+    before = parse_description({**listed, "format": 4}, "old")
+    assert model_card(before, release.card, release.spec) == page.replace(SAMPLED, "")
+    assert SAMPLED in page and "It tells 7 next tokens" in page
+    assert "vocabulary: 7 tokens" in repr(replace(release, description=before))
+    for name in ("perplexity", "next_tokens"):
+        del listed["tested"][name]
+    old = parse_description({**listed, "format": 3}, "old")
     assert "## Robustness" in model_card(old, release.card, release.spec)
+
+
+SAMPLED = "dpdist generate FOLDER --to texts --n 10   # sampled, with the card\n"
+
+
+def test_a_release_of_a_language_model_names_no_classes(tmp_path):
+    model = {"name": "next-word-mlp", "options": {}}
+    folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
+    release, measured = (
+        dpdist.load(folder.release_folder),
+        json.loads(folder.evaluation.read_text()),
+    )
+    said = repr(release).splitlines()
+    shown = format_significant(measured["perplexity"], 4)
+    assert "  vocabulary: 7 tokens" in said
+    assert (
+        f"  perplexity: {shown} of {measured['next_tokens']} next tokens, 40 test documents" in said
+    )
+    assert not [line for line in said if "classes" in line or "accuracy" in line]
+    about = json.loads((folder.release_folder / DESCRIPTION).read_text())
+    for change, refusal in (
+        ({"vocabulary": 8}, "vocabulary must be that of data"),
+        ({"vocabulary": None}, "vocabulary must be given in format 5"),
+        ({"classes": ["a"]}, "vocabulary must be that of data, without classes"),
+        ({"text": {**about["text"], "predict": "label"}}, "vocabulary must be left out where no"),
+        ({"format": 4}, "vocabulary must be given in format 5, and only there"),
+    ):
+        with pytest.raises(UserError, match=refusal):
+            parse_description({**about, **change}, "edited")
+    large = {**about, "vocabulary": 151_936, "data": {**about["data"], "classes": 151_936}}
+    assert parse_description(large, "as Qwen").outputs == 151_936
 
 
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
         ({"length": 9}, r"text\.length must be 8, the tokens that its model reads, got 9"),
-        ({"predict": "label"}, r"text\.predict must be next, as its model answers"),
+        ({"predict": "label"}, "vocabulary must be left out where no next token is told"),
         ({"words": 3}, r"text\.words must be 4, the words of words\.txt, got 3"),
         ({"words": 5}, r"must be <= the 4 different words"),
         ({"tokens": "tokenizer", "words": None}, f"must hold {TOKENIZER} as .* got {WORDS}"),
@@ -210,7 +249,7 @@ def test_a_text_is_served(following):
         return answer
 
     about = _service_description(release, settings)
-    assert "draws" not in about
+    assert "draws" not in about and "classes" not in about and about["vocabulary"] == 7
     gate = RequestHandler(about, None, asked)
 
     def post(body: bytes, kind: str = "application/json") -> Any:
@@ -251,6 +290,7 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
     made.save(str(tmp_path / TOKENIZER))
     column = TextColumn(length=6, tokenizer=tmp_path / TOKENIZER, predicts_next_token=True)
     assert column.tokenize_beginning("the cat").tolist() == [0, 2, 3]
+    assert column.tokenize_beginning("").tolist() == [0]  # a begin of its own: the model begins
     assert column.tokenize_one("the cat").tolist() == [[0, 2, 3, 1, -1, -1]]
     assert column.token_name(3) == "cat"
     assert TextColumn(length=6).token_name(ord("a") + 2) == "a"
@@ -260,6 +300,29 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
         "<begin>", "<end>", "<unknown>", "the", "cat",
     ]  # fmt: skip
     assert models.NO_CLASS == -1
+
+
+def test_tokens_of_a_tokenizer_are_told_as_they_stand_in_a_text(tmp_path):
+    """GPT-2's signs for spaces and bytes, Llama's for a space, BERT's for the rest of a word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.decoders
+    cases = {
+        "bytes": (own.ByteLevel(), {"\u0120the": " the", "the": "the", "\u010a": "\n",
+                                    "caf\u00c3\u00a9": "caf\u00e9", "\u00c3": "<token 4>"}),
+        "spaces": (own.Metaspace(), {"\u2581the": " the", "the": "the"}),
+        "pieces": (own.WordPiece(), {"the": " the", "##se": "se"}),
+        "none": (None, {"the": "the"}),
+    }  # fmt: skip
+    for name, (decoder, names) in cases.items():
+        vocabulary = {sign: place for place, sign in enumerate(names)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="the"))
+        if decoder is not None:
+            made.decoder = decoder
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / TOKENIZER))
+        column = TextColumn(tokenizer=tmp_path / name / TOKENIZER, predicts_next_token=True)
+        assert [column.token_name(token) for token in range(len(names))] == [*names.values()]
+        assert column.token_name(99) == "<token 99>"  # of a model with more tokens
 
 
 # --- the begin and end of a text
@@ -478,7 +541,23 @@ def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
     ):
         with pytest.raises(UserError, match=complaint):
             said("generate", *given)
-    (tmp_path / "long").write_text("the cat sat on the mat and ran on\n")
-    with pytest.raises(UserError, match="text: must have 1 to 8 tokens to be continued"):
+    long = "the cat sat on the mat and"  # with a begin as many as the model reads
+    (tmp_path / "long").write_text(f"the cat\n{long}\n")
+    refusal = r"--prompt-file: line 2 must have 1 to 7 tokens to be continued, got 8$"
+    with pytest.raises(UserError, match=refusal):
         said("generate", release, "--to", new, "--prompt-file", tmp_path / "long")
+    (tmp_path / "chat.jsonl").write_text('[{"role": "user", "content": "hi"}]\n')
+    with pytest.raises(UserError, match=r"--prompt-file: line 1 must have a tokenizer with a chat"):
+        said("generate", release, "--to", new, "--prompt-file", tmp_path / "chat.jsonl")
     assert not new.exists()
+
+
+def test_an_empty_prompt_needs_a_token_that_begins_texts(tmp_path):
+    text = {"tokenizer": str(words_in(tmp_path / "cutter", END_ALONE))}
+    run = made(tmp_path, "none", "next", text, {"name": "next-word-mlp", "options": {}})
+    said_of_it = r"--prompt-file: an empty prompt must have 1 to 7 tokens .*, got 0: this tokenizer"
+    with pytest.raises(UserError, match=said_of_it):
+        said("generate", run.release_folder, "--to", tmp_path / "texts")
+    out = said("predict", run.release_folder, "--text", "the cat")
+    # Quoted, as tokens may begin with a space.
+    assert re.fullmatch(r"'the cat': ('[^']+' [\d.]+ %(, )?){5}\n", out)

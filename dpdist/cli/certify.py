@@ -744,13 +744,17 @@ def _documents(files: list[Path] | None, texts: list[str] | None) -> list[tuple[
 def _answer_texts(
     answerer: TextAnswerer, targets: str, documents: list[tuple[str, str]], as_json: bool
 ) -> None:
+    column = answerer.column
+    shown: Callable[[str], str] = str
+    if column.predicts_next_token and column.tokenizer is not None:
+        shown = repr  # tokens that differ by a space alone
     for name, text in documents:
         answer = answerer(text)
         if as_json:
             console.print_json({"text": name} | answer.as_json)
         elif targets == "class":
-            likely = ", ".join(f"{each} {format_percent(share)} %" for each, share in answer.likely)
-            typer.echo(f"{name}: {likely or 'no answer: its numbers are not finite'}")
+            shares = [f"{shown(each)} {format_percent(p)} %" for each, p in answer.likely]
+            typer.echo(f"{name}: {', '.join(shares) or 'no answer: its numbers are not finite'}")
         else:
             told = answer.outputs
             if targets == "labels":

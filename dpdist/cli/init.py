@@ -98,7 +98,8 @@ def init_command(
     Pictures in folders, and CSV files, are first written as Parquet beside them. Columns that are
     no input are named and left out: texts beside numbers, identifiers. On a terminal, public
     ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
-    recipe that learns next tokens: with --base by adapters on that model.
+    recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
+    and answers, of which the answers are learned.
     """
     from dpdist.data import discovery
 
@@ -155,11 +156,11 @@ def _base_model(
     from dpdist.core.files import parse_json, read_text
 
     if base is None:
-        if dataset.messages_column is not None:
+        if (chats := _conversations(dataset)) is not None:
             raise UserError(
-                f"--base: must be given for chats (column {dataset.messages_column}): the folder "
-                "of a causal model with its tokenizer and chat template, as save_pretrained writes "
-                "them, and --saw WHAT, the public data that it was trained on",
+                f"--base: must be given for {chats}: the folder of a causal model with its "
+                "tokenizer and chat template, as save_pretrained writes them, and --saw WHAT, the "
+                "public data that it was trained on",
                 see="how-to/adapters.md#language-models-with-their-own-head",
             )
         if saw is not None:
@@ -182,10 +183,25 @@ def _base_model(
         parse_json(read_text(file), str(file)) if file.is_file() else {}
         for file in (base / "config.json", base / "tokenizer_config.json")
     )
+    template = settings.get("chat_template") or (base / "chat_template.jinja").is_file()
+    if dataset.messages_column is not None and not template:
+        raise UserError(
+            f"--base: must have a chat template for {_conversations(dataset)}, got {base} without "
+            "one: take the folder of a model that was made for chats, or columns prompt and answer"
+        )
     most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     known = [each for each in most if isinstance(each, int) and each >= 4]
     marks = any(settings.get(key) for key in ("bos_token", "eos_token"))
     return _BaseModel(base.resolve(), min([_TOKENS, *known]), str(saw), marks)
+
+
+def _conversations(dataset: DiscoveredDataset) -> str | None:
+    """Return the columns of chats, or of prompts and answers, in words; None of other records."""
+    if dataset.messages_column is not None:
+        return f"chats (column {dataset.messages_column})"
+    if dataset.answer_columns is not None:
+        return f"prompts and answers (columns {', '.join(dataset.answer_columns)})"
+    return None
 
 
 def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
@@ -275,6 +291,8 @@ def describe_data(dataset: DiscoveredDataset) -> str:
         inputs = f"texts of column {dataset.text_column}"
     if dataset.messages_column is not None:
         inputs = f"chats of column {dataset.messages_column}"
+    if dataset.answer_columns is not None:
+        inputs = "prompts of column {}, answers of column {}".format(*dataset.answer_columns)
     told = "next tokens" if dataset.predicts_next_token else f"{dataset.classes} classes"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
@@ -395,9 +413,10 @@ def _certify_lines(dataset: DiscoveredDataset) -> list[str]:
 
 
 def _text_line(dataset: DiscoveredDataset, base: _BaseModel | None) -> str:
-    column = dataset.messages_column or dataset.text_column
-    said = "messages" if dataset.messages_column is not None else "column"
-    line = f"  text: {{{said}: {_json_text(column)}, length: {base.length if base else 128}"
+    columns = {"messages": dataset.messages_column, "column": dataset.text_column}
+    columns |= zip(("prompt", "answer"), dataset.answer_columns or (None, None), strict=True)
+    said = [f"{key}: {_json_text(name)}" for key, name in columns.items() if name is not None]
+    line = f"  text: {{{', '.join(said)}, length: {base.length if base else 128}"
     if dataset.predicts_next_token:
         line += ", predict: next"
     if base is not None:

@@ -1146,6 +1146,7 @@ def documents(
     messages: str = "messages",
     unit: str | Sequence[Hashable] | np.ndarray | None = None,
     name: str = "documents",
+    bos_eos: bool = False,
 ) -> DocumentRecords:
     """Make records of documents: one document is one record, however many tokens it has.
 
@@ -1164,9 +1165,12 @@ def documents(
         answer: name of the field of an answer. The tokenizer's chat template shows both; where it
             has none, they stand behind one another.
         messages: name of the field of a conversation, a list of messages with a role and a content,
-            shown by the chat template. A row with it needs no other field.
+            shown by the chat template; ShareGPT's `from` and `value` are taken for these. A row
+            with it needs no other field.
         unit: whom each record belongs to: a field's name, or one value for each record.
         name: name of the data in complaints and on cards.
+        bos_eos: put the tokenizer's begin and end around each text, never twice. A text that is cut
+            has no end. Prompts and messages have marks of their own.
 
     Returns:
         `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
@@ -1194,7 +1198,7 @@ def documents(
     real, labels = np.zeros_like(inputs), np.full_like(inputs, IGNORED)
     for place, row in enumerate(rows):
         try:
-            found = _document_tokens(row, cutter, fields, length)
+            found = _document_tokens(row, cutter, fields, length, bos_eos)
         except UserError as error:
             raise UserError(f"{name}: record {place}: {error}") from None
         size = len(found.ids)
@@ -1218,6 +1222,7 @@ def documents(
     by_template = cutter.has_template and any(row.get(text) is None for row in rows)
     records.tokenization = {
         "length": length, "chat": by_template, "files": cutter.files,
+        **({"bos_eos": True} if bos_eos else {}),
     }  # fmt: skip
     return records
 
@@ -1263,15 +1268,20 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
 
 
 def _document_tokens(
-    row: Mapping[str, Any], cutter: ConversationTokenizer, fields: Mapping[str, str], length: int
-) -> Tokens:
+    row: Mapping[str, Any], cutter: ConversationTokenizer, fields: Mapping[str, str], length: int,
+    bos_eos: bool,
+) -> Tokens:  # fmt: skip
     """Return a row's tokens. Raises UserError for a row without fields that are known."""
+    if bos_eos and row.get(fields["text"]) is None:
+        raise UserError("must be a text with bos_eos=True: prompts and messages have own marks")
+    if bos_eos:
+        row = {fields["text"]: row[fields["text"]]}
     if row.get(fields["messages"]) is not None:
         found = cutter.conversation(messages_of(row[fields["messages"]]), length)
     elif isinstance(row.get(fields["answer"]), str) and isinstance(row.get(fields["prompt"]), str):
         found = cutter.answer(row[fields["prompt"]], row[fields["answer"]], length)
     elif isinstance(row.get(fields["text"]), str):
-        found = cutter.text(row[fields["text"]], length)
+        found = cutter.text(row[fields["text"]], length, bos_eos)
     else:
         wanted = "{messages}, {prompt} and {answer}, or {text}".format(**fields)
         raise UserError(f"must have {wanted}: texts, or messages of a role and a content")

@@ -1,8 +1,8 @@
 """Inspect a folder of data: splits, columns, classes and sizes, found from the files.
 
 Accepted are Parquet files as `dpdist.data.parquet` reads them. CSV and JSONL files, and folders of
-pictures, one for each class (SPLIT/CLASS/*.png), are turned into Parquet. A column of chats, or a
-column of texts beside no label, is learned token by token.
+pictures, one for each class (SPLIT/CLASS/*.png), are turned into Parquet. A column of chats, two
+columns of prompts and answers, or a column of texts beside no label are learned token by token.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
 LABELS = ("label", "labels", "class", "target", "y", "fine_label")
 CHATS = ("messages", "conversation", "conversations", "chat")
+_MESSAGES = (("role", "content"), ("from", "value"))  # fields of one, the latter ShareGPT's
+PROMPTS = (
+    ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"),
+    ("question", "answer"), ("question", "response"), ("instruction", "output"),
+    ("instruction", "response"),
+)  # fmt: skip
+_OF_PROMPTS = ("input", "context", "system")  # columns that some data sets add to a prompt
 TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
 _FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -51,8 +58,9 @@ class DiscoveredDataset:
     """A data set in root/name. feature_columns: numeric columns, where there is no image column.
     class_names: of the classes, by number; () where nobody says. input_shape: of one input.
     text_column: of texts, in place of pictures and features. label_column: None where the next
-    tokens of texts or chats are learned; messages_column: of chats. group_column: says whom a
-    record belongs to. left_out: columns that are no input, and why."""
+    tokens of texts or chats are learned; messages_column: of chats; answer_columns: of prompts and
+    their answers. group_column: says whom a record belongs to. left_out: columns that are no input,
+    and why."""
 
     root: Path
     name: str
@@ -70,10 +78,11 @@ class DiscoveredDataset:
     group_column: str | None = None
     left_out: tuple[tuple[str, str], ...] = ()
     messages_column: str | None = None
+    answer_columns: tuple[str, str] | None = None
 
     @property
     def predicts_next_token(self) -> bool:
-        """Return whether the next tokens of texts or chats are learned."""
+        """Return whether the next tokens of texts, answers or chats are learned."""
         return self.label_column is None
 
 
@@ -129,7 +138,12 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
         return DiscoveredDataset(
             root, name, train, test, records, tested, None, (), None, 0, (), (),
             None if chats else documents, chosen.group,
-            _beside_documents(schema, documents, chosen.group), documents if chats else None,
+            _beside_documents(schema, (documents,), chosen.group), documents if chats else None,
+        )  # fmt: skip
+    if (pair := _answer_columns(schema, chosen)) is not None:
+        return DiscoveredDataset(
+            root, name, train, test, records, tested, None, (), None, 0, (), (), None, chosen.group,
+            _beside_documents(schema, pair, chosen.group), None, pair,
         )  # fmt: skip
     label, image = chosen.label or label_column(schema, files), image_column(schema)
     if pa.types.is_nested(schema.field(label).type):
@@ -168,29 +182,53 @@ def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
     return next(iter([*named, *(texts if chosen.features else ())]), None)
 
 
+def _answer_columns(schema: pa.Schema, chosen: ChosenColumns) -> tuple[str, str] | None:
+    """Return the columns of prompts and of their answers; None where there are none, or a label."""
+    if chosen.label is not None or chosen.features:
+        return None
+    others = [field for field in schema if field.name != chosen.group]
+    if any(field.name.lower() in LABELS and _is_class(field.type) for field in others):
+        return None
+    texts = {field.name.lower(): field.name for field in others if _is_text(field.type)}
+    pairs = (pair for pair in PROMPTS if all(name in texts for name in pair))
+    return next(((texts[prompt], texts[answer]) for prompt, answer in pairs), None)
+
+
 def _is_feature(kind: pa.DataType) -> bool:
     return pa.types.is_floating(kind) or is_list(kind)
 
 
 def _is_chats(kind: pa.DataType) -> bool:
-    """Return whether values are lists of messages, each a struct of a role and a content."""
+    """Return whether values are lists of messages, each a struct of a role and a content.
+
+    The fields may have ShareGPT's names.
+    """
     if not (is_list(kind) and pa.types.is_struct(kind.value_type)):
         return False
     found = {field.name: field.type for field in kind.value_type}
-    return all(name in found and _is_text(found[name]) for name in ("role", "content"))
+    return any(
+        all(name in found and _is_text(found[name]) for name in names) for names in _MESSAGES
+    )
 
 
 def _beside_documents(
-    schema: pa.Schema, documents: str, group: str | None
+    schema: pa.Schema, documents: tuple[str, ...], group: str | None
 ) -> tuple[tuple[str, str], ...]:
-    """Return the columns that are left out beside texts or chats, and why."""
-    others = [field for field in schema if field.name not in (documents, group)]
-    chats = is_list(schema.field(documents).type)
-    return tuple(
-        (f.name, f"to tell it, give --label {f.name}" if _is_class(f.type) and not chats
-         else f"beside {documents}; if it says whose a record is, give --group {f.name}"
-         if _is_class(f.type) else f"beside {documents}") for f in others
-    )  # fmt: skip
+    """Return the columns that are left out beside texts, answers or chats, and why."""
+    others = [field for field in schema if field.name not in (*documents, group)]
+    beside = f"beside {' and '.join(documents)}"
+    texts = len(documents) == 1 and not is_list(schema.field(documents[0]).type)
+
+    def why(field: pa.Field) -> str:
+        if len(documents) == 2 and field.name.lower() in _OF_PROMPTS:
+            return f"{beside}; what belongs to a prompt must stand in {documents[0]}"
+        if not _is_class(field.type):
+            return beside
+        if texts:
+            return f"to tell it, give --label {field.name}"
+        return f"{beside}; if it says whose a record is, give --group {field.name}"
+
+    return tuple((field.name, why(field)) for field in others)
 
 
 def _find_inputs(
@@ -262,8 +300,15 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
     looked = ", ".join(f"{name}.parquet" for name in names[:2])
     raise UserError(
         f"{folder}: no {what} split (looked for {looked}, ..., also SPLIT-*.parquet, data/ and "
-        f"SPLIT/*.parquet, and for pictures in {names[0]}/CLASS/)"
+        f"SPLIT/*.parquet, for SPLIT.csv and SPLIT.jsonl, and for pictures in {names[0]}/CLASS/)"
+        + (_MAKE_TEST.format(f"{names[0]}.parquet") if names is TEST else "")
     )
+
+
+_MAKE_TEST = (
+    "; move some records, chosen without looking at them, such as every tenth, out of the training "
+    "file into {}"
+)
 
 
 def _count_rows(file: Path) -> int:
@@ -285,7 +330,7 @@ def label_column(schema: pa.Schema, files: Sequence[Path]) -> str:
     raise UserError(
         f"{files[0]}: no column {', '.join(LABELS[:4])}, and "
         f"{len(fit)} others that could be the label; rename it to label, or texts "
-        "to text and chats to messages"
+        "to text, prompts and answers to prompt and answer, and chats to messages"
     )
 
 
@@ -407,6 +452,15 @@ def inspect_csv_folder(
     """
     types: dict[str, pa.DataType] = {}
     splits = csv_splits(folder)
+    first, stems = splits[0], {path.stem for path in splits}
+    if not stems & {*TEST}:
+        make = _MAKE_TEST.format(f"{TEST[0]}{first.suffix}")
+        raise UserError(f"{folder}: no test split beside {first.name}{make}")
+    if not stems & {*TRAIN}:
+        raise UserError(
+            f"{folder}: no training split beside {first.name}; name its file "
+            f"{TRAIN[0]}{first.suffix}"
+        )
     for path in splits:
         table = (_read_csv if path.suffix == ".csv" else _read_json_lines)(path, types)
         if types and table.column_names != list(types):

@@ -218,13 +218,23 @@ class ConversationTokenizer:
                                *self._tokenizer.get_added_vocab().values()}  # fmt: skip
         return frozenset(found)
 
-    def text(self, text: str, length: int) -> Tokens:
+    def text(self, text: str, length: int, bos_eos: bool = False) -> Tokens:
         """Return the tokens of a text without parts, which are all learned.
 
-        They are those that the tokenizer makes of a text, with what it puts around one.
+        They are those that the tokenizer makes of a text, with what it puts around one; with
+        `bos_eos` its begin and end stand there in any case. Raises UserError where it names none.
         """
-        ids = self._tokenizer(text)["input_ids"][:length]
-        return Tokens(ids, [True] * len(ids))
+        encoded = self._tokenizer(text, return_special_tokens_mask=bos_eos)
+        ids = encoded["input_ids"]
+        if bos_eos:
+            marks = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+            if marks == (None, None):
+                raise UserError(
+                    "bos_eos: must be False, as the tokenizer names no token that begins or ends "
+                    "a text; leave it out"
+                )
+            ids = _with_marks(ids, encoded["special_tokens_mask"], marks)
+        return Tokens(ids[:length], [True] * len(ids[:length]))
 
     def answer(self, prompt: str, answer: str, length: int) -> Tokens:
         """Return the tokens of a prompt and its answer; the answer's are learned.
@@ -347,13 +357,48 @@ class ConversationColumns:
         return {name: getattr(self, name) for name in names}
 
 
+_SPEAKERS = {"human": _USER, "gpt": ASSISTANT}  # of ShareGPT; other roles keep their names
+
+
 def messages_of(value: Any) -> list[Message]:
-    """Return a conversation. Raises UserError for anything but messages of a role and a content."""
+    """Return a conversation. Raises UserError for anything but messages of a role and a content.
+
+    Messages of ShareGPT, with `from` and `value`, are taken too: human is user, gpt assistant.
+    """
     good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not (good and all(isinstance(m, Mapping) and isinstance(m.get("role"), str)
-                         and isinstance(m.get("content"), str) for m in value)):  # fmt: skip
+    found: list[Message] = (
+        [_message(each) for each in value if isinstance(each, Mapping)] if good else []
+    )
+    if not (good and len(found) == len(value) and all(isinstance(m.get("role"), str)
+                                and isinstance(m.get("content"), str) for m in found)):  # fmt: skip
         raise UserError("messages: must be a list of messages, each with a role and a content")
-    return [dict(message) for message in value]
+    return found
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message by the names of its fields that templates know."""
+    if "role" in given or "from" not in given:
+        return dict(given)
+    said = {name: each for name, each in given.items() if name not in ("from", "value")}
+    role = given["from"]
+    said["role"] = _SPEAKERS.get(role, role) if isinstance(role, str) else role
+    return {**said, "content": given.get("value")}
+
+
+def _with_marks(
+    ids: Sequence[int], special: Sequence[int], marks: tuple[int | None, int | None]
+) -> list[int]:
+    """Return the tokens of a text with a begin and an end, each once.
+
+    ids: as the tokenizer makes them of a text. special: 1 for each token that it put there by
+    itself. marks: begin and end; None for one that is not put there.
+    """
+    begin, end = marks
+    begun = [*ids[:1]] == [begin] and special[0] == 1
+    ended = [*ids[begun:][-1:]] == [end] and special[-1] == 1
+    before = [] if begin is None or begun else [begin]
+    behind = [] if end is None or ended else [end]
+    return [*before, *ids, *behind]
 
 
 # --- columns of texts -------------------------------------------------------------------------
@@ -412,10 +457,11 @@ class TextColumn:
         found[0, : len(tokens)] = tokens
         return found
 
-    def tokenize_beginning(self, text: str) -> np.ndarray:
+    def tokenize_beginning(self, text: str, room: int = 0) -> np.ndarray:
         """Return the tokens of a text that goes on, int64 (tokens,): without those of an end.
 
-        Raises UserError for a text of which the last token does not fit.
+        room: for so many tokens behind it. Raises UserError for a text that does not fit, or that
+        has no token.
         """
         whole = replace(self, length=_MOST_TOKENS)
         if self.tokenizer is None:
@@ -423,13 +469,19 @@ class TextColumn:
         else:
             encoded = whole._tokenizer.encode(text)
             last = len(encoded.ids)
-            while last and encoded.special_tokens_mask[last - 1]:
+            while last > self._own_begin and encoded.special_tokens_mask[last - 1]:
                 last -= 1
             ids = encoded.ids[:last]
-            if self.bos_eos and self._marks[0] is not None and not (ids and self._begun(encoded)):
-                ids = [self._marks[0], *ids]
+            if self.bos_eos:
+                ids = _with_marks(ids, encoded.special_tokens_mask, (self._marks[0], None))
             tokens = np.asarray(ids, dtype=np.int64)
-        return self._fitting(tokens)
+        return self._fitting(tokens, room)
+
+    @cached_property
+    def _own_begin(self) -> int:
+        """How many tokens the tokenizer by itself puts before a text."""
+        mask = self._tokenizer.encode("a").special_tokens_mask
+        return mask.index(0) if 0 in mask else 0
 
     @cached_property
     def _marks(self) -> tuple[int | None, int | None]:
@@ -445,17 +497,9 @@ class TextColumn:
             )
         return begin, end
 
-    def _begun(self, encoded: Any) -> bool:
-        """Return whether the tokenizer by itself put its begin before these tokens of a text."""
-        return encoded.ids[:1] == [self._marks[0]] and encoded.special_tokens_mask[0] == 1
-
     def _marked(self, encoded: Any) -> list[int]:
         """Return the tokens of a text with a begin and an end; of what is cut, without an end."""
-        (begin, end), begun, ids = self._marks, self._begun(encoded), list(encoded.ids)
-        ended = ids[begun:][-1:] == [end] and encoded.special_tokens_mask[-1] == 1
-        before = [] if begin is None or begun else [begin]
-        behind = [] if end is None or ended else [end]
-        return [*before, *ids, *behind][: self.length]
+        return _with_marks(encoded.ids, encoded.special_tokens_mask, self._marks)[: self.length]
 
     @cached_property
     def _uncut(self) -> TextColumn:
@@ -490,35 +534,55 @@ class TextColumn:
         last = encoded.ids[-1:] if encoded.special_tokens_mask[-1:] == [1] else []
         return frozenset(last) | (self._own_tokenizer.ends if self._own_tokenizer else frozenset())
 
-    def tokenize_chat(self, messages: Sequence[Message]) -> np.ndarray:
+    def tokenize_chat(self, messages: Sequence[Message], room: int = 0) -> np.ndarray:
         """Return the tokens of a conversation that goes on, int64 (tokens,), by the chat template.
 
-        Raises UserError without a template, or for a conversation that does not fit.
+        room: as of `tokenize_beginning`. Raises UserError without a template, or for a conversation
+        that does not fit.
         """
         if self._own_tokenizer is None:
             raise UserError(
                 "messages: must have a tokenizer with a chat template, this one has none; give the "
                 "prompt as a text"
             )
-        return self._fitting(np.asarray(self._own_tokenizer.prompt(messages), dtype=np.int64))
+        found = np.asarray(self._own_tokenizer.prompt(messages), dtype=np.int64)
+        return self._fitting(found, room)
 
-    def _fitting(self, tokens: np.ndarray) -> np.ndarray:
+    def _fitting(self, tokens: np.ndarray, room: int) -> np.ndarray:
         """Return tokens that are continued. Raises UserError where they do not fit."""
-        if not 0 < len(tokens) <= self.length:
+        most = self.length - room
+        if not 0 < len(tokens) <= most:
+            why = "" if len(tokens) else ": this tokenizer puts no begin before a text (bos_eos)"
             raise UserError(
-                f"text: must have 1 to {self.length} tokens to be continued, got {len(tokens):,}"
+                f"text: must have 1 to {most} tokens to be continued, got {len(tokens):,}{why}"
             )
         return tokens
 
     def token_name(self, token: int) -> str:
-        """Return a token as text; the begin, the end and unknown words in angle brackets."""
+        """Return a token as text; the begin, the end and unknown words in angle brackets.
+
+        A tokenizer's token is shown as it stands within a text, with its space before it; one that
+        is no whole character, or no token of the tokenizer, by its number.
+        """
         if self.tokenizer is not None:
-            return str(self._tokenizer.id_to_token(token))
+            return self._decoded(token) or f"<token {token}>"
         special = {BEGIN: "<begin>", END: "<end>"}
         if self.words is not None:
             words = list(self.words.token_ids)
             return {**special, UNKNOWN: "<unknown>"}.get(token) or words[token - FIRST_WORD]
         return special.get(token) or ascii(chr(token - FIRST_BYTE))[1:-1]
+
+    def _decoded(self, token: int) -> str:
+        """Return what a token adds to the text before it; "" where that is no text."""
+        cutter = self._tokenizer
+        if cutter.decoder is None:
+            return cutter.id_to_token(token) or ""
+        # Decoders drop the space before a text's first token, so that of a second one is looked at.
+        alone, twice = (
+            str(cutter.decode([token] * count, skip_special_tokens=False)) for count in (1, 2)
+        )
+        found = twice[len(alone) :] if twice.startswith(alone) else alone
+        return "" if "\N{REPLACEMENT CHARACTER}" in found else found
 
     def tokenize_table(self, table: pa.Table, context_of_row: Callable[[int], str]) -> np.ndarray:
         """Return the rows of a table as tokens, float32 (N, length), as `tokenize_rows` does.

@@ -152,6 +152,27 @@ class Blocks:
         `max_rows` rows."""
         return math.ceil(self.capacity / math.ceil(self.capacity / max_rows))
 
+    def rows_per_batch(
+        self, records: int, sample_rate: float, max_rows: int | None, batch_cap: int | None = None
+    ) -> float:
+        """Return how many rows the passes over a Poisson batch have on average, filled up.
+
+        Args:
+            records: from which the batch is drawn.
+            sample_rate: probability with which each of them joins.
+            max_rows: rows of a pass at most; None: a whole block.
+            batch_cap: as of `for_batches`.
+        """
+        rows, share = self.rows_per_pass(max_rows or self.capacity), sample_rate / self.count
+        if share >= 1:
+            return float(math.ceil(records / rows) * rows)
+        mean = records * share
+        sizes = np.arange(1, min(records, math.ceil(mean + 10 * math.sqrt(mean) + 10)) + 1)
+        steps = np.log((records - sizes + 1) / sizes) + math.log(share / (1 - share))
+        chances = np.exp(records * math.log1p(-share) + np.cumsum(steps))  # binomial
+        passes = np.ceil(np.minimum(sizes, batch_cap or records) / rows)
+        return float(self.count * rows * (chances * passes).sum())
+
     def choose_rows(self, classes: np.ndarray) -> np.ndarray:
         """Choose the rows of a pass that records go into, for as few passes as can be expected.
 

@@ -549,8 +549,9 @@ def save_adapter(
         model: the `peft` model that was trained, with one adapter, or the module around it; None:
             the model of a recipe's run, as its folder holds it.
         run: its run, which is finished, or the run's folder or name under runs/.
-        folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
-            base.json with the base's name and digest, and a page.
+        folder: a new folder, or one that holds the same already: adapter_config.json and
+            adapter_model.safetensors, the privacy card, base.json with the base's name and digest,
+            and a page.
         base_name: public name of the base; default: the one that `peft` noted, without a path.
         not_private: write it although the run has no finite epsilon or a fixed key; the card then
             says so.
@@ -560,7 +561,7 @@ def save_adapter(
 
     Raises:
         UserError: the run is not finished or not private, the model is not the one that it trained,
-            weights outside of the adapter were trained, or the folder exists.
+            weights outside of the adapter were trained, or the folder holds something else.
     """
     return write_adapter(model, run, folder, base_name=base_name, not_private=not_private)
 

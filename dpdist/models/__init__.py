@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         predicted_classes,
         softmax_scores,
     )
-    from dpdist.models.weights import Adapter, base_digest, base_dtype
+    from dpdist.models.weights import Adapter, base_digest, base_dtype, without_adapters
     from dpdist.models.zoo import DPALNetwork, residual_blocks
 
 __all__ = [
@@ -102,6 +102,7 @@ __all__ = [
     "softmax_scores",
     "split_after_first_layer",
     "with_base_config",
+    "without_adapters",
 ]
 _WITH_TORCH = {
     "batch_independence": ("rounding_tolerance", "fresh_copy", "find_batch_dependence"),
@@ -131,7 +132,7 @@ _WITH_TORCH = {
         "predicted_classes",
         "softmax_scores",
     ),
-    "weights": ("Adapter", "base_digest", "base_dtype"),
+    "weights": ("Adapter", "base_digest", "base_dtype", "without_adapters"),
     "zoo": ("DPALNetwork", "residual_blocks"),
 }
 

@@ -12,7 +12,8 @@ import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,25 @@ class Adapter:
         return cls(
             config, tensors, next((n for n, p in trained if p.data_ptr() not in places), None)
         )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model answer by its base alone meanwhile: its adapters are switched off.
+
+    model: in evaluation mode, with adapters that `inject_adapters` put there; afterwards they are
+    on, with gradients.
+    """
+    within = _WITHIN_ADAPTERS[0]  # which a whole model of transformers has not
+    layers: list[Any] = [each for each in model.modules()
+                         if hasattr(each, within) and hasattr(each, "enable_adapters")]  # fmt: skip
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def _is_causal(model: nn.Module) -> bool:

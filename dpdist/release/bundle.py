@@ -33,7 +33,7 @@ from pydantic import Field, ValidationError, model_validator
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
-from dpdist.core.console import format_exact, format_percent
+from dpdist.core.console import format_exact, format_percent, format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     PADDING,
@@ -256,13 +256,15 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 # --- release.json -----------------------------------------------------------------------------
 
 
-# 1 had no tables of certificates; 3 and 4: of texts, with their tokenizer; 3 has images' pages.
-FORMAT, TEXT_FORMAT = 2, 4
-_TEXT_FORMATS = (3, TEXT_FORMAT)
+# 1 had no tables of certificates; 3 to 5: of texts, with their tokenizer; 3 has images' pages, and
+# before 5 the vocabulary of a language model stood there as classes.
+FORMAT, TEXT_FORMAT, LANGUAGE_FORMAT = 2, 4, 5
+_TEXT_FORMATS = (3, TEXT_FORMAT, LANGUAGE_FORMAT)
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
 Ratio = Annotated[float, RejectBool, Field(ge=0, le=1)]
+Perplexity = Annotated[float, RejectBool, Field(ge=1, le=1e308)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -270,13 +272,24 @@ class CleanAccuracy(Section):
     """Clean accuracy on named test data: the publisher's word.
 
     perplexity, next_tokens: of documents, over so many tokens; only where they were measured.
+    base_perplexity: of the public base without its adapters, on the same tokens.
     """
 
     data: SingleLine
     inputs: Count
     accuracy: Ratio
-    perplexity: Annotated[float, RejectBool, Field(ge=1, le=1e308)] | None = None
+    perplexity: Perplexity | None = None
     next_tokens: Count | None = None
+    base_perplexity: Perplexity | None = None
+
+    def describe(self) -> tuple[str, str]:
+        """Return what was measured, and its figures, in words."""
+        if self.perplexity is None or self.next_tokens is None:
+            return "clean accuracy", f"{format_percent(self.accuracy)} % of {self.inputs:,} inputs"
+        said = f"{format_significant(self.perplexity, 4)} of {self.next_tokens:,} next tokens"
+        if self.base_perplexity is not None:
+            said += f", {format_significant(self.base_perplexity, 4, round_down=True)} of the base"
+        return "perplexity", f"{said}, {self.inputs:,} test documents"
 
 
 class CertifiedAccuracy(Section):
@@ -427,7 +440,8 @@ class ReleaseDescription(Section):
     """The content of release.json.
 
     model: hash of weights and architecture. tokens: whether inputs are tokens of text. classes:
-    their names, in the order of the logits. noise: where the model is random by itself
+    their names, in the order of the logits; () of a language model. vocabulary: how many tokens a
+    language model tells; None of other models. noise: where the model is random by itself
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
@@ -437,13 +451,13 @@ class ReleaseDescription(Section):
     base: of the adapter that lies beside the whole model; written only where there is one.
     """
 
-    format: Literal[2, 3, 4]
+    format: Literal[2, 3, 4, 5]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
     method: SingleLine
     model: Digest
     tokens: bool
-    classes: Annotated[tuple[SingleLine, ...], Field(min_length=1, max_length=100_000)]
+    classes: Annotated[tuple[SingleLine, ...], Field(max_length=100_000)]
     noise: JsonObject
     certificate: AnyCertificate | None
     data: DataRecipe
@@ -454,11 +468,17 @@ class ReleaseDescription(Section):
     pictures: ReleasedPictures | None = None
     raw_inputs: bool = False
     base: ReleasedBase | None = None
+    vocabulary: Count | None = None
 
     @property
     def has_text_page(self) -> bool:
         """Whether the model card speaks of texts; that of format 3 spoke of images."""
-        return self.text is not None and self.format == TEXT_FORMAT
+        return self.text is not None and self.format >= TEXT_FORMAT
+
+    @property
+    def outputs(self) -> int:
+        """How many classes or next tokens the model tells."""
+        return self.vocabulary or len(self.classes)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
@@ -470,7 +490,16 @@ class ReleaseDescription(Section):
             raise ValueError("pictures must be left out where inputs are tokens")
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
-        if list(self.classes) != self.data.class_names:
+        language = self.format == LANGUAGE_FORMAT
+        if language != (self.vocabulary is not None):
+            raise ValueError(
+                f"vocabulary must be given in format {LANGUAGE_FORMAT}, and only there"
+            )
+        if language and (self.text is None or self.text.predict != "next"):
+            raise ValueError("vocabulary must be left out where no next token is told")
+        if language and (self.classes or self.vocabulary != self.data.classes):
+            raise ValueError("vocabulary must be that of data, without classes")
+        if not language and list(self.classes) != self.data.class_names:
             raise ValueError("classes must be those that data names")
         if self.tokens and (self.certified or self.certificate is not None):
             raise ValueError("tokens of text have no certificate")
@@ -506,7 +535,7 @@ def parse_description(record: dict[str, Any], context: str) -> ReleaseDescriptio
     Raises UserError, in one line, for invalid content.
     """
     version = record.get("format")
-    if isinstance(version, int) and version > TEXT_FORMAT:
+    if isinstance(version, int) and version > LANGUAGE_FORMAT:
         raise UserError(
             f"{context}: written by a newer dpdist (format {version}); upgrade to read it"
         )
@@ -787,11 +816,12 @@ class Release:
             ("model", f"{about.model[:12]}, by {about.method}, dpdist {about.dpdist}"),
             ("privacy", self._privacy_words()),
             ("test data", about.data.name),
-            ("classes", _format_names(about.classes)),
+            ("classes", _format_names(about.classes))
+            if about.text is None or about.text.predict == "label"
+            else ("vocabulary", f"{about.outputs:,} tokens"),
         ]
         if about.tested is not None:
-            share = format_percent(about.tested.accuracy)
-            rows.append(("clean accuracy", f"{share} % of {about.tested.inputs:,} inputs"))
+            rows.append(about.tested.describe())
         for table in about.certified[:3]:
             shares = ", ".join(
                 f"{format_percent(share)} % at {format_exact(radius)}"
@@ -871,10 +901,10 @@ class Release:
         with as_release_errors():
             spec = models.read_spec(self.path)
         models.check_trusted(spec, self.trusted_factory, self.path)
-        if spec.classes != len(self.description.classes):
+        if spec.classes != self.description.outputs:
             raise ReleaseError(
                 f"{self.path}: its model tells {spec.classes} classes, {DESCRIPTION} names "
-                f"{len(self.description.classes)}"
+                f"{self.description.outputs}"
             )
         return spec
 

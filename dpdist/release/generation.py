@@ -139,14 +139,8 @@ def sample_texts(answerer: TextAnswerer, prompt: Prompt, sampling: Sampling) -> 
     import torch
 
     column = answerer.column
-    if not column.predicts_next_token:
-        raise UserError("generate: must have a model of next tokens, got one that tells labels")
+    begun = _prompt_tokens(column, prompt)
     decoder = TokenDecoder(column)
-    begun = (
-        column.tokenize_beginning(prompt)
-        if isinstance(prompt, str)
-        else column.tokenize_chat(prompt)
-    )
     generator = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.count):
         found: list[int] = []
@@ -159,6 +153,28 @@ def sample_texts(answerer: TextAnswerer, prompt: Prompt, sampling: Sampling) -> 
                 break
             found.append(token)
         yield decoder.decode(found)
+
+
+def _prompt_tokens(column: TextColumn, prompt: Prompt) -> np.ndarray:
+    """Return the tokens of a prompt that leave room for one more. Raises as `sample_texts`."""
+    if not column.predicts_next_token:
+        raise UserError("generate: must have a model of next tokens, got one that tells labels")
+    if isinstance(prompt, str):
+        return column.tokenize_beginning(prompt, room=1)
+    return column.tokenize_chat(prompt, room=1)
+
+
+def _check_prompts(column: TextColumn, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError with the line of a prompt that cannot be continued."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            _prompt_tokens(column, prompt)
+        except UserError as error:
+            if not column.predicts_next_token:
+                raise
+            line = "an empty prompt" if [*prompts] == [""] else f"line {number}"
+            rule = str(error).removeprefix("text: ").removeprefix("messages: ")
+            raise UserError(f"--prompt-file: {line} {rule}") from None
 
 
 def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
@@ -223,6 +239,7 @@ def write_texts(
             "name, and would not be read any more; name another one"
         )
     answerer = release.text_answerer
+    _check_prompts(answerer.column, prompts)
     rows = [
         {"prompt": prompt, "text": text}
         for place, prompt in enumerate(prompts)

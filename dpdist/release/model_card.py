@@ -22,6 +22,7 @@ from dpdist.release.bundle import (
     ARCHITECTURE,
     CHECKSUMS,
     DESCRIPTION,
+    LANGUAGE_FORMAT,
     MODEL_CARD,
     SIGNATURE,
     WEIGHTS,
@@ -51,7 +52,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
         f"# {description.name}",
         _origin(description, card, spec),
-        _USAGE if description.text is None else _text_usage(spec),
+        _USAGE if description.text is None else _text_usage(description, spec),
         f"Inputs: {size} {kind}"
         + (", or of 8 bits. " if pictures else ". ")
         + _pictures(description, spec)
@@ -88,25 +89,55 @@ classes, noise, certificate; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is pr
 (`sha256sum -c`)."""  # noqa: E501
 
 
-def _text_usage(spec: ModelSpec) -> str:
+_NOTHING_RUN = f"Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`"
+
+
+def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     """Return how a text is answered, in place of images and radii."""
     said = "the most probable next tokens" if spec.following else "class and probability"
+    trust, trusted, sampled, adapter = "", "", "", ""
+    if description.format >= LANGUAGE_FORMAT:  # pages of releases before say no more than they did
+        for factory in spec.user_factories[:1]:
+            trust, trusted = f" --trust-factory {factory}", f', trusted_factory="{factory}"'
+        sampled = f"dpdist generate FOLDER --to texts --n 10{trust}   # sampled, with the card\n"
+        adapter = _adapter_usage(description)
     return f"""\
 ```
-dpdist verify FOLDER                    # sums, and epsilon computed again
-dpdist predict FOLDER --text "a text"   # {said}
-```
+dpdist verify FOLDER{trust}                    # sums, and epsilon computed again
+dpdist predict FOLDER --text "a text"{trust}   # {said}
+{sampled}```
 
 ```python
 import dpdist
 
-answer = dpdist.load("FOLDER").text_answerer
+answer = dpdist.load("FOLDER"{trusted}).text_answerer
 answer("a text")                        # no certificate: texts have none
 ```
 
-Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
+{adapter}{_NOTHING_RUN}: weights and network; `{DESCRIPTION}`:
 classes and tokens; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
 `{CHECKSUMS}`: sums (`sha256sum -c`)."""
+
+
+def _adapter_usage(description: ReleaseDescription) -> str:
+    """Return how the adapter is loaded on its base; nothing of a release without one."""
+    if (base := description.base) is None:
+        return ""
+    kind = "" if base.dtype is None else f', dtype="{base.dtype}"'
+    return f"""\
+The adapter alone, on its base {base.name} (digest of its weights {base.digest}):
+
+```python
+from dpdist.integrations.transformers import load_adapter
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("BASE"{kind})
+model = load_adapter(base, "FOLDER")    # refuses another base
+```
+
+Without dpdist and that check, `peft.PeftModel.from_pretrained(base, "FOLDER")` loads it.
+
+"""
 
 
 def _pictures(description: ReleaseDescription, spec: ModelSpec) -> str:
@@ -128,7 +159,7 @@ def _outputs(description: ReleaseDescription) -> str:
     if text.chat:
         made += "; conversations are shown by the chat template in `tokenizer_config.json`"
     if text.predict == "next":
-        return f"Tokens: {made}. It tells {len(description.classes):,} next tokens."
+        return f"Tokens: {made}. It tells {description.outputs:,} next tokens."
     return f"Tokens: {made}. Classes: {_format_classes(description.classes)}."
 
 
@@ -175,6 +206,9 @@ def _measured(description: ReleaseDescription) -> list[str]:
             )
         if tested.perplexity is not None:
             said += f" Perplexity {format_significant(tested.perplexity, 4)}."
+        if tested.base_perplexity is not None:
+            base = format_significant(tested.base_perplexity, 4, round_down=True)
+            said += f" That of the public base alone is {base}."
     return ["## Measured", said]
 
 
@@ -417,6 +451,9 @@ def _development_points(
     about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec, inputs: str
 ) -> list[_Point]:
     """Return point 2 of Annex IV."""
+    told = f"{about.outputs:,}, named in `{DESCRIPTION}`"
+    if about.vocabulary is not None:
+        told = f"{about.vocabulary:,} next tokens"
     return [
         ("(a) Methods and steps of the development, pre-trained parts", [
             f"Method {about.method}.", *_ledger(card), _pretrained(card),
@@ -425,9 +462,8 @@ def _development_points(
             *_lines("The privacy guarantee holds if:", card["assumptions"]),
             "Rationale, classification choices and trade-offs:", NOT_HELD]),
         ("(c) Architecture and computational resources", [
-            f"{spec.name}, in full in `{ARCHITECTURE}`. {inputs} Outputs: "
-            f"{len(about.classes):,}, named in `{DESCRIPTION}`. Resources of the development:",
-            NOT_HELD]),
+            f"{spec.name}, in full in `{ARCHITECTURE}`. {inputs} Outputs: {told}. Resources of "
+            "the development:", NOT_HELD]),
         ("(d) Data requirements: training data, their origin and preparation", [
             _training_data(card), "Origin, selection, labelling and cleaning:", NOT_HELD]),
         ("(e) Human oversight measures (Article 14)", NOT_HELD),
@@ -523,8 +559,9 @@ def _tests(about: ReleaseDescription, card: Mapping[str, Any]) -> list[str]:
     """Return accuracies, certificates and audits."""
     audits = [line for line in card["notes"] if line.startswith("Audited")]
     nothing = about.tested is None and not about.certified
+    measured = _robustness_section(about) if about.vocabulary is None else _measured(about)[1]
     return [
-        "No measurement is held." if nothing else _robustness_section(about),
+        "No measurement is held." if nothing else measured,
         *(_lines("Audits:", audits) or ["No audit is held."]),
     ]
 

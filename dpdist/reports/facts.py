@@ -679,11 +679,11 @@ class Facts:
         Its bracket is left open, for callers to add to. Only for an evaluated run.
         """
         about = self.evaluation or {}
-        inputs = f"{about['inputs']:,} ({about['data']}"
+        inputs, data = f"{about['inputs']:,}", f"({about['data']}"
         return (
-            inputs
+            f"{inputs} {data}"
             if self.next_token_count is None
-            else f"{self.next_token_count:,} next tokens of {inputs}"
+            else f"{self.next_token_count:,} next tokens of {inputs} documents {data}"
         )
 
     def summary(self) -> list[tuple[str, str]]:
@@ -722,7 +722,9 @@ class Facts:
                 for name, said in self.measures.items()
             ]
             if self.next_token_count is not None:
-                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope})"
+                base = self.evaluation.get("base_perplexity")
+                beside = "" if base is None else f"; {base:.2f} of the public base alone"
+                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope}{beside})"
                 rows.append(("perplexity", said))
         for table in self.tables:
             rows += [_certified_row(table), statistics.population_summary_row(table)]
@@ -839,6 +841,8 @@ def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
     sound = 1 <= found["inputs"] <= MAX_INPUTS and 0 <= found["accuracy"] <= 1
     if "next_tokens" in found:
         check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
+    if "base_perplexity" in found:
+        check_shape(found, str(path), {"base_perplexity": float})
     asked = max(1, found.get("next_tokens", found["inputs"]))
     sound &= found["accuracy"] == found["correct"] / asked
     if not sound or not isinstance(pairs, list) or not all(map(_is_class_count, pairs)):

@@ -500,7 +500,9 @@ def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
         sure = f"{clean_accuracy_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
         if facts.next_token_count is not None:
             sure = f"of {facts.next_token_count:,} next tokens"
-            found.append(("perplexity", f"{about['perplexity']:.1f}", sure))
+            base = about.get("base_perplexity")
+            of_base = "" if base is None else f"; of the public base alone {base:.1f}"
+            found.append(("perplexity", f"{about['perplexity']:.1f}", f"{sure}{of_base}"))
         found.append(("right", share, sure))
     table = main_table(facts)
     if table is not None:

@@ -172,6 +172,8 @@ def _accuracy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
     share = format_percent(facts.accuracy, 1)
     if facts.next_token_count is not None:
         said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
+        if (base := facts.evaluation.get("base_perplexity")) is not None:
+            said += f"; the public base alone has perplexity {base:.1f}"
         return [
             (
                 "good",
@@ -305,7 +307,7 @@ def _explain_radius(facts: Facts, norm: str) -> str:
 _EVALUATION_KEYS = (
     "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
 )  # fmt: skip
-_NEXT_TOKEN_KEYS = ("next_tokens", "perplexity")
+_NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
 
 
 def run_as_json(facts: Facts) -> dict[str, Any]:

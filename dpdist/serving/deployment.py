@@ -211,9 +211,13 @@ def _service_description(release: Release, settings: ServingSettings) -> dict[st
     """Return the answer to GET /."""
     texts = release.description.tokens
     answers = {} if texts else {"alpha": settings.alpha, "draws": settings.n}
+    about = release.description
+    told: dict[str, Any] = {"classes": list(about.classes)}
+    if about.vocabulary is not None:
+        told = {"vocabulary": about.vocabulary}
     return {
         "name": release.name,
-        "classes": list(release.description.classes),
+        **told,
         "input_shape": list(release.spec.input_shape),
         "epsilon": release.epsilon if math.isfinite(release.epsilon) else "inf",
         "delta": release.delta,

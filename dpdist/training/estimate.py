@@ -214,9 +214,12 @@ def _measured(
     with kept_buffers(model):
         each = bytes_per_example(model, lambda: checked_losses(model, objective, *one))
         rate = examples_per_second(engine, TrainingObjective(), inputs, targets)
-    rows = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap).capacity
-    held = extra_bytes(engine) + min(rows, most or PROBE_EXAMPLES) * each
-    return step.expected_batch / rate + _noise_seconds(engine.size, step.noise_std), held
+    blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
+    held = extra_bytes(engine) + min(blocks.capacity, most or PROBE_EXAMPLES) * each
+    executed = blocks.rows_per_batch(
+        plan.records, step.mean_rate, engine.micro_batch, step.batch_cap
+    )
+    return executed / rate + _noise_seconds(engine.size, step.noise_std), held
 
 
 def _trained(model: nn.Module) -> int:

@@ -423,10 +423,10 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     rate = examples_per_second(
         engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token)
     )
-    alone = plan.steps * step.expected_batch * most / rate
+    blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
+    alone = plan.steps * _rows_per_step(recipe, plan, engine.micro_batch) * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
-    rows = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap).capacity
-    rows = min(rows, engine.micro_batch or PROBE_EXAMPLES)
+    rows = min(blocks.capacity, engine.micro_batch or PROBE_EXAMPLES)
     one = torch.zeros(1, *dataset.input_shape)
     activations = rows * bytes_per_example(module, lambda: module(one))
     return [
@@ -451,6 +451,14 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         *_memory(recipe, plan, engine, activations + extra_bytes(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
+
+
+def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, micro_batch: int | None) -> float:
+    """Return the rows of a step's passes, those included that fill passes up: all are computed."""
+    step, shards = plan.step(0), CANONICAL_SHARDS if recipe.training.reproducible else 1
+    records = -(-plan.records // shards)
+    blocks = Blocks.for_batches(records, step.mean_rate, step.batch_cap)
+    return shards * blocks.rows_per_batch(records, step.mean_rate, micro_batch, step.batch_cap)
 
 
 def _counts(recipe: Recipe) -> list[int]:

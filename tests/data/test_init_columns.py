@@ -243,6 +243,75 @@ def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them(
     assert "bos_eos" not in Path("unmarked.yaml").read_text()
 
 
+@pytest.mark.parametrize("names", [("question", "answer"), ("instruction", "output")])
+def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
+    needs_hf()
+    prompt, answer = names
+    rows = {prompt: LINES, answer: [f"a {n}" for n in range(48)], "input": ["x"] * 48}
+    write_jsonl("pairs", **rows, who=[n // 2 for n in range(48)])
+    alone = rf"--base: must be given for prompts and answers \(columns {prompt}, {answer}\)"
+    with pytest.raises(UserError, match=alone):
+        said("pairs")
+    lm.save_model(Path("base"))
+    out = said("pairs", "--base", "base", "--saw", "books", "--group", "who")
+    assert f"prompts of column {prompt}, answers of column {answer}, next tokens" in out
+    assert f"left out: input: beside {prompt} and {answer}; what belongs to a prompt must" in out
+    recipe = load_recipe(Path("pairs.yaml"))
+    text = recipe.data.text
+    assert (text.prompt, text.answer, text.messages) == (prompt, answer, None)
+    assert trained("pairs.yaml", privacy__group_size=2).model_folder.is_dir()
+    targets = load_test_records(recipe, data_source(recipe)).targets(slice(0, 1))[0]
+    learned = lm.chat_tokenizer().decode(targets[targets >= 0])
+    assert learned == "a 0<|im_end|>\n"
+
+
+def test_a_column_of_labels_beside_prompts_and_answers_is_told():
+    write_jsonl("rated", question=LINES, answer=LINES, label=[0, 1] * 24)
+    assert "2 classes" in said("rated")
+
+
+def test_chats_of_sharegpt_are_those_of_roles_and_contents():
+    needs_hf()
+    names = {"user": "human", "assistant": "gpt"}
+    told = [[{"from": names[m["role"]], "value": m["content"]} for m in talk] for talk in TALK]
+    write_jsonl("chats", conversations=told)
+    write_jsonl("same", messages=TALK)
+    lm.save_model(Path("base"))
+    rows = []
+    for name in ("chats", "same"):
+        said(name, "--base", "base", "--saw", "books")
+        recipe = load_recipe(Path(f"{name}.yaml"))
+        rows.append(records_with_canaries(recipe, data_source(recipe)).batch(slice(None)))
+    assert torch.equal(*rows)
+
+
+def test_chats_on_a_base_without_a_template_are_refused():
+    needs_hf()
+    write_jsonl("chats", messages=TALK)
+    lm.save_model(Path("base"))
+    Path("base/chat_template.jinja").unlink(missing_ok=True)  # where it stands, by version
+    settings = Path("base/tokenizer_config.json")
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+    settings.write_text(json.dumps(kept))
+    with pytest.raises(UserError, match=r"--base: must have a chat template for chats \(column me"):
+        said("chats", "--base", "base", "--saw", "books")
+    assert not Path("chats.yaml").exists()
+
+
+def test_a_file_without_a_test_split_says_how_one_is_made():
+    write_jsonl("notes", text=LINES)
+    Path("notes/test.jsonl").unlink()
+    how = r"such as every tenth, out of the training file into test\."
+    with pytest.raises(UserError, match=rf"no test split beside train\.jsonl; .*{how}jsonl"):
+        said("notes")
+    Path("notes/train.jsonl").rename("notes/valid.jsonl")
+    with pytest.raises(UserError, match=r"no training split beside .* name its file train\.jsonl"):
+        said("notes")
+    write_split(Path("alone"), "train", text=LINES)
+    with pytest.raises(UserError, match=rf"no test split \(looked for .*{how}parquet"):
+        said("alone")
+
+
 def test_what_is_no_chat_and_no_jsonl_is_refused():
     write_jsonl("odd", messages=[[{"from": "user", "value": "SECRET"}]] * 48, label=[0, 1] * 24)
     with pytest.raises(UserError, match="--label: must be a column of classes, got me") as caught:

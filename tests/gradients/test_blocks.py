@@ -80,6 +80,24 @@ def test_passes_have_one_shape_and_repeat_a_record_of_their_own():
     assert seen[2][0].tolist() == [*range(50, 60), *[50] * 15]
 
 
+@pytest.mark.parametrize(
+    ("records", "rate", "most"),
+    [(400, 0.02, None), (400, 0.02, 5), (50_000, 0.06, 300), (64, 1.0, None), (64, 1.0, 24)],
+)
+def test_rows_of_a_batch_are_those_that_fill_its_passes_too(records, rate, most):
+    """Seeded; over 400 batches the mean is known to about a hundredth."""
+    blocks = Blocks.for_batches(records, rate)
+    rows, generator = blocks.rows_per_pass(most or blocks.capacity), np.random.default_rng(3)
+    found = 0
+    for number in range(400):
+        ids = np.flatnonzero(generator.random(records) < rate)
+        key = KEY[:-2] + number.to_bytes(2, "big")
+        passes = (iter_padded_passes(block, rows) for block in blocks.split(key, ids))
+        found += sum(len(members) for each in passes for members, _ in each)
+    assert blocks.rows_per_batch(records, rate, most) == pytest.approx(found / 400, rel=0.03)
+    assert found / 400 >= records * rate
+
+
 # ---- the engine in blocks
 
 

@@ -761,6 +761,24 @@ def test_adapters_without_their_run_are_refused(tmp_path, trained):
         trained.save_adapter(folder, not_private=True)
 
 
+def test_an_adapter_that_is_there_already_is_not_refused(tmp_path, trained):
+    """A script that is run again; other content, or a folder that holds more, is refused."""
+    save = partial(trained.save_adapter, tmp_path / "adapter", not_private=True)
+    folder = save(base_name="tiny")
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    with pytest.warns(UserWarning, match=r"adapter: already there, the same; nothing was written"):
+        assert save(base_name="tiny") == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]  # sorted: the same in each process
+    refused = partial(pytest.raises, UserError, match="folder: must be new, .* something else")
+    with refused():
+        save(base_name="other")
+    (folder / "more").write_text("")
+    with refused():
+        save(base_name="tiny")
+
+
 def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
     class Weighted(PrivateTrainer):
         def compute_loss(self, *given: Any, **named: Any) -> Any:

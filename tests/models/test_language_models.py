@@ -36,6 +36,7 @@ from dpdist.publishing import write_release
 from dpdist.release import generation
 from dpdist.release.bundle import CHECKSUMS, compute_checksums
 from dpdist.release.verify import verify_release
+from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import script_state
@@ -419,6 +420,37 @@ def test_only_answers_are_learned():
     assert cut.batch(slice(0, 1))["input_ids"].shape == (1, 11)
 
 
+def test_texts_have_a_begin_and_an_end_where_they_are_asked_for():
+    tokenizer = lm.chat_tokenizer(template=None)  # names an end alone
+    rows = [{"text": "all of it", "messages": None}]
+    marked = dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+    assert told(marked, tokenizer) == ("all of it<|end|>",) * 2
+    assert marked.tokenization["bos_eos"] is True
+    cut = dpdist.documents(rows, tokenizer, length=5, bos_eos=True)
+    assert told(cut, tokenizer) == ("all o",) * 2
+    tokenizer.bos_token = "<|im_start|>"
+    both = dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+    assert told(both, tokenizer) == ("<|im_start|>all of it<|end|>",) * 2
+    plain = dpdist.documents(rows, tokenizer, length=16)
+    assert told(plain, tokenizer)[0] == "all of it" and "bos_eos" not in plain.tokenization
+    with pytest.raises(UserError, match=r"record 0: must be a text with bos_eos=True: prompts"):
+        dpdist.documents([{"messages": CHAT}], lm.chat_tokenizer(), length=16, bos_eos=True)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"record 0: bos_eos: must be False, as the tokenizer name"):
+        dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
+
+
+def test_messages_of_sharegpt_are_those_of_roles_and_contents():
+    names = {"user": "human", "assistant": "gpt"}
+    chat = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    tokenizer = lm.chat_tokenizer()
+    same = [dpdist.documents([{"messages": m}], tokenizer, length=128) for m in (chat, CHAT)]
+    assert told(same[0], tokenizer) == told(same[1], tokenizer)
+    for wrong in ({"from": "human"}, {"from": 3, "value": "a"}, {"from": "human", "value": 3}):
+        with pytest.raises(UserError, match="must be a list of messages, each with a role"):
+            dpdist.documents([{"messages": [wrong]}], tokenizer, length=128)
+
+
 def test_a_length_that_cuts_every_answer_away_is_refused():
     pair = [{"prompt": "what is 1", "answer": "it is 2"}]
     tokenizer = lm.chat_tokenizer(template=None)
@@ -510,6 +542,8 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     assert len(release.text_answerer("what is 3").likely) == 5
     page = (run.release_folder / "README.md").read_text()
     assert "chat template" in page and str(tmp_path) not in page
+    assert "dpdist generate FOLDER --to texts --n 10 --trust-factory rank3:adapted" in page
+    assert 'dpdist.load("FOLDER", trusted_factory="rank3:adapted").text_answerer' in page
     again = lm.transformers().AutoTokenizer.from_pretrained(run.release_folder)
     assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
     (tmp_path / "prompts.jsonl").write_text('"what is 3"\n[{"role": "user", "content": "hi"}]\n')
@@ -566,6 +600,29 @@ def test_documents_without_their_tokenizer_are_not_released(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"its documents must have come with their tokenizer"):
         write_release(training.run, factory="rank1:adapted")
     assert not training.run.release_folder.exists()
+
+
+def test_a_begin_and_an_end_of_documents_reach_the_release(tmp_path, monkeypatch):
+    folder = lm.save_model(tmp_path / "base")
+    (tmp_path / "marked.py").write_text(FACTORY.format(base=str(folder), rank=1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import marked
+
+    model, rows = marked.adapted(), [{"text": f"text {n}"} for n in range(20)]
+    training = dpdist.PrivateTraining(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        dpdist.documents(rows, folder, length=16, bos_eos=True),
+        loss=dpdist.language_model_loss,
+        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        batch_size=8,
+        steps=1,
+        folder=tmp_path / "run",
+    )
+    training.run_all()
+    write_release(training.run, factory="marked:adapted")
+    release = dpdist.load(training.run.release_folder, trusted_factory="marked:adapted")
+    assert release.description.text.bos_eos and release.text_answerer.column.bos_eos
 
 
 # --- whole runs by a recipe
@@ -630,9 +687,19 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     assert moved and all("lora_" in name for name in moved)
     evaluate_stage(recipe, folder)
     measured = json.loads(folder.evaluation.read_text())
-    assert measured["next_tokens"] == int((data.load(job.source, "test").targets(slice(None)) >= 0)
-                                          .sum())  # fmt: skip
+    test = data.load(job.source, "test")
+    wanted = test.targets(slice(None))
+    assert measured["next_tokens"] == int((wanted >= 0).sum())
+    with torch.no_grad():
+        logits = before(test.batch(slice(None)))[wanted >= 0]
+    of_base = math.exp(float(nn.functional.cross_entropy(logits, wanted[wanted >= 0])))
+    assert measured["base_perplexity"] == pytest.approx(of_base, rel=1e-5)
+    assert measured["base_perplexity"] != pytest.approx(measured["perplexity"], rel=1e-4)
+    summary = dict(read_facts(folder).summary())
+    assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
+    assert f"{measured['next_tokens']} next tokens of 8 documents (" in summary["clean accuracy"]
     write_release(folder)
+    check_page_of_adapter(folder.release_folder, measured)
     released = models.load(folder.release_folder)
     assert torch.equal(released(shown[None]), models.load(folder.model_folder)(shown[None]))
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
@@ -643,6 +710,19 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     assert json.loads((written / "base.json").read_text())["name"] == base.name
     for name in ("adapter_model.safetensors", "adapter_config.json", "base.json"):
         assert (written / name).read_bytes() == (folder.release_folder / name).read_bytes()
+
+
+def check_page_of_adapter(release: Path, measured) -> None:
+    """The release's page says how the adapter is loaded, and what its base alone is worth."""
+    page, about = (release / "README.md").read_text(), dpdist.load(release).description
+    assert about.tested.base_perplexity == measured["base_perplexity"]
+    assert "That of the public base alone is " in page and "dpdist generate FOLDER --to" in page
+    assert f"base base (digest of its weights {about.base.digest})" in page
+    assert 'AutoModelForCausalLM.from_pretrained("BASE", dtype="float32")' in page
+    assert 'load_adapter(base, "FOLDER")' in page and "peft.PeftModel.from_pretrained(" in page
+    assert "--trust-factory" not in page and " of the base, 8 test documents" in repr(
+        dpdist.load(release)
+    )
 
 
 def check_adapter(release: Path, base: Path, whole: nn.Module, shown: Tensor, aside: Path) -> None:

@@ -1910,11 +1910,16 @@ FAULTS: list[Fault] = [
             "slots, objective = 0,",
             "optimizers keep nothing",
         ),
-        ("min(rows, most or PROBE_EXAMPLES) * each", "0", "memory has no activations"),
+        ("min(blocks.capacity, most or PROBE_EXAMPLES) * each", "0", "memory has no activations"),
         (
-            "step.expected_batch / rate + _noise_seconds(engine.size, step.noise_std)",
-            "step.expected_batch / rate",
+            "executed / rate + _noise_seconds(engine.size, step.noise_std)",
+            "executed / rate",
             "noise takes no time",
+        ),
+        (
+            "return executed / rate +",
+            "return step.expected_batch / rate +",
+            "rows that fill passes up take no time",
         ),
     ),
     # --- rates by class
