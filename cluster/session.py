@@ -24,7 +24,7 @@ from typing import Any
 
 from dpdist.cluster.reaper import reap_on_exit
 from dpdist.core.console import log
-from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.errors import ClusterError, ExitCode, UserError
 from dpdist.core.files import (
     SESSION_FOLDER,
     TRAINING_FOLDER,
@@ -157,13 +157,17 @@ def is_session_lost() -> bool:
 
 
 def _keep_until_exit(session: contextlib.ExitStack) -> None:
-    """Leave a lost session to its reaper, and end this process without Ray's own last words."""
+    """Leave a lost session to its reaper, and end this process without Ray's own last words.
+
+    The code is that of a command which a ClusterError ends: Python does not tell a script's own.
+    """
     _lost_sessions.append(session)
 
     def leave() -> None:
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(ExitCode.USER_ERROR)
 
     atexit.register(leave)  # runs before Ray's, which would wait
 

@@ -1320,6 +1320,45 @@ class PrivateTraining:
             self._finish()
         return report
 
+    def checkpoint(self) -> None:
+        """Keep the training as it is between two steps, so that a restart repeats none of them.
+
+        Checkpoints come by themselves every `resources.checkpoint_seconds`; this is for a script
+        that hears of its end, as by SIGTERM. With several workers each calls it after the same
+        step. Before the first step and after the last there is nothing to keep. Returns nothing.
+
+        Raises:
+            UserError: as `step` does.
+
+        Example:
+            >>> import signal, torch
+            >>> from dpdist import PrivateTraining
+            >>> model = torch.nn.Linear(4, 2)
+            >>> training = PrivateTraining(
+            ...     model, torch.optim.SGD(model.parameters(), 0.1),
+            ...     (torch.randn(200, 4), torch.randint(2, (200,))), loss="cross-entropy",
+            ...     privacy={"epsilon": 3, "delta": 1e-4}, batch_size=20, steps=5,
+            ...     folder="runs/kept",
+            ... )
+            >>> told = []
+            >>> before = signal.signal(signal.SIGTERM, lambda *_: told.append("end"))
+            >>> while training.steps_left and not told:
+            ...     report = training.step()
+            ...     if report.step == 1:
+            ...         signal.raise_signal(signal.SIGTERM)
+            >>> training.checkpoint()
+            >>> training.steps_left
+            3
+            >>> training.close()
+            >>> _ = signal.signal(signal.SIGTERM, before)
+        """
+        if not self._started or not self.steps_left:
+            return
+        with self._workers.sharing_errors():
+            self._ready()
+            self._look_between(self._done)
+            self._save()
+
     def run_all(self) -> RunFolder:
         """Take all steps that are left, with nothing in between.
 

@@ -1,7 +1,8 @@
-"""`make matrix`: the other Pythons, and both ends of the range of torch.
+"""`make matrix`: the other Pythons, both ends of the range of torch, and the older Ray.
 
 Each gets an environment of its own under .venv/ (some GB each). It runs the tests that start no
-Ray, then a whole run on built-in data, which does. tests/matrix.txt keeps what came out.
+Ray, then a whole run on built-in data, which does; the older Ray runs all that `make test` runs,
+which runs them under the newer one. tests/matrix.txt keeps what came out.
 """
 
 from __future__ import annotations
@@ -20,25 +21,36 @@ RECORD = ROOT / "tests" / "matrix.txt"
 PINNED = ("-c", "constraints.txt")
 LOWEST = ("torch==2.12.1", "torchvision==0.27.1", "ray[default,train,tune]==2.60.0")
 HIGHEST = ("torch==2.14.1", "torchvision==0.29.1", "ray[default,train,tune]==2.60.0")
-# name -> (interpreter, what pip is told besides the project)
-CELLS = {
-    "3.12": ("python3.12", PINNED),
-    "3.13": ("python3.13", PINNED),
-    "lowest": ("python3.11", LOWEST),
-    "highest": ("python3.11", HIGHEST),
-}
+OLDER_RAY = "2.59.0"  # the lower end of pyproject.toml; all else is as in constraints.txt
+PINNED_BUT_RAY = ("-c", ".venv/constraints-but-ray.txt", f"ray[default,train,tune]=={OLDER_RAY}")
 WITHOUT_RAY = (
     "tests/data", "tests/gradients", "tests/methods", "tests/models", "tests/privacy",
     "tests/certification", "tests/cluster/test_clusterfile.py", "tests/cluster/test_reading.py",
     "tests/cluster/test_storage.py", "tests/test_cli.py", "tests/test_structure.py",
     "tests/test_vision.py", "tests/test_wheel.py",
 )  # fmt: skip
+# name -> (interpreter, what pip is told besides the project, what pytest runs)
+CELLS = {
+    "3.12": ("python3.12", PINNED, WITHOUT_RAY),
+    "3.13": ("python3.13", PINNED, WITHOUT_RAY),
+    "lowest": ("python3.11", LOWEST, WITHOUT_RAY),
+    "highest": ("python3.11", HIGHEST, WITHOUT_RAY),
+    "ray-2.59": ("python3.11", PINNED_BUT_RAY, ("-n", "2", "--dist", "loadfile", "tests")),
+}
 
 
-def try_out(name: str, interpreter: str, requirements: tuple[str, ...]) -> str:
-    """One line for the record."""
+def try_out(
+    name: str, interpreter: str, requirements: tuple[str, ...], chosen: tuple[str, ...]
+) -> str:
+    """One line for the record. chosen: the tests, and how they run."""
     place = ROOT / ".venv" / f"matrix-{name}"
     python = place / "bin" / "python"
+    others = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("ray==")
+    ]
+    (ROOT / ".venv" / "constraints-but-ray.txt").write_text("\n".join(others) + "\n")
     try:
         if not python.exists():
             subprocess.run([interpreter, "-m", "venv", place], check=True)
@@ -46,10 +58,10 @@ def try_out(name: str, interpreter: str, requirements: tuple[str, ...]) -> str:
         subprocess.run([*pip, *requirements, "-e", ".[test]"], cwd=ROOT, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         return f"{name}: could not be installed ({error})"
-    return f"{name}: {judge(python)}"
+    return f"{name}: {judge(python, chosen)}"
 
 
-def judge(python: Path) -> str:
+def judge(python: Path, chosen: tuple[str, ...]) -> str:
     """Run tests and smoke run with an interpreter that has all it needs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     versions = subprocess.run(
@@ -57,7 +69,7 @@ def judge(python: Path) -> str:
          "print('Python', p.python_version(), *(f'{n} {v(n)}' for n in ('torch', 'ray')))"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    tests = [python, "-m", "pytest", "-q", "-m", "not long", *WITHOUT_RAY]
+    tests = [python, "-m", "pytest", "-q", "-m", "not long", *chosen]
     done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout[-3000:], file=sys.stderr)
     found = re.search(r"(\d+ (?:passed|failed|error).*?) in ", done.stdout.splitlines()[-1])

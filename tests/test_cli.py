@@ -16,6 +16,7 @@ from support.datasets import write_split
 from support.recipes import write_recipe
 
 from dpdist.cli.main import main
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 
@@ -285,17 +286,63 @@ def test_bad_recipes(dpdist, tmp_path, sections, message):
 
 
 def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch):
+    """They begin at its file's folder; those of options, and of Python, at the current one."""
     from dpdist.runs.recipe import resolve_recipe
 
-    path = recipe(
-        tmp_path,
-        data={"name": "mine", "root": "data"},
-        privacy={"budget": "~/budget"},
-    )
+    place = tmp_path / "recipes"
+    place.mkdir()
+    path = recipe(place, data={"name": "mine", "root": "data"}, privacy={"budget": "~/budget"})
     monkeypatch.chdir(tmp_path)
-    found = resolve_recipe(path)
-    assert found.data.root == tmp_path / "data"
-    assert found.privacy.budget == Path.home() / "budget"
+    for given in (path, path.relative_to(tmp_path)):
+        found = resolve_recipe(given)
+        assert found.data.root == place / "data"
+        assert found.privacy.budget == Path.home() / "budget"
+        other = resolve_recipe(given, changes={"privacy.budget": "other"}, data_root="mine")
+        assert (other.data.root, other.privacy.budget) == (tmp_path / "mine", tmp_path / "other")
+    raw = found.model_dump(mode="json") | {"data": {"name": "mine", "root": "data"}}
+    assert resolve_recipe(raw).data.root == tmp_path / "data"
+
+
+def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
+    """Whatever section it stands in; the names that stand in a path's place stay names."""
+    from dpdist.runs.recipe import Recipe, ScriptedRecipe, _anchor_paths
+
+    def anchored(raw):
+        return _anchor_paths(raw, [Recipe, ScriptedRecipe], tmp_path, "", [])
+
+    at = str(tmp_path / "x")
+    for raw in (
+        {"data": {"root": "x", "text": {"tokenizer": "x"}}},
+        {"model": {part: {"folder": "x"} for part in ("initial", "classifier", "denoiser")}},
+        {"privacy": {"budget": "x"}, "public": {"weights": "x"}},
+        {"tune": {"score": {"public": {"root": "x"}}}},
+        {"method": {"name": "pate", "public": {"root": "x"}}},
+        {"method": {"name": "secure-sgd", "redistribution": {"root": "x"}}},
+        {"method": {"name": "functional", "relevance": {"root": "x"}}},
+    ):
+        assert str(anchored(raw)) == str(raw).replace("'x'", repr(at)), raw
+    assert anchored(raw := {"public": {"weights": "torchvision"}, "name": "x"}) == raw
+
+
+def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeypatch):
+    """It was meant before; with another budget a ceiling would begin anew, without a word."""
+    from dpdist.runs.recipe import resolve_recipe
+
+    place = tmp_path / "recipes"
+    place.mkdir()
+    (tmp_path / "spent").mkdir()
+    path = recipe(place, privacy={"budget": "spent"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        resolve_recipe(path)
+    assert str(refusal.value) == (
+        f"{path}: privacy.budget: must be relative to the recipe's folder, where it is '../spent', "
+        f"got 'spent', which only {tmp_path} has"
+    )
+    # As it was begun, so it continues: with the path that is named, or by the option.
+    begun = resolve_recipe(path, changes={"privacy.budget": "spent"})
+    recipe(place, privacy={"budget": "../spent"})
+    assert resolve_recipe(path) == begun and begun.privacy.budget == tmp_path / "spent"
 
 
 def test_several_mistakes_are_all_named(dpdist, tmp_path):

@@ -142,7 +142,11 @@ def _whole_above_one(value: float) -> float:
 
 
 def _resolve_path(value: Path) -> Path:
-    """Return the absolute path, so that a run continues from any directory and on any host."""
+    """Return the absolute path, so that a run continues from any directory and on any host.
+
+    A recipe's file was anchored at its own folder before (`dpdist.runs.recipe.load_recipe`): what
+    is still relative comes from an option or from Python, and begins at the current directory.
+    """
     try:
         return validate_path(value).resolve()
     except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle

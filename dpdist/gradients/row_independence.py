@@ -231,7 +231,8 @@ def find_row_classes(
         rows: of the pass.
 
     Returns:
-        The class of each row, int64 (rows,); None where all rows are alike.
+        The class of each row, int64 (rows,), numbered in the order of their first rows; None where
+        all rows are alike.
     """
     classes, seen = np.zeros(rows, np.int64), 0
     for number in range(len(targets)):
@@ -264,8 +265,12 @@ def _refine_classes(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
     flat = np.ascontiguousarray(bits.flatten(1).cpu().numpy())
     whole = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).ravel()
     _, labels = np.unique(whole, return_inverse=True)
-    _, both = np.unique(np.stack([classes, labels]), axis=1, return_inverse=True)
-    return both.ravel().astype(np.int64)
+    _, first, both = np.unique(
+        np.stack([classes, labels]), axis=1, return_index=True, return_inverse=True
+    )
+    # By their first rows: the order of values is another one for other parameters, and a training
+    # that continues from a checkpoint would put its records into other rows.
+    return np.argsort(np.argsort(first))[both.ravel()].astype(np.int64)
 
 
 # --- tracing a pass ---------------------------------------------------------------------------

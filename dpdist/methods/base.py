@@ -493,7 +493,8 @@ class Worker(Protocol):
     """A training in the hands of one worker, from its newest checkpoint on.
 
     It is `dpdist.training.worker.Loop`, whose other parts (step, model, fixed, flat, save) are
-    there for methods that make releases of their own: `step` is the `PrivateStep`.
+    there for methods that make releases of their own: `step` is the `PrivateStep`. Those with many
+    steps take them by `numbers` and end each by `end_step`, which hears of pre-emption.
     """
 
     def steps(self) -> None:

@@ -51,7 +51,7 @@ class DPALExecution(Execution[DPAL]):
     def learn(self, worker: Any) -> None:
         """Take the steps; worker 0 measures the model once they are all taken."""
         plan, steps = worker.job.plan, DPALTrainer(self.method, worker)
-        for step in range(worker.start, worker.last):
+        for step in worker.numbers():
             steps.run_step(step)
         if worker.step.reducer.rank == 0 and worker.last == plan.steps:
             measure_accuracy(self.method, worker)
@@ -211,8 +211,7 @@ class DPALTrainer:
         worker.optimizer.update(worker.flat, gradient, step)
         worker.constrain()
         worker.divergence.check(worker.flat, step, step + 1 == worker.last)
-        if step + 1 == worker.last or (step + 1) % _SAVED == 0:
-            worker.save(step + 1)
+        worker.end_step(step + 1, (step + 1) % _SAVED == 0)
 
     def _batch_passes(self, step: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """This shard's part of the step's batch, in passes: inputs with their noise, labels."""

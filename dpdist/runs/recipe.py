@@ -11,12 +11,13 @@ import copy
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
@@ -339,7 +340,9 @@ def find_recipe(name: str) -> Path:
 def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and validate a recipe file; its name is the file's unless it says so.
 
-    `changes` maps dotted keys to values (from the command line).
+    Relative paths in the file begin at its folder, so that the recipe names the same budget and
+    the same data from any directory. `changes` maps dotted keys to values (from the command line),
+    whose paths begin at the current directory.
 
     Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
     got ...".
@@ -356,7 +359,65 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
         )
     raw.setdefault("name", path.stem)
-    return parse_recipe(_apply_changes(raw, changes), str(path))
+    moved = list[str]()
+    found = _anchor_paths(raw, [Recipe, ScriptedRecipe], path.absolute().parent, "", moved)
+    changed = (changes or {}).keys()
+    if said := [f"{path}: {line}" for line in moved if line.partition(":")[0] not in changed]:
+        raise UserError("\n".join(said))
+    return parse_recipe(_apply_changes(found, changes), str(path))
+
+
+def _anchor_paths(
+    value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str, moved: list[str]
+) -> Any:
+    """Return a section's plain data with relative paths made absolute, beginning at `folder`.
+
+    Args:
+        value: a section as it was read, or a list or mapping of sections.
+        sections: those that it may be.
+        folder: of the recipe's file.
+        where: its dotted key; empty for the recipe.
+        moved: takes a complaint of each path that lies in the current directory instead, where
+            relative paths began before: another budget would begin, and the first be forgotten.
+    """
+    if isinstance(value, list):
+        return [_anchor_paths(each, sections, folder, where, moved) for each in value]
+    if not isinstance(value, dict) or not sections:
+        return value
+    found = {}
+    for key, inner in value.items():
+        kinds = [each.model_fields[key].annotation for each in sections if key in each.model_fields]
+        dotted = f"{where}.{key}" if where else str(key)
+        if any(_takes_path(kind, inner) for kind in kinds):
+            found[key] = _anchored(inner, folder, dotted, moved)
+        else:
+            nested = [each for kind in kinds for each in _nested_sections(kind)]
+            found[key] = _anchor_paths(inner, nested, folder, dotted, moved)
+    return found
+
+
+def _takes_path(annotation: Any, value: object) -> bool:
+    """Return whether a field takes this value as a path; `public.weights` knows a name too."""
+    if get_origin(annotation) is Literal or not isinstance(value, str):
+        return False
+    parts = get_args(annotation)
+    if any(get_origin(part) is Literal and value in get_args(part) for part in parts):
+        return False
+    return annotation is Path or any(_takes_path(part, value) for part in parts)
+
+
+def _anchored(value: str, folder: Path, key: str, moved: list[str]) -> str:
+    """Return a path that begins at `folder`; what no file system could hold is left as it is."""
+    try:
+        given = validate_path(value)
+        beside, here = folder / given, Path.cwd() / given
+        if not given.is_absolute() and here.exists() and not beside.exists():
+            right = os.path.relpath(here.resolve(), folder.resolve())
+            rule = f"must be relative to the recipe's folder, where it is {quoted(right)}"
+            moved.append(f"{key}: {rule}, got {quoted(value)}, which only {Path.cwd()} has")
+        return str(beside)
+    except (UserError, OSError):  # refused where the field is checked
+        return value
 
 
 def resolve_recipe(

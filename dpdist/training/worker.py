@@ -19,7 +19,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -631,18 +631,22 @@ class Loop:
         self.kept = start
         return start
 
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers of the steps that are left; an interruption is heard meanwhile."""
+        self.watch = InterruptionWatch(self.job.folder, self.step.reducer, self.host_leaves)
+        yield from range(self.start, self.last)
+        self.watch.close()
+
     def steps(self) -> None:
         """Take the plan's steps that are left."""
         plan, recipe = self.job.plan, self.job.recipe
-        self.watch = InterruptionWatch(self.job.folder, self.step.reducer, self.host_leaves)
         execution = recipe.method.execution()
-        for number in range(self.start, self.last):
+        for number in self.numbers():
             step_plan = plan.step(number)
             if number == self.start or recipe.training.schedule != "constant":
                 rate = self.optimizer.learning_rate(number)
                 self.step.engine.perturbation = execution.perturbation(step_plan, rate, self.fixed)
             self._step(number, step_plan)
-        self.watch.close()
 
     def _step(self, number: int, step_plan: StepPlan) -> None:
         step, reducer, watch = self.step, self.step.reducer, self.watch
@@ -659,13 +663,30 @@ class Loop:
             raise
         if self.monitor is not None:
             self.monitor.record_step(number, seen)
+        self._end_step(number + 1, due, flagged)
+
+    def end_step(self, done: int, due: bool) -> None:
+        """End a step of a method that takes its own: keep it if that is due, or end between steps.
+
+        All workers call it after each step of `numbers`.
+
+        Args:
+            done: number of steps that are taken.
+            due: whether a checkpoint is; worker 0's word counts.
+        """
+        reducer = self.step.reducer
+        flag = due or (self.watch is not None and self.watch.is_due())
+        self._end_step(done, due, reducer.any_flag(reducer.rank == 0 and flag))
+
+    def _end_step(self, done: int, due: bool, flagged: bool) -> None:
+        watch = self.watch
         save_now, end_now = watch.ask(due) if flagged and watch is not None else (flagged, False)
-        if number + 1 == self.last:
-            self.save(number + 1)
+        if done == self.last:
+            self.save(done)
         elif end_now:
-            self._end_early(number + 1)
+            self._end_early(done)
         elif save_now:
-            self.save(number + 1)
+            self.save(done)
 
     def _end_early(self, done: int) -> None:
         """Write a checkpoint after `done` steps, of which a restart repeats none, and end."""

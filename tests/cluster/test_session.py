@@ -23,7 +23,7 @@ from dpdist import pipeline
 from dpdist.cluster import executor
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
-from dpdist.core.errors import Interrupted, UserError
+from dpdist.core.errors import ExitCode, Interrupted, UserError
 from dpdist.core.files import SESSION_FOLDER, TRAINING_FOLDER, temporary_folder
 from dpdist.pipeline import run_session
 from dpdist.runs.recipe import parse_recipe
@@ -272,7 +272,7 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
 
 
 LOSES_ITS_NODE = """
-import os, signal, sys, threading, time
+import logging.handlers, os, signal, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 import dpdist
@@ -302,6 +302,8 @@ def on_result(key, result):
         threading.Thread(target=stop_the_node).start()
 
 chunks = [Chunk(str(place), place, float(place)) for place in range(100_000)]
+held = logging.handlers.MemoryHandler(9, target=logging.StreamHandler())
+held.handle(logging.makeLogRecord({"msg": "a line that a handler held back", "levelno": 0}))
 try:
     if sys.argv[1] == "late":  # as every command opens it
         executor = AutoExecutor(lambda: dpdist.connect(cpus=1))
@@ -336,7 +338,8 @@ def test_a_node_that_ray_gave_up_ends_the_command_with_one_error(tmp_path, opene
         text=True, timeout=300,
     )  # fmt: skip
     told = [line for line in done.stdout.splitlines() if line.startswith(("said", "again"))]
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == ExitCode.USER_ERROR, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1:] == ["a line that a handler held back"], done.stderr
     assert [line.split(": Ray gave up the node")[0] for line in told] == ["said", "again"]
     assert told[1].endswith("in a new Python process") and "connected" not in done.stdout
     assert "Traceback" not in done.stderr

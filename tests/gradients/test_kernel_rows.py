@@ -36,6 +36,19 @@ def test_rows_that_round_alike_are_one_class() -> None:
     assert same is None
 
 
+@pytest.mark.parametrize("values", [(1.0, 1.25, 1.5), (1.5, 1.0, 1.25), (1.25, 1.5, 1.0)])
+def test_classes_are_numbered_by_their_rows_whatever_the_values(values: tuple[float, ...]) -> None:
+    """A training that continues from its checkpoint finds them with other parameters, and puts
+    each record into the row that it had."""
+
+    def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        return [inputs, torch.tensor(values)[[0, 1, 0, 2, 1, 0], None] * inputs]
+
+    examples = torch.full((64, 64), 3.0)
+    found = row_independence.find_row_classes(run, examples, torch.ones(64), 6)
+    assert found is not None and found.tolist() == [0, 1, 0, 2, 1, 0]
+
+
 def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
     examples = torch.tensor([[0.5], [0.25], [0.125], [0.1]])
 

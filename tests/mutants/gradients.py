@@ -717,8 +717,10 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/row_independence.py", "gradients/test_kernel_rows",
         ("    if bool((bits == bits[:1]).all()):", "    if True:", "all rows are taken to round alike"),
-        ("np.unique(np.stack([classes, labels]), axis=1, return_inverse=True)",
-         "np.unique(classes, return_inverse=True)", "what differs is forgotten"),
+        ("        np.stack([classes, labels]), axis=1, return_index=True, return_inverse=True\n",
+         "        classes, return_index=True, return_inverse=True\n", "what differs is forgotten"),
+        ("return np.argsort(np.argsort(first))[both.ravel()].astype", "return both.ravel().astype",
+         "a checkpoint's parameters number the rows anew"),
     ),
     *group(
         "dpdist/gradients/engine.py", "gradients/test_kernel_rows",

@@ -559,6 +559,20 @@ FAULTS: list[Fault] = [
             "flag = reducer.rank == 0 and due",
             "Ray is asked for a pre-emption at checkpoints alone",
         ),
+        (
+            "reducer.any_flag(reducer.rank == 0 and flag)",
+            "reducer.any_flag(due)",
+            "a method with steps of its own asks at its checkpoints alone",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_a_checkpoint_keeps_no_change_that_is_not_on_record",
+        (
+            "            self._look_between(self._done)\n            self._save()\n",
+            "            self._save()\n",
+            "a checkpoint that a script asks for hides what it changed",
+        ),
     ),
     *group(
         "dpdist/training/monitoring.py",

@@ -33,6 +33,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import checkpoint, job, model_setup
+from dpdist.training.monitoring import read_groups
 from dpdist.training.records import records_with_canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -483,6 +484,44 @@ def test_a_step_s_epsilon_counts_what_an_earlier_process_released(tmp_path):
     reports = [again.step() for _ in range(5)]
     assert len({report.epsilon for report in reports[:4]}) == 1
     assert first[3].epsilon <= reports[0].epsilon < reports[4].epsilon == again.guarantee.epsilon
+
+
+def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
+    whole = training(tmp_path / "whole")
+    whole.run_all()
+    slow = {"resources": {"checkpoint_seconds": 1e6}}
+    t = training(tmp_path / "own", **slow)
+    t.checkpoint()
+    assert not (tmp_path / "own").exists(), "nothing was trained"
+    for _ in range(3):
+        t.step()
+    for _ in range(2):
+        t.checkpoint()
+    t.close()
+    again = training(tmp_path / "own", **slow)
+    again.step()
+    assert again.steps_left == 2
+    again.run_all()
+    again.checkpoint()
+    assert Ledger.read(again.run.ledger).release_counts == dict.fromkeys(range(6), 1)
+    assert [group.step for group in read_groups(again.run)] == [0, 3]
+    assert len(again.run.metrics.read_text().splitlines()) == 6, "a step was repeated"
+    assert torch.equal(flat(again.model), flat(whole.model))
+    with pytest.raises(UserError, match=r"^step: this object let go of"):
+        t.checkpoint()
+
+
+def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
+    slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
+    t = training(tmp_path / "own", **slow)
+    t.step()
+    with torch.no_grad():
+        t.model.first.weight.mul_(0.5)
+    t.checkpoint()
+    t.close()
+    again = training(tmp_path / "own", **slow)
+    again.run_all()
+    assert again.guarantee.kind == "assumed: post-processing"
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
