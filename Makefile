@@ -71,6 +71,7 @@ test-all: install
 # Each part is run, whichever failed before it.
 nightly: install
 	@failed=0; \
+	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
 	$(BIN)/python tests/mutants/run.py || failed=1; \
 	$(BIN)/python tests/matrix.py || failed=1; \
