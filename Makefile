@@ -26,7 +26,7 @@ help:
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make nightly what is beyond test-all: hosts, faults, planted faults (hours; CONTRIBUTING.md)"
+	@echo "make nightly what is beyond test-all: experiments, hosts, faults, planted faults (hours; CONTRIBUTING.md)"
 	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (under 30 minutes, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
@@ -71,6 +71,7 @@ test-all: install
 # Each part is run, whichever failed before it.
 nightly: install
 	@failed=0; \
+	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
 	$(BIN)/python tests/mutants/run.py || failed=1; \
 	$(BIN)/python tests/matrix.py || failed=1; \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.main
+import typer.testing
 from support import hypothesis_settings, selection
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 MOST = 2.0  # seconds of processor time beyond which a test of `make check` is named
 TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
 SECONDS: Counter[str] = Counter()
+COST = {"long": 200, "whole": 20, "slow": 10}  # about, in twentieths of a second; of others 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,19 +54,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that took longest come first, before them those that were never timed: two
-    processes that each take the next file then end at about the same time. With --check what is
-    marked whole, slow or long goes."""
-    if config.option.check:
-        sides: dict[bool, list[pytest.Item]] = {True: [], False: []}
-        for item in items:
-            sides[any(map(item.get_closest_marker, selection.LEFT_OUT))].append(item)
-        items[:] = sides[False]
-        config.hook.pytest_deselected(items=sides[True])
+    """The files that took longest come first, before them those that were never timed, which are
+    ordered by what their tests are marked with: two processes that each take the next file then
+    end at about the same time. With --check what is marked whole, slow or long goes; what is
+    marked nightly goes unless `make nightly` runs, or a test is named (FILE::TEST)."""
+    left = set(selection.LEFT_OUT) if config.option.check else set()
+    if not (selection.IS_NIGHT or any("::" in str(each) for each in config.args)):
+        left.add(selection.NIGHTLY)
+    sides: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        sides[any(map(item.get_closest_marker, left))].append(item)
+    items[:] = sides[False]
+    config.hook.pytest_deselected(items=sides[True])
     cache = getattr(config, "cache", None)
     seconds = {} if cache is None else cache.get(TIMES, {})
-    whole = {path: selection.is_left_out(path) for path in {item.path for item in items}}
-    items.sort(key=lambda item: (-seconds.get(_file(item.nodeid), 1e9), not whole[item.path]))
+    guessed: Counter[str] = Counter()  # of a clean checkout nothing was timed
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        guessed[_file(item.nodeid)] += max((COST[each] for each in marks & COST.keys()), default=1)
+    files = {file: seconds.get(file, 1e9 + cost) for file, cost in guessed.items()}
+    items.sort(key=lambda item: -files[_file(item.nodeid)])
 
 
 def pytest_collection_finish() -> None:
@@ -110,6 +121,11 @@ def pytest_terminal_summary(
         ):
             terminalreporter.write_line(line)
 
+
+# All commands and options are read from their functions once a process, not once a call, which
+# takes 0.08 s of processor time.
+typer.main.get_command = functools.cache(typer.main.get_command)
+typer.testing._get_command = typer.main.get_command
 
 # Ray runs its workers at nice 15: beside a second process of tests they would hardly run at all.
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -192,6 +192,10 @@ SHAPES: dict[str, dict[str, int]] = {
     },
     "transdenoiser": {"| no-dp | none" + " | #" * 8 + " |": 1},
 }
+(LISTED,) = re.findall(
+    r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE
+)
+EXPERIMENTS = set(LISTED.replace("\\", "").split())
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
@@ -244,7 +248,13 @@ def before() -> dict[Path, int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in EXPERIMENTS - {"speed"}))
+        for name in SCRIPTS
+    ],
+)
 def test_the_script_runs(name, before, runs):
     """A new script needs `--quick` (`_common.parse_arguments`) and its shapes above."""
     home, running = runs[name]
@@ -330,11 +340,8 @@ def test_a_script_that_needs_data_says_so(name, words, tmp_path, monkeypatch, ca
 
 @pytest.mark.whole
 def test_make_bench_all_runs_every_script_but_the_experiments():
-    makefile = (CHECKOUT / "Makefile").read_text()
-    (listed,) = re.findall(r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    experiments = listed.replace("\\", "").split()
-    assert set(experiments) <= set(SCRIPTS) == set(SHAPES)
+    assert EXPERIMENTS <= set(SCRIPTS) == set(SHAPES)
     asked = ["make", "--no-print-directory", "-n", "-C", str(CHECKOUT), "bench-all"]
     printed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     (loop,) = [line for line in printed.splitlines() if line.startswith("for script in ")]
-    assert re.findall(r"benchmarks/(\w+)\.py", loop) == sorted(set(SCRIPTS) - set(experiments))
+    assert re.findall(r"benchmarks/(\w+)\.py", loop) == sorted(set(SCRIPTS) - EXPERIMENTS)

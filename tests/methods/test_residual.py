@@ -165,7 +165,6 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
     assert method.cost(private.phases[0]) == private.phases
 
 
-@pytest.mark.parametrize("label", range(5))
 @pytest.mark.parametrize(
     "place",
     [
@@ -176,9 +175,7 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
     ],
     ids=str,
 )
-def test_one_released_step_gives_the_label_away_whatever_the_noise(
-    place: ModuleNoise, label: int
-) -> None:
+def test_one_released_step_gives_the_label_away_whatever_the_noise(place: ModuleNoise) -> None:
     """A softmax behind a bias: of the bias's gradient, softmax - onehot(y), the only negative entry
     is the label's. So (x, y) and (x, y') are told apart with probability 1: for no epsilon and no
     delta < 1 does Theorem 1 hold of records with their labels, nor any claim for noise before the
@@ -190,10 +187,11 @@ def test_one_released_step_gives_the_label_away_whatever_the_noise(
         perturbation=ModulePerturbation(1, place),
         micro_batch=1,
     )
-    released = engine.clipped_sum(
-        torch.rand(1, *SHAPE), torch.tensor([label]), draw_key=KEY, record_ids=torch.tensor([7])
-    ).flat[-5:]
-    assert int(released.argmin()) == label and int((released < 0).sum()) == 1
+    for label in range(5):
+        released = engine.clipped_sum(
+            torch.rand(1, *SHAPE), torch.tensor([label]), draw_key=KEY, record_ids=torch.tensor([7])
+        ).flat[-5:]
+        assert int(released.argmin()) == label and int((released < 0).sum()) == 1
 
 
 # ---- whole runs

@@ -53,10 +53,16 @@ CLIP = 0.5
 LORA = {"kind": "lora", "r": 3, "target_modules": "all-linear"}
 NONE = torch.zeros(6, dtype=torch.int64)
 BOTH = ("llama", "gpt2", "bert")  # the others are long: they are made of the same parts
-CASES = [
-    pytest.param(family, marks=[] if family in BOTH else [pytest.mark.long])
-    for family in lm.FAMILIES
-]
+
+
+def cases(*families: str) -> list:
+    return [
+        pytest.param(family, marks=[] if family in BOTH else [pytest.mark.long])
+        for family in families
+    ]
+
+
+CASES = cases(*lm.FAMILIES)
 
 
 def engine_of(model: nn.Module, **more) -> GradientEngine:
@@ -213,7 +219,7 @@ def test_checkpoints_of_activations_change_nothing(trained):
 # --- records stay apart
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bert"])
+@pytest.mark.parametrize("family", cases("llama", "gpt2", "opt", "bert"))
 def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
     model = lm.stirred(lm.with_lora(lm.make(family))).double()
     fields = lm.batch()
@@ -226,7 +232,7 @@ def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
         assert float(moved.norm()) <= CLIP * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "bert"])
+@pytest.mark.parametrize("family", cases("llama", "mistral", "opt", "bert"))
 def test_no_kernel_is_chosen_by_another_document(family):
     """A document's bits do not depend on the padding of others, in float32 and with SDPA."""
     model = lm.stirred(lm.with_lora(lm.make(family)))
@@ -245,7 +251,7 @@ def test_no_kernel_is_chosen_by_another_document(family):
         assert all(map(torch.equal, found[0], others))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bert"])
+@pytest.mark.parametrize("family", cases("llama", "gpt2", "opt", "bert"))
 def test_where_a_document_is_filled_up_says_nothing(family):
     """At its end, before its beginning, or within: opacus #792 and #808 counted what fills up."""
     model = lm.stirred(lm.with_lora(lm.make(family))).double()
@@ -662,7 +668,7 @@ def recipe_of(tmp_path: Path, base: Path, **sections):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family):
     """Tied or not: adapters move, and nothing else; what is released says what was trained."""
     write_chats(tmp_path / "data")

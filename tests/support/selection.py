@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
 from support.sources import marks_of
 
-LEFT_OUT = {"whole", "slow", "long"}  # markers of what `make check` leaves out
+NIGHTLY = "nightly"  # marker of what `make nightly` alone runs
+IS_NIGHT = bool(os.environ.get("DPDIST_NIGHTLY"))
+LEFT_OUT = {"whole", "slow", "long", NIGHTLY}  # markers of what `make check` leaves out
 GUARANTEE = "guarantee"
 
 
@@ -47,7 +50,7 @@ def report(paths: Iterable[Path]) -> list[str]:
     files = sum(run > 0 for run, _ in counts.values())
     return [
         f"{files} of {len(counts)} test files, {_share(counts.values())} test functions; left out "
-        f"is what is marked {', '.join(sorted(LEFT_OUT))} (make test, make test-all)",
+        f"is what is marked {', '.join(sorted(LEFT_OUT))} (make test, make test-all, make nightly)",
         f"of a guarantee: {len(carrying) - len(left)} of {len(carrying)} files, "
         f"{_share(carrying.values())} test functions: "
         + ", ".join(_name(path, *each) for path, each in carrying.items() if each[0]),

@@ -683,7 +683,7 @@ def dropping() -> nn.Module:
          f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
         (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
         (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
-        (Net, sgd, {"factory": "torch.nn:Identity"}, "factory: must build this model"),
+        (Net, sgd, {"factory": "support.foreign:net"}, "factory: must build this model"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_line_and_leave_nothing(tmp_path, model, optimizer, options, said):
