@@ -11,7 +11,8 @@ Published figures, with their sources, stand in papers/PAPER.yaml:
   them with a `change` of fields. keys: the fields of a recipe that are the columns. at: which of
   the `budgets` of the row's data set are the columns. statistic: of our trainings; the mean, or
   their `deviation`. run, why: the command of what was not run, and why it was not. smaller: results
-  of our own at another size, from a file of lines; {trainings} in its command is their number.
+  of our own at another size, from a file of lines (or several such); {trainings} in its command is
+  their number.
 
 Ours come from papers/measured.jsonl, benchmarks/dplis.jsonl and the files that `smaller` names.
 Those of the same setting stand beside the published figure with their difference from it. Its
@@ -37,6 +38,7 @@ from _common import parse_arguments
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
+from dpdist.certification.statistics import compare
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +51,8 @@ LONG = 6  # rows beyond which a table is folded
 class Result:
     """Trainings of ours in one row of an item: values of each by column.
 
-    n: test inputs of each value. setting: what is not as published; None: nothing is.
+    n: test inputs of each value; counts: of columns that have others. setting: what is not as
+    published; None: nothing is. right: hexadecimal bits of the test inputs, by column and key.
     """
 
     row: str
@@ -62,6 +65,12 @@ class Result:
     recipe: str | None = None
     doc: str | None = None
     change: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    right: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def inputs(self, column: str) -> int | None:
+        """Return the number of test inputs behind a column."""
+        return self.counts.get(column, self.n)
 
 
 @cache
@@ -90,7 +99,9 @@ def results(paper: str, item: dict[str, Any]) -> list[Result]:
             own.append(Result(**{k: v for k, v in line.items() if k not in ("paper", "item")}))
     same = {"file": f"{paper}.jsonl", "where": {"item": item["id"]}}
     run = {"file": "papers_run.jsonl", "where": {"paper": paper, "item": item["id"]}}
-    return [*own, *gathered(same), *gathered(run), *gathered(item.get("smaller") or {})]
+    smaller = item.get("smaller") or []
+    several = smaller if isinstance(smaller, list) else [smaller]
+    return [*own, *(one for source in (same, run, *several) for one in gathered(source))]
 
 
 def gathered(source: dict[str, Any]) -> Iterator[Result]:
@@ -106,7 +117,10 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
         key=lambda each: order.index(each[0][0]),
     ):
         cells: dict[str, list[float]] = {}
+        right: dict[str, dict[int, str]] = {}
         for line in trained:
+            for column, bits in line.get("bits", {}).items():
+                right.setdefault(column, {})[line["key"]] = bits
             paths = source.get("cells") or {c: [source.get("of", "test"), c] for c in line["test"]}
             for column, path in paths.items():
                 value: Any = line
@@ -123,7 +137,8 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
         keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
         yield Result(
             row, cells, setting, one["commit"], command, keys,
-            n, one.get("recipe"), change=one.get("change", {}),
+            n, one.get("recipe"), change=one.get("change", {}), counts=one.get("counts", {}),
+            right=right,
         )  # fmt: skip
 
 
@@ -162,7 +177,7 @@ def beside(value: float | None, ours: Result | None, column: str, statistic: str
     cell = "" if value is None else f"{value:,}".removesuffix(".0")  # to its last digit
     if ours is None or column not in ours.cells:
         return cell
-    found = interval(ours.cells[column], ours.n, statistic)
+    found = interval(ours.cells[column], ours.inputs(column), statistic)
     told = f"**{number(found.value)}**"
     if value is not None:
         apart = Estimate(found.value - value, found.low - value, found.high - value)
@@ -240,6 +255,8 @@ def _others(found: list[Result], statistic: str) -> Iterator[str]:
         head = f"**Ours**, {setting}"
         if counts := sorted({one.n for one in own if one.n}):
             head += f"; {' and '.join(f'{n:,}' for n in counts)} test inputs"
+            others = {f"{c}: {n:,}" for one in own for c, n in one.counts.items() if n != one.n}
+            head += f" ({', '.join(sorted(others))})" if others else ""
         head += "; standard deviation" if statistic == "deviation" else ""
         body = []
         for one in own:
@@ -248,12 +265,38 @@ def _others(found: list[Result], statistic: str) -> Iterator[str]:
         yield from (f"{head} [95 % interval]:", "", *table(["", *columns, "trainings"], body), "")
         if statistic == "deviation":
             yield from _ratios(own)
+        yield from _differences(own)
+
+
+def _differences(found: list[Result]) -> Iterator[str]:
+    """What other rows have beyond the first, counted image by image: of one key with McNemar's
+    exact p, of several the mean with Student's interval."""
+    first, *rest = found
+    for one in rest:
+        told = []
+        for column in first.right.keys() & one.right.keys() if first.n == one.n else ():
+            pairs = [
+                [_bits(each.right[column][key], first.n) for each in (first, one)]
+                for key in sorted(first.right[column].keys() & one.right[column].keys())
+            ]
+            gaps = [100 * float(b.mean() - a.mean()) for a, b in pairs]
+            more = f" (p {compare(*pairs[0]).p_value:.2g})"
+            if len(gaps) > 1:
+                more = _reach(Estimate.from_values(gaps), 2)
+            told.append((list(first.right).index(column), f"{column} {np.mean(gaps):+.2g}{more}"))
+        if told:
+            listed = ", ".join(text for _, text in sorted(told))
+            yield from (f'{one.row} less "{first.row}", image by image, points: {listed}.', "")
+
+
+def _bits(told: str, count: int | None) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(bytes.fromhex(told), np.uint8), count=count).astype(bool)
 
 
 def _estimate(result: Result, column: str, statistic: str) -> str:
     if column not in result.cells:
         return ""
-    found = interval(result.cells[column], result.n, statistic)
+    found = interval(result.cells[column], result.inputs(column), statistic)
     return "" if math.isnan(found.value) else number(round(found.value, 6)) + _reach(found)
 
 

@@ -4,7 +4,7 @@ In this process, by the parts that runs and `dpdist membership` are made of. For
 
 * shadow: the paper's protocol, once for each seed: a target on a quarter of the records, judged by
   a network that learnt from one plain shadow (the same for all rows of a seed); and by LiRA, whose
-  references are the plain shadows of all seeds.
+  references are the plain shadows of all seeds (--shadows).
 * audit: one training with mislabelled canaries behind a quarter, and what they bound epsilon by.
 * inside: whether residual noise inside the clip helps at equal epsilon, on scikit-learn's digits.
 * cost: seconds of the processor that a training alone takes, the rows of a seed in turn.
@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import make_images, parse_arguments, require_data, scratch_folder
+from _common import describe_run, make_images, parse_arguments, require_data, scratch_folder
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
@@ -123,10 +123,11 @@ ORDER: tuple[tuple[str, str, list[str] | None], ...] = (  # what is made first; 
     ("cifar10", "shadow", None), ("cifar10", "cost", [*BOTH, "En1, gamma 4.5"]),
     ("cifar10-2", "shadow", None), ("mnist", "shadow", None), ("digits", "inside", None),
 )  # fmt: skip
-# records: of all four quarters. side: of an image, in pixels; 0 for the original's.
+# records: of all four quarters. side: of an image, in pixels; 0 for the original's. shadows: plain
+# ones that LiRA has; 0 for as many as seeds.
 NUMBERS = {
     "seeds": 3, "records": 10_000, "side": 0, "epochs": 30, "batch": 128, "rate": 0.1, "width": 4,
-    "passes": 10, "population": 2000, "canaries": 500,
+    "passes": 10, "population": 2000, "canaries": 500, "shadows": 0,
 }  # fmt: skip
 SIZE = ("records", "side", "epochs", "width")  # what a result is of, besides its row
 LONG, QUERIED = 100, "En1, gamma 0.75"  # passes, of this row's first seed; elsewhere `--passes`
@@ -241,7 +242,9 @@ def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     game, key = GAMES["quarters"](2), key_of("residual", data, seed)
     recipe = recipe_of(data, row, given, seed, 1.0)
     plain = recipe_of(data, "none", given, seed, 1.0)
-    besides = [plain_shadow(data, each, given, shadows) for each in range(given.seeds)]
+    besides = [
+        plain_shadow(data, each, given, shadows) for each in range(given.shadows or given.seeds)
+    ]
     most = LONG if row == QUERIED and not seed else given.passes
     passes = tuple(sorted({1, given.passes, most}))
     target, epsilon = scores_of(recipe, plain, game, key, 0, passes, given.population)
@@ -401,7 +404,10 @@ def make(given: argparse.Namespace) -> None:
                     continue
                 began = time.monotonic()
                 found = TASKS[task](data, row, seed, given, given.runs)
-                taken = {"seconds": round(time.monotonic() - began, 1)}
+                taken = {
+                    "seconds": round(time.monotonic() - began, 1),
+                    "commit": describe_run()["commit"],
+                }
                 line = json.dumps(name | found | taken)
                 with given.results.open("a") as file:
                     file.write(line + "\n")

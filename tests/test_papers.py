@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from scipy.special import gammaln, logsumexp
 from support import sources
@@ -16,6 +17,7 @@ from support.benchmarks import load as load_benchmark
 
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
+from dpdist.data.parquet import split_files
 from dpdist.runs.recipe import RECIPES_FOLDER, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,3 +217,55 @@ def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypa
         assert list(line["steps"].values()) == [2, 4] and line["n"] == 358
         assert list(line["test"]) == list(line["train"]) == ["ε 1.20", "ε 1.30"]
         assert 0 < line["proved"]["ε 1.20"] < line["proved"]["ε 1.30"]
+
+
+@pytest.mark.slow
+def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
+    """With a name of its own; with epsilon as given, so noise is not sought here."""
+    script = vars(load_benchmark("papers_run"))
+    found = script["cells"]()
+    known = {(paper, item["id"]) for paper, item in ITEMS}
+    assert len({script["run_name"](part) for part in found}) == len(found) > 20
+    for part, cell in found.items():
+        assert (cell.paper, cell.item) in known, part
+        change = cell.change | {"name": script["run_name"](part)}
+        recipe = papers["recipe_of"](cell.recipe, change)
+        if recipe.privacy.noise_multiplier is None:
+            change = change | {"privacy.epsilon": None, "privacy.noise_multiplier": 4.0}
+            recipe = papers["recipe_of"](cell.recipe, change)
+        plan = make_plan(recipe, RECORDS[recipe.data.name], part)
+        assert ("NOT PRIVATE" in cell.row) <= (plan.guarantee().epsilon == math.inf), part
+
+
+def test_rows_are_compared_image_by_image():
+    """Five more images of 8 are right under one key, by McNemar's test 2 (1/2)^5; with a second key
+    the interval is of the two differences. A column may have other inputs than the rest."""
+    result = papers["Result"]
+    few, most, all_right = "00", "f8", "ff"
+    about = {"setting": "s", "commit": "c", "command": "c", "n": 8, "counts": {"clean": 50}}
+    first = result("none", {"a": [0.0]}, right={"a": {0: few}, "b": {0: few}}, **about)
+    other = result("R", {"a": [62.5]}, right={"a": {0: most}}, **about)
+    told = "\n".join(papers["_others"]([first, other], "mean"))
+    assert 'R less "none", image by image, points: a +62 (p 0.062).' in told
+    assert "8 test inputs (clean: 50)" in told and (first.inputs("a"), first.inputs("clean")) == (
+        8, 50,
+    )  # fmt: skip
+    first.right["a"][1], other.right["a"][1] = few, all_right
+    (told, _) = papers["_differences"]([first, other])
+    low, high = map(float, re.search(r"a \+81 \[(.*), (.*)\]", told).groups())
+    assert low < 62.5 and high > 100
+    assert list(papers["_differences"]([first])) == []
+
+
+def test_test_images_are_thinned_and_training_records_are_not(tmp_path):
+    script, common = vars(load_benchmark("papers_run")), load_benchmark("_common")
+    for name in ("cifar10", "mnist"):
+        common.make_images(tmp_path / "data", name, 6, 40)
+    root = script["with_fewer_tests"](tmp_path / "data", tmp_path / "fewer")
+    assert script["with_fewer_tests"](tmp_path / "data", tmp_path / "fewer") == root
+    for split, step in (("train", 1), ("test", script["TESTS"])):
+        whole, part = (
+            pq.read_table(list(map(str, split_files(place, "mnist", split)))).to_pylist()
+            for place in (tmp_path / "data", root)
+        )
+        assert part == whole[::step] and len(part) in (6, 4)

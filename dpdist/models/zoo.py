@@ -228,11 +228,13 @@ def pool_cnn(
     kernels: Sequence[int] = (5, 3, 3),
     groups: int = 0,
     activation: str = "relu",
+    whiten: float = 0.0,
 ) -> nn.Module:
     """Convolutions that keep their maps' size, the first of stride 2, each other one before a 2x2
     max pool, and a last layer that reads what they see: 115,274 parameters on 3x32x32.
 
-    kernels: odd. groups: of a GroupNorm behind each convolution, 0 for none.
+    kernels: odd. groups: of a GroupNorm behind each convolution, 0 for none. whiten: ridge of a
+    `WhiteningLayer` before the last layer, 0 for none.
     """
     if not len(filters) == len(kernels) > 0 or not all(kernel % 2 for kernel in kernels):
         raise ValueError("filters and kernels must be lists of one length, kernels odd")
@@ -247,7 +249,41 @@ def pool_cnn(
         if depth:
             layers.append(nn.MaxPool2d(2))
     features = nn.Sequential(*layers, nn.Flatten())
-    return nn.Sequential(*features, nn.Linear(_flat_size(features, input_shape), classes))
+    size = _flat_size(features, input_shape)
+    white = [WhiteningLayer(size, whiten)] if whiten else []
+    return nn.Sequential(*features, *white, nn.Linear(size, classes))
+
+
+class WhiteningLayer(nn.Linear):
+    """A frozen map of features (B, D) to uncorrelated ones; the identity until it is fitted.
+
+    It is fitted once, to public records at the end of their training, and no private record moves
+    it. A head on whitened features learns in fewer noisy steps, as it need not go further along
+    features that vary less.
+
+    ridge: added to each eigenvalue of the covariance, as a share of their mean, so that directions
+    that hardly vary are not blown up.
+    """
+
+    def __init__(self, size: int, ridge: float) -> None:
+        super().__init__(size, size)
+        if not 0 < ridge < math.inf:
+            raise ValueError(f"whiten must be a finite number, 0 or more, got {ridge}")
+        self.ridge = ridge
+        self.requires_grad_(False)
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def fit(self, mean: Tensor, covariance: Tensor) -> None:
+        """Whiten features of this mean (D,) and covariance (D, D); their mean square stays."""
+        values, vectors = torch.linalg.eigh(covariance)
+        values = values.clamp(min=0.0)
+        inverse = (values + self.ridge * values.mean()).clamp(min=1e-12).rsqrt()
+        scale = (values.sum() / (values * inverse.square()).sum().clamp(min=1e-12)).sqrt()
+        matrix = scale * (vectors * inverse) @ vectors.T
+        with torch.no_grad():
+            self.weight.copy_(matrix)
+            self.bias.copy_(-matrix @ mean)
 
 
 class _TokenEmbedding(nn.Module):

@@ -101,9 +101,15 @@ def pretrain(
     if section.weights is not None:
         began["began_with"] = training.load_public_weights(model, section, network)
     steps = training.train_public(model, public, test.input_shape, section, part, progress)
+    whitened = training.whiten_features(model, public, test.input_shape, section)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
     facts["made_by"] = pretraining_settings(section)
     spec = replace(learned, classes=test.classes)
+    if whitened and spec == learned:
+        raise UserError(
+            f"{context}: public.data: must be of other classes than the private data where "
+            "model.options.whiten is given, for a head that stays has learned what lies before it"
+        )
     if spec != learned:
         model = training.replace_head(model, spec, section.training.init_seed)
     with atomic_folder(folder) as aside:

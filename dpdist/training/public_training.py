@@ -27,7 +27,7 @@ from dpdist.core.files import read_bytes
 from dpdist.gradients.engine import cross_entropy, squared_error
 from dpdist.methods.hidden_noise_shares import resize_images
 from dpdist.models import ModelSpec
-from dpdist.models.zoo import batch_statistics, download_weights
+from dpdist.models.zoo import WhiteningLayer, batch_statistics, download_weights
 from dpdist.randomness.keys import derive_key
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.model_setup import augmentation
@@ -139,6 +139,36 @@ def train_public(
         raise UserError("public.training: the weights are not finite; lower the learning rate")
     flat.copy_(optimizer.published_parameters(flat))
     return steps
+
+
+_WHITENED = 20_000  # public records that a covariance is of, at most
+
+
+def whiten_features(
+    model: nn.Module, records: data.Dataset, shape: tuple[int, ...], section: PublicRecipe
+) -> bool:
+    """Fit the model's whitening layer, if it has one, to public records with the noise of their
+    training; returns whether it has."""
+    layers = [layer for layer in model.modules() if isinstance(layer, WhiteningLayer)]
+    for layer in layers:
+        seen: list[Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        generator = torch.Generator().manual_seed(section.training.init_seed)
+        size = layer.in_features
+        count, total = 0, torch.zeros(size, dtype=torch.float64)
+        squares = torch.zeros(size, size, dtype=torch.float64)
+        rows = np.linspace(0, len(records) - 1, min(_WHITENED, len(records))).astype(np.int64)
+        with torch.inference_mode(), hook:
+            for some in np.array_split(rows, math.ceil(len(rows) / 500)):
+                inputs = _resize_to_model(records.batch(some), shape, records)
+                noise = torch.randn(inputs.shape, generator=generator)
+                model(inputs + (section.sigma or 0.0) * noise)
+                features = seen.pop().double()
+                count, total = count + len(features), total + features.sum(0)
+                squares += features.T @ features
+        mean = total / count
+        layer.fit(mean, squares / count - mean[:, None] * mean)
+    return bool(layers)
 
 
 def _resize_to_model(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:

@@ -26,7 +26,11 @@ from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
 from dpdist.training.public_training import accuracy, deform_images
-from dpdist.training.records import data_source, records_with_canaries
+from dpdist.training.records import (
+    data_source,
+    external_public_records,
+    records_with_canaries,
+)
 
 pytestmark = pytest.mark.whole
 
@@ -383,3 +387,59 @@ def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):
     overlapping["public"]["data"]["labels"] = [5, 6]
     with pytest.raises(UserError, match="are among the public ones"):
         pretrain(parse_recipe(overlapping, "test"), "test")
+
+
+# --- features that public records whiten
+
+WHITENED = {"name": "pool-cnn", "trained": ["7"],
+            "options": {"filters": [4, 6], "kernels": [3, 3], "whiten": 1e-6}}  # fmt: skip
+
+
+def test_a_layer_whitens_what_the_private_head_reads_by_public_records_alone(tmp_path):
+    """Public features are uncorrelated and of their mean square behind it; private steps move the
+    head alone."""
+    recipe = parse_recipe(transfer(tmp_path / "public", **WHITENED), "test")
+    pretrain(recipe, "test")
+    network, public = models.load(tmp_path / "public"), declared_public(recipe)
+    with torch.inference_mode():
+        before = network[:6](public).double()
+        after = network[:7](public).double()
+    covariance = torch.cov(after.T, correction=0)
+    varying = torch.cov(before.T, correction=0)
+    seen = torch.linalg.eigvalsh(covariance) > 0.5 * covariance.trace() / len(covariance)
+    assert after.mean(0).abs().max() < 1e-4
+    assert float(covariance.trace()) == pytest.approx(float(varying.trace()), rel=1e-3)
+    assert seen.sum() >= 12  # of 24; some never move
+    values = torch.linalg.eigvalsh(covariance)[seen]
+    assert float(values.max() / values.min()) < 1.05
+    spread = torch.linalg.eigvalsh(varying)
+    assert float(spread.max() / spread[-int(seen.sum())]) > 20
+    job = prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+    trained = models.load(RunFolder(tmp_path / "run").model_folder).state_dict()
+    moved = {n for n, v in network.state_dict().items() if not torch.equal(trained[n], v)}
+    assert moved == {"7.weight", "7.bias"}
+
+
+def declared_public(recipe) -> torch.Tensor:
+    return external_public_records(recipe.public.data, None).batch(slice(None))
+
+
+def test_noise_of_the_training_is_in_what_whitens(tmp_path):
+    found = []
+    for sigma in (None, 0.5):
+        described = transfer(tmp_path / str(sigma), **WHITENED)
+        described["public"]["sigma"] = sigma
+        pretrain(parse_recipe(described, "test"), "test")
+        found.append(models.load(tmp_path / str(sigma))[6].bias)
+    assert not torch.allclose(*found, rtol=0.1)
+
+
+def test_a_head_that_stays_cannot_be_whitened_behind_its_back(tmp_path):
+    described = raw(tmp_path / "w", model={**WHITENED, "initial": str(tmp_path / "w")})
+    with pytest.raises(UserError, match="must be of other classes than the private data where"):
+        pretrain(parse_recipe(described, "test"), "test")
+    options = WHITENED["options"] | {"whiten": -1.0}
+    described = transfer(tmp_path / "x", **(WHITENED | {"options": options}))
+    with pytest.raises(UserError, match="whiten must be a finite number, 0 or more, got -1"):
+        pretrain(parse_recipe(described, "test"), "test")
