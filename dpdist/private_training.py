@@ -912,9 +912,7 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
-        _check_first_weights(self.model, self._records, self.run.path)
-        if recipe.data.rates:
-            check_one_class_each(self._records, recipe.data.classes)
+        self._check_records(recipe)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -922,6 +920,12 @@ class PrivateTraining:
                     "out, or train by a recipe"
                 )
         return _with_unit(recipe, self._records, self.run)
+
+    def _check_records(self, recipe: Recipe) -> None:
+        """Raise UserError for records that do not fit the model's weights or the rates by class."""
+        _check_first_weights(self.model, self._records, self.run.path)
+        if recipe.data.rates:
+            check_one_class_each(self._records, recipe.data.classes)
 
     def _kind(self) -> str:
         """Return the kind of the targets: "class", "number" or "labels"."""
