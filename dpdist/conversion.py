@@ -152,10 +152,7 @@ def _write_features(
     with atomic_folder(target) as aside:
         aside.mkdir(exist_ok=True)
         files = {}
-        assumed = about.get("assumed") or (
-            f"no private record is among what {about['network']}, which made the features, saw: "
-            "compared when they were made"
-        )
+        assumed = about.get("assumed") or f"{about['network']}, which made them, saw no record"
         for split, records in (("train", found.train), ("test", found.test)):
             own = {} if group is None else {group: _column(found.source, split, group)}
             path = aside / f"{split}.parquet"
@@ -200,11 +197,9 @@ def _write_split(
         "label": pa.array(np.asarray(records.labels)),
         **own,
     }
-    about = {} if not names else picture_schema(list(names)).metadata
-    about |= {FEATURES_KEY: assumed}
-    pq.write_table(
-        pa.table(columns).replace_schema_metadata(about), path, row_group_size=_ROW_GROUP
-    )
+    about = {FEATURES_KEY: assumed, **(picture_schema(list(names)).metadata if names else {})}
+    table = pa.table(columns).replace_schema_metadata(about)
+    pq.write_table(table, path, row_group_size=_ROW_GROUP)
     return width
 
 

@@ -926,9 +926,7 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
-        _check_first_weights(self.model, self._records, self.run.path)
-        if recipe.data.rates:
-            check_one_class_each(self._records, recipe.data.classes)
+        self._check_records(recipe)
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -936,6 +934,12 @@ class PrivateTraining:
                     "out, or train by a recipe"
                 )
         return _with_unit(recipe, self._records, self.run)
+
+    def _check_records(self, recipe: Recipe) -> None:
+        """Raise UserError for records that do not fit the model's weights or the rates by class."""
+        _check_first_weights(self.model, self._records, self.run.path)
+        if recipe.data.rates:
+            check_one_class_each(self._records, recipe.data.classes)
 
     def _kind(self) -> str:
         """Return the kind of the targets: "class", "number" or "labels"."""
@@ -1823,7 +1827,8 @@ def preferences(
     """Make records of pairs of answers for direct preference optimisation (DPO).
 
     Guarantee: one pair is one record, and its tensors are made of one row and the reference alone:
-    the reference sees one pair at a time, once. Tokens of the prompt are read and not learned. An
+    the reference sees one pair at a time, and the first one again at the end, where it must say the
+    same. Tokens of the prompt are read and not learned. An
     answer is cut where prompt and answer have `length` tokens; a pair of which one answer is all
     cut away teaches nothing, and their number is told.
 
@@ -1844,7 +1849,8 @@ def preferences(
         chosen: name of the field of the answer that is preferred.
         rejected: name of the field of the other answer.
         unit: whom each pair belongs to: a field's name, such as that of the prompt, or one value
-            for each pair. Required where prompts are equal; give `Privacy(unit="group", ...)`.
+            for each pair. Required where prompts are equal but for white space and compatible
+            characters of Unicode; give `Privacy(unit="group", ...)`.
         name: name of the data in complaints and on cards.
 
     Returns:
@@ -1855,8 +1861,8 @@ def preferences(
 
     Raises:
         UserError: a row lacks its fields, prompts are equal without a unit, the tokenizer or the
-            model does not fit, or the reference is known to be trained on private records. No row's
-            text is shown.
+            model does not fit, or the reference keeps a state or is known to be trained on private
+            records, as a model of a run here is, and each copy of it. No row's text is shown.
 
     Source:
         Rafailov et al., NeurIPS 2023 (DPO).

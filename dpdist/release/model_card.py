@@ -300,8 +300,8 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
     epsilon = float(bounding_guarantee(card)["epsilon"])
     lines = [
         f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
-        f"-differential privacy, {shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}"
-        f"{left_out(card['assumptions'])}.",
+        f"-differential privacy, {shown_kind(guarantee['kind'])} by {card['accountant']}; "
+        f"neighbours: {card['relation']}{left_out(card['assumptions'])}.",
         f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",

@@ -104,8 +104,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/budget.py", LINEAGE,
-        ("            budget.append_charge(charge.merge(budget.find_charge(charge.run)))\n\n\ndef _check_built_on",
-         "            budget.append_charge(charge)\n\n\ndef _check_built_on", "copies: a reservation replaces the other"),
+        ("        budget.append_charge(charge.merge(budget.find_charge(charge.run)))\n\n\ndef _check_built_on",
+         "        budget.append_charge(charge)\n\n\ndef _check_built_on", "copies: a reservation replaces the other"),
         ("                    budget.append_charge(made.merge(charge))\n",
          "                    budget.append_charge(made)\n", "copies: a settled charge replaces the other"),
         ("            if whole.lineage.alone:", "            if False:",

@@ -143,7 +143,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/budget.py", "privacy/test_budget",
-        ("if spent + cost > ceiling.share:", "if cost > ceiling.share:",
+        ("if not spent + cost <= ceiling.share:", "if not cost <= ceiling.share:",
          "a ceiling looks at the new run alone"),
         ("    public = not all(charge.nominal for charge in charges)\n    return Guarantee",
          "    public = not any(charge.nominal for charge in charges)\n    return Guarantee",
@@ -153,7 +153,7 @@ FAULTS: list[Fault] = [
         "dpdist/privacy/budget.py", "privacy/test_budget",
         ("if _shares_records(budget, known)]", "if len(budget.known) == len(known)]",
          "a row more starts a new budget"),
-        ("            budget.add_records(known)\n", "",
+        ("        budget.add_records(known)\n", "",
          "records that join a budget are forgotten"),
     ),
     *group(
@@ -384,7 +384,7 @@ FAULTS: list[Fault] = [
         ("total = composed_guarantee([*others, new], delta, neighbours)",
          "total = composed_guarantee([*others, new], delta)",
          "a ceiling under replace-one is checked under add-or-remove"),
-        ("if spent + cost > ceiling.share:", "if spent + cost > ceiling.epsilon:",
+        ("if not spent + cost <= ceiling.share:", "if not spent + cost <= ceiling.epsilon:",
          "runs are let in up to the ceiling's epsilon, above the share"),
     ),
     *group(
@@ -401,8 +401,8 @@ FAULTS: list[Fault] = [
         ("    for budget in held:\n        whole = charge.merge",
          "    for budget in held[:1]:\n        whole = charge.merge",
          "only the first of several budgets is asked for room"),
-        ("            for budget in held:\n                if not budget.terms.matches(terms):",
-         "            for budget in held[:1]:\n                if not budget.terms.matches(terms):",
+        ("        for budget in held:\n            if not budget.terms.matches(terms):",
+         "        for budget in held[:1]:\n            if not budget.terms.matches(terms):",
          "only the first of several budgets must promise the same"),
     ),
     *group(

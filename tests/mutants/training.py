@@ -1235,12 +1235,12 @@ FAULTS: list[Fault] = [
             "another spelling hides that a network of features saw the records",
         ),
         (
-            'if written["files"].get(file.name) != file_digest(file):',
+            'if written["files"].get(str(file.relative_to(folder))) != file_digest(file):',
             "if False:",
             "other features are believed to be those of the network",
         ),
         (
-            "if recipe.privacy.budget is not None:",
+            "if recipe.privacy.budget is not None and data.holds_features(section.root, section.name):",
             "if False:",
             "features of the same pictures by another network are charged apart",
         ),
