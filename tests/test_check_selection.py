@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import hypothesis_settings, selection, sources
@@ -72,6 +73,39 @@ def test_what_carries_a_guarantee_is_run(name):
     (path,) = [path for path in FILES if path.name == f"test_{name}.py"]
     assert selection.GUARANTEE in selection.markers_of(path)
     assert selection.count(path)[0] > 0
+
+
+class Item:
+    """A collected test, as far as its selection asks."""
+
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid, self.marks = nodeid, [getattr(pytest.mark, name).mark for name in marks]
+
+    def get_closest_marker(self, name: str) -> object:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def iter_markers(self) -> list:
+        return self.marks
+
+
+@pytest.mark.parametrize(
+    ("args", "night", "run"), [(["t"], False, 3), (["t"], True, 4), (["n.py::a"], False, 4)]
+)
+def test_nightly_tests_wait_and_dear_files_go_first(pytestconfig, monkeypatch, args, night, run):
+    """In a checkout where no file was ever timed."""
+    monkeypatch.setattr(selection, "IS_NIGHT", night)
+    items = [Item("a.py::a"), Item("n.py::a", "nightly", "long"), Item("b.py::a", "whole"),
+             Item("c.py::a", "long")]  # fmt: skip
+    config = SimpleNamespace(
+        option=SimpleNamespace(check=False), args=args, hook=SimpleNamespace(
+            pytest_deselected=lambda items: None
+        ),
+    )  # fmt: skip
+    conftest = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    conftest.pytest_collection_modifyitems(config, items)
+    assert len(items) == run
+    assert [item.nodeid[0] for item in items if item.nodeid[0] != "n"] == ["c", "b", "a"]
+    assert "DPDIST_NIGHTLY=1 $(TESTS) -m nightly" in (TESTS.parent / "Makefile").read_text()
 
 
 @pytest.mark.slow
