@@ -262,18 +262,18 @@ def _others(found: list[Result], statistic: str) -> Iterator[str]:
         for one in own:
             told = [_estimate(one, column, statistic) for column in columns]
             body.append([one.row, *told, str(max(map(len, one.cells.values())))])
+        body += _differences(own, columns)
         yield from (f"{head} [95 % interval]:", "", *table(["", *columns, "trainings"], body), "")
         if statistic == "deviation":
             yield from _ratios(own)
-        yield from _differences(own)
 
 
-def _differences(found: list[Result]) -> Iterator[str]:
+def _differences(found: list[Result], columns: list[str]) -> Iterator[list[str]]:
     """What other rows have beyond the first, counted image by image: of one key with McNemar's
     exact p, of several the mean with Student's interval."""
     first, *rest = found
     for one in rest:
-        told = []
+        told = dict.fromkeys(columns, "")
         for column in first.right.keys() & one.right.keys() if first.n == one.n else ():
             pairs = [
                 [_bits(each.right[column][key], first.n) for each in (first, one)]
@@ -283,10 +283,9 @@ def _differences(found: list[Result]) -> Iterator[str]:
             more = f" (p {compare(*pairs[0]).p_value:.2g})"
             if len(gaps) > 1:
                 more = _reach(Estimate.from_values(gaps), 2)
-            told.append((list(first.right).index(column), f"{column} {np.mean(gaps):+.2g}{more}"))
-        if told:
-            listed = ", ".join(text for _, text in sorted(told))
-            yield from (f'{one.row} less "{first.row}", image by image, points: {listed}.', "")
+            told[column] = f"{np.mean(gaps):+.2g}{more}"
+        if any(told.values()):
+            yield [f"{one.row}, less {first.row} on the same images", *told.values(), ""]
 
 
 def _bits(told: str, count: int | None) -> np.ndarray:

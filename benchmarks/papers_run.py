@@ -80,7 +80,7 @@ SHORT = {"training.steps": 400, "certify.every": EVERY, "certify.n": 500}
 PRIVATE = SHORT | {"training.steps": 100, "training.batch_size": 512}
 ATTACKED = PRIVATE | {"training.steps": 64, "training.batch_size": 256}  # 16 passes a record
 L2, NOISES = (0.25, 0.5, 1.0), (0.25, 0.1)
-CHECKED = "sound certificates of 500 draws and PGD of 10 steps on 200 test images"
+CHECKED = "Sound certificates of 500 draws, PGD of 10 steps"
 SHARES = {"method.redistribution": {"source": "public", "data": "digits", "steps": 200}}
 
 
@@ -88,7 +88,7 @@ def hgm(epsilon_r: float) -> Iterator[Cell]:
     """Figures 2 and 4 on CIFAR-10: the paper's network, 51,200 records a training."""
     setting = (
         f"epsilon_r {epsilon_r:g}, the paper's network, the analytic Gaussian's noise in all rows, "
-        "400 steps of 128 (private: 100 of 512, epsilon 8), r of scikit-learn's digits resized; "
+        "400 steps of 128 (private: 100 of 512, epsilon 8), r of scikit-learn's digits resized. "
         f"{CHECKED}"
     )
     own = {"method.epsilon_r": epsilon_r, "method.mechanism": "analytic"}
@@ -107,7 +107,7 @@ def transdenoiser(noise: float) -> Iterator[Cell]:
     item = "Figures 2c and 2d"
     setting = (
         f"input noise {noise:g}, a DnCNN of depth 6 and width 16 before a ResNet-18 of five "
-        "epochs on the public half, 200 steps of 256, epsilon 3 where private; "
+        "epochs on the public half, 200 steps of 256, epsilon 3 where private. "
         f"{CHECKED} without noise"
     )
     small: dict[str, Any] = {
@@ -133,13 +133,13 @@ def transdenoiser(noise: float) -> Iterator[Cell]:
         yield Cell(
             "transdenoiser", item, "Secure-SGD from scratch", "secure-sgd-agm-cifar10",
             "from scratch, noise behind the first layer (epsilon_r 1 in L2), 100 steps of 512, "
-            f"epsilon 3; {CHECKED}",
+            f"epsilon 3. {CHECKED}",
             PRIVATE | scratch | own, L2, "l2",
         )  # fmt: skip
     yield Cell(
         "transdenoiser", item, "StoBatch from scratch, soundly", "cifar10-stobatch",
         f"from scratch at noise {noise:g}, {0.8 * noise:g} of it on the input, 64 steps of 256, "
-        f"epsilon 3; {CHECKED}",
+        f"epsilon 3. {CHECKED}",
         ATTACKED | scratch | {"method.sigma": noise, "certify.sigma": 0.8 * noise}, L2, "l2",
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def transdenoiser(noise: float) -> Iterator[Cell]:
 def dpal() -> Iterator[Cell]:
     """Figures 3 and 5 on CIFAR-10 at one budget; DPAL's own rows prove nothing."""
     setting = (
-        "epsilon 2, 64 steps of 256 (functional: one release of ten sums of public features); "
+        "epsilon 2, 64 steps of 256 (functional: one release of ten sums of public features). "
         f"{CHECKED}"
     )
     sizes = (0.025, 0.1)
@@ -168,7 +168,7 @@ def dpal() -> Iterator[Cell]:
         yield Cell(
             "dpal", item, "DPAL as published (NOT PRIVATE: its budget is refuted)", recipe,
             f"{about}, {steps} steps of the published m, the auto-encoder alone in the first "
-            f"{alone}; as the paper measures it: its predictions of the first 200 test images, "
+            f"{alone}. As the paper measures it: its predictions of the first test images, "
             "attacks by PGD of 3 steps on the training's noise alone",
             {"training.epochs": None, "training.steps": steps, "method.images": 200,
              "method.steps": 3, "method.sizes": list(sizes)},

@@ -246,15 +246,15 @@ def test_rows_are_compared_image_by_image():
     first = result("none", {"a": [0.0]}, right={"a": {0: few}, "b": {0: few}}, **about)
     other = result("R", {"a": [62.5]}, right={"a": {0: most}}, **about)
     told = "\n".join(papers["_others"]([first, other], "mean"))
-    assert 'R less "none", image by image, points: a +62 (p 0.062).' in told
+    assert "| R, less none on the same images | +62 (p 0.062) |  |" in told
     assert "8 test inputs (clean: 50)" in told and (first.inputs("a"), first.inputs("clean")) == (
         8, 50,
     )  # fmt: skip
     first.right["a"][1], other.right["a"][1] = few, all_right
-    (told, _) = papers["_differences"]([first, other])
-    low, high = map(float, re.search(r"a \+81 \[(.*), (.*)\]", told).groups())
+    ((_, told, *_),) = papers["_differences"]([first, other], ["a"])
+    low, high = map(float, re.fullmatch(r"\+81 \[(.*), (.*)\]", told).groups())
     assert low < 62.5 and high > 100
-    assert list(papers["_differences"]([first])) == []
+    assert list(papers["_differences"]([first], ["a"])) == []
 
 
 def test_test_images_are_thinned_and_training_records_are_not(tmp_path):
