@@ -310,11 +310,14 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
-def _check_loss(records: Records, loss: Any) -> None:
-    """Raise UserError for a named loss of documents, whose own loss calls the model."""
+def _check_arguments(records: Records, loss: Any, **by_class: Any) -> None:
+    """Raise UserError for a named loss of documents, or rates or counts that are not by class."""
     if isinstance(loss, str) and isinstance(records, DocumentRecords):
         own = "preference_loss" if isinstance(records, PreferenceRecords) else "language_model_loss"
         raise UserError(f"loss: must be dpdist.{own} for {records.name}, got {loss!r}")
+    for key, given in by_class.items():
+        if not isinstance(given, Mapping | None):
+            raise UserError(f"{key}: must be by class, such as {{0: 1, 1: 4}}, got {given!r}")
 
 
 def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:
@@ -510,9 +513,7 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
             "return the part that is learned, or give a loss of your own that takes it"
         )
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
-    shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
-    if isinstance(inputs, dict) and REFERENCE in inputs and _TOKENS in inputs:
-        shape = (shape[0] // 2,)  # of two answers the model reads one at a time
+    shape = _shape_of(inputs)
     classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
     if loss == "cross-entropy" and classes == 1:
         raise UserError(
@@ -538,6 +539,13 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
             "tensors have other names or shapes"
         )
     return spec
+
+
+def _shape_of(inputs: Any) -> tuple[int, ...]:
+    """Return the shape of what the model reads at a time: of a pair, one answer with its prompt."""
+    shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
+    pair = isinstance(inputs, dict) and REFERENCE in inputs and _TOKENS in inputs
+    return (shape[0] // 2,) if pair else shape
 
 
 def _forms(inputs: Any) -> str:
@@ -843,12 +851,9 @@ class PrivateTraining:
         self._records = as_records(data)
         self._tokenization = self._records.tokenization
         self._device = next(model.parameters()).device
-        for key, given in (("rates", rates), ("class_counts", class_counts)):
-            if not isinstance(given, Mapping | None):
-                raise UserError(f"{key}: must be by class, such as {{0: 1, 1: 4}}, got {given!r}")
         self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
-        _check_loss(self._records, loss)
+        _check_arguments(self._records, loss, rates=rates, class_counts=class_counts)
         self._spec = _spec_of(model, factory, examples[0], loss)
         _check_what_is_learned(self._records, loss, model, self._spec.classes)
         self._recipe = recipe = self._recipe_of(
@@ -857,13 +862,13 @@ class PrivateTraining:
              "reproducible": reproducible},
             (rates, class_counts, importance_weights),
         )  # fmt: skip
-        self._records = _by_unit(self._recipe, self._records)
         self._set_up(recipe, examples)
 
     # --- start-up
 
     def _set_up(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> None:
         """Make the engine and the plan; begin where a run goes on or several workers begin."""
+        self._records = _by_unit(recipe, self._records)
         self._engine = self._engine_of(examples)
         self._check_form()
         self._done = 0
@@ -1969,8 +1974,9 @@ def _check_adapters_are_new(reference: nn.Module, few: int, name: str) -> None:
             module.training = mode
     if not torch.allclose(given, base, rtol=1e-4, atol=1e-4, equal_nan=True):
         raise UserError(
-            f"{name}: reference must have adapters that change nothing yet, since they are switched "
-            "off, got ones that do: put public ones into the weights (merge_and_unload) first"
+            f"{name}: reference must have adapters that change nothing yet, since they are "
+            "switched off, got ones that do: put public ones into the weights (merge_and_unload) "
+            "first"
         )
 
 

@@ -385,10 +385,10 @@ def test_a_dry_run_refuses_what_its_run_would_and_charges_nothing(root, tmp_path
         dry(data__name="others")
     with pytest.raises(UserError, match="fixed before its first run"):
         dry(privacy__budget_ceiling=8.0)
-    with pytest.raises(UserError, match="would take .* of what the ceiling"):
+    with pytest.raises(UserError, match=r"would take .* of what the ceiling"):
         dry(privacy__noise_multiplier=0.4)
     save(root, value | {"counts": {"well": WELL - 1, "ill": ILL + 1}})
-    with pytest.raises(UserError, match="what .* released must be"):
+    with pytest.raises(UserError, match=r"what .* released must be"):
         dry()
     assert read_budgets(root / "budgets")[0].charges == before.charges
 
