@@ -4,7 +4,8 @@
 
 The shapes are those of CIFAR-10's residual networks, in the memory format that the engine runs
 them in. Forms take turns; a figure is the median of --repeats turns, and `whole` is the gradient of
-the whole batch, which no private step can use. Each shape is a line of --results. --clock processor
+the whole batch, which no private step can use. Each shape is a line of --results, in the place of
+that of the same processor and number of threads. --clock processor
 counts processor time, of all threads, for a machine that others use as well.
 """
 
@@ -22,6 +23,7 @@ import torch
 from _common import parse_arguments, processor
 from torch import Tensor, nn
 
+from dpdist.gradients.engine import raise_malloc_thresholds
 from dpdist.gradients.layer_rules import CONVOLUTION_FORMS, Rule
 from dpdist.gradients.per_example import LayerCall, PerExampleGradient
 
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parse_arguments(parser, {"batch": 4, "repeats": 1}, ["results"])
     torch.set_num_threads(options.threads)
+    raise_malloc_thresholds()  # as the engine does: else new memory is what is measured
     conditions = {
         "batch": options.batch,
         "repeats": options.repeats,
@@ -92,7 +95,13 @@ def main() -> None:
         "torch": torch.__version__,
     }
     lines = [measure(shape, options) | conditions for shape in SHAPES]
-    options.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    same = ("processor", "threads")
+    kept = [
+        line
+        for line in (map(json.loads, open(options.results)) if options.results.exists() else ())
+        if any(line[key] != conditions[key] for key in same)
+    ]
+    options.results.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *lines]))
     names = [*CONVOLUTION_FORMS, "whole"]
     print("| in, out, side, stride | " + " | ".join(names) + " |\n|" + "---|" * (1 + len(names)))
     for line in lines:

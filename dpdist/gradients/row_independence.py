@@ -242,7 +242,7 @@ def find_row_classes(
         for tensor in found:
             classes = _refine_classes(classes, tensor.detach())
             seen += tensor[0].numel()
-        del found, tensor  # before the next pass needs as much again
+        del found  # before the next pass needs as much again
     return classes if classes.any() else None
 
 
