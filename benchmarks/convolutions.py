@@ -96,9 +96,10 @@ def main() -> None:
     }
     lines = [measure(shape, options) | conditions for shape in SHAPES]
     same = ("processor", "threads")
+    before = options.results.read_text().splitlines() if options.results.exists() else []
     kept = [
         line
-        for line in (map(json.loads, open(options.results)) if options.results.exists() else ())
+        for line in map(json.loads, before)
         if any(line[key] != conditions[key] for key in same)
     ]
     options.results.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *lines]))

@@ -108,6 +108,8 @@ def _base_perplexity(dataset: Dataset, model: torch.nn.Module) -> dict[str, floa
     adapter = models.Adapter.of(model)
     if adapter is None or adapter.outside is not None:
         return {}
+    if getattr(adapter.config, "bias", "none") != "none":  # the base's own, which stay when off
+        return {}
     with models.without_adapters(model):
         found = _evaluate_next_tokens(dataset, lambda inputs, start: model(inputs))
     perplexity = _perplexity(found["loss"], found["asked"])

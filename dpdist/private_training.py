@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -543,9 +543,14 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
 
 def _shape_of(inputs: Any) -> tuple[int, ...]:
     """Return the shape of what the model reads at a time: of a pair, one answer with its prompt."""
-    shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
-    pair = isinstance(inputs, dict) and REFERENCE in inputs and _TOKENS in inputs
-    return (shape[0] // 2,) if pair else shape
+    if _are_pairs(inputs):
+        return (inputs[_TOKENS].shape[1] // 2,)
+    return tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
+
+
+def _are_pairs(inputs: Any) -> bool:
+    """Return whether inputs are pairs of answers, whoever made them."""
+    return isinstance(inputs, dict) and inputs.keys() >= {REFERENCE, _TOKENS}
 
 
 def _forms(inputs: Any) -> str:
@@ -597,7 +602,7 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     tokens = isinstance(inputs, dict) and _TOKENS in inputs
     if tokens and "position_ids" in inputs:
         check_not_packed(records)
-    pairs = tokens and REFERENCE in inputs
+    pairs = _are_pairs(inputs)
     unit = (_PAIR if pairs else _DOCUMENT) if tokens else None
     if group is not None:
         unit = replace(group, column=records.unit_name or group.column).description
@@ -611,8 +616,9 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
         said["assumed"] = [*script.assumed, *unsaid]
     if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
         said["unit"] = begun.unit
-        if LEARNED_FROM not in begun.assumed:
-            said.pop("assumed", None)
+        if unsaid:
+            kept = [each for each in unsaid if each in begun.assumed]
+            said["assumed"] = [*script.assumed, *kept]
     return recipe.model_copy(update={"script": script.model_copy(update=said)})
 
 
@@ -943,6 +949,11 @@ class PrivateTraining:
     def _check_records(self, recipe: Recipe) -> None:
         """Raise UserError for records that do not fit the model's weights or the rates by class."""
         _check_first_weights(self.model, self._records, self.run.path)
+        if recipe.privacy.budget is not None and getattr(self._records, "of_features", False):
+            raise UserError(
+                "privacy.budget: must be left out, as the records are features that a network "
+                "made: whether the budget knows the same records in another form cannot be told"
+            )
         if recipe.data.rates:
             check_one_class_each(self._records, recipe.data.classes)
 
@@ -1167,7 +1178,7 @@ class PrivateTraining:
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._check_given(found)
-        _mark_trained(self.model, self.run.path)
+        _mark_trained(self.model, self.run.path)  # also where only some weights can be loaded
         self._done, self._initial = state.step, found["initial"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
@@ -1516,13 +1527,13 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
-        if not self._started:
-            _mark_trained(self.model, self.run.path)
         if self._parts is None or not self._parts.are_those_of(self.model):
             self._check_as_before()
             self._parts = ModelParts(self.model)
         if not self._started:
             self._begin(self._examples())
+            _mark_trained(self.model, self.run.path)
+            self._parts = ModelParts(self.model)
 
     def _check_as_before(self) -> None:
         """Raise UserError where mode, trained parameters or form of the model are others."""
@@ -1807,7 +1818,7 @@ def _trained_by(model: nn.Module) -> list[str]:
 
 def _check_first_weights(model: nn.Module, records: Records, run: Path) -> None:
     """Raise UserError where pairs are learned by a model that another run trained."""
-    if not isinstance(records, PreferenceRecords):
+    if not _are_pairs(records.examples(2)[0]):
         return
     if others := [each for each in _trained_by(model) if each != str(run.resolve())]:
         raise UserError(
@@ -1902,7 +1913,8 @@ def preferences(
     check_takes_pairs(without_wrapper(reference), few)
     limits = token_limits(reference)
     _check_positions(reference, length, name)
-    _check_adapters_are_new(reference, few, name)
+    if limits is not None:
+        _check_adapters_are_new(reference, few, limits[0], name)
     with _as_reference(reference):
         if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
             raise UserError(
@@ -1957,22 +1969,31 @@ def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
         )
 
 
-def _check_adapters_are_new(reference: nn.Module, few: int, name: str) -> None:
+def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:
     """Raise UserError for adapters that say something: the reference is computed without them."""
     if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
         return
     modes = {module: module.training for module in reference.modules()}
     inner = without_wrapper(reference.eval())
-    tokens = torch.arange(few, device=next(inner.parameters()).device)[None]
+    device = next(inner.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, few), generator=generator).to(device)
+
+    def said() -> list[Tensor]:
+        look_up, every = inner.get_input_embeddings(), torch.arange(vocabulary, device=device)
+        norms = torch.cat([look_up(some).float().norm(dim=-1) for some in every.split(4096)])
+        return [inner(input_ids=tokens, use_cache=False).logits, norms]
+
     try:
         with torch.no_grad():
-            given = inner(input_ids=tokens, use_cache=False).logits
+            given = said()
         with _as_reference(reference):
-            base = inner(input_ids=tokens, use_cache=False).logits
+            base = said()
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not torch.allclose(given, base, rtol=1e-4, atol=1e-4, equal_nan=True):
+    alike = partial(torch.allclose, rtol=1e-4, atol=1e-4, equal_nan=True)
+    if not all(map(alike, given, base)):
         raise UserError(
             f"{name}: reference must have adapters that change nothing yet, since they are "
             "switched off, got ones that do: put public ones into the weights (merge_and_unload) "

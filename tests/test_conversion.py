@@ -135,6 +135,16 @@ def test_features_say_so_themselves_without_the_file_beside_them(
         prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
     records = dpdist.as_records(made / "train.parquet", inputs=["features"], target="label")
     assert any("letters: declared only" in each for each in records.assumed)
+    classes = int(records.targets(list(range(len(records)))).max()) + 1
+    head = torch.nn.Linear(records.batch([0]).shape[1], classes)
+    with pytest.raises(
+        UserError, match=r"privacy\.budget: must be left out, as the records are fe"
+    ):
+        dpdist.PrivateTraining(
+            head, torch.optim.SGD(head.parameters(), lr=0.1), records, loss="cross-entropy",
+            privacy={"noise_multiplier": 1.0, "delta": 1e-3, "budget": str(tmp_path / "budgets")},
+            batch_size=2, steps=1, folder=tmp_path / "own",
+        )  # fmt: skip
     pq.write_table(
         pq.read_table(made / "test.parquet").replace_schema_metadata(None), copy / "t.parquet"
     )

@@ -387,6 +387,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
             "released_besides does not"),
         (PRIVACY_CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
         (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
+        (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1.01e-4}), "cannot cost less"),
         (PRIVACY_CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}),
             "must be a number >= 0"),
         (PRIVACY_CARD, at("data_set", to={"epsilon": "x", "delta": 1e-4}), "must be a number >= 0"),

@@ -28,7 +28,7 @@ from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
 from dpdist.core.files import read_json, write_atomic, write_json
 from dpdist.data import Dataset, refuse_common_groups, refuse_common_records
-from dpdist.privacy.budget import Charge, Lineage
+from dpdist.privacy.budget import Charge, Lineage, read_budgets
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
@@ -409,7 +409,10 @@ class Search:
     def check_budget(self, context: str) -> None:
         """Raise UserError where a search that is not on record yet does not fit its records'
         budget; charge nothing."""
-        if self.recipe.privacy.budget is not None and not self.folder.processes.exists():
+        if (budget := self.recipe.privacy.budget) is None:
+            return
+        begun = self.folder.processes.exists() and self._charge_id()
+        if not (begun and any(each.find_charge(begun) for each in read_budgets(budget))):
             records = load_training_records(self.recipe, 0.0, 1.0)
             job.check_charge(self.recipe, self.cost.plan, records, context)
 

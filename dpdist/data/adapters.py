@@ -201,8 +201,11 @@ class ArrayRecords(Records):
     """Records that lie in memory as arrays, one row each.
 
     inputs: a tensor (N, ...), or a tuple or dict of them. wanted: the targets (N, ...); None where
-    there are none. units: one value a record; None: each its own.
+    there are none. units: one value a record; None: each its own. of_features: `dpdist data
+    features` made them of other records, which a budget would not know again.
     """
+
+    of_features = False
 
     def __init__(
         self,
@@ -472,6 +475,7 @@ def _of_table(table: pa.Table, options: Options) -> Records:
     records = ArrayRecords.of(*_table_columns(table, options), options)
     if said := (table.schema.metadata or {}).get(FEATURES_KEY):  # what their network saw
         records.assumed = (*records.assumed, said.decode(errors="replace"))
+        records.of_features = True
     return records
 
 
@@ -1369,7 +1373,9 @@ def preference_records(
     }
     if not margins.isfinite().all():
         raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
-    if not torch.allclose(reference(every[0]), margins[:1], rtol=1e-4, atol=1e-4):
+    first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
+    again = reference(every[first])
+    if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
         raise UserError(
             f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
             "something else of the first one at the end: give a model that keeps no state and "

@@ -599,8 +599,10 @@ def load_adapter(base: Any, folder: str | Path) -> Any:
             f"load the weights that the adapter was trained in{hint}",
         )  # fmt: skip
     peft = import_extra("peft", "hf", "load_adapter")
-    setattr(base, TRAINED_BY, str(where))  # `dpdist.preferences` takes no such reference
-    return peft.PeftModel.from_pretrained(base, str(where)).eval()
+    adapted = peft.PeftModel.from_pretrained(base, str(where)).eval()
+    for module in adapted.modules():  # `dpdist.preferences` takes none of them as a reference
+        setattr(module, TRAINED_BY, str(where))
+    return adapted
 
 
 # --- the trainer ------------------------------------------------------------------------------

@@ -609,7 +609,7 @@ def reserve(
     """
     with ExitStack() as stack:
         key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
-        if record or Path(folder).exists():  # what only looks leaves no folder behind
+        if record or _files(Path(folder)):  # what only looks leaves nothing behind
             key, budgets = stack.enter_context(_open_budgets(Path(folder)))
         _reserve(
             Path(folder), key, budgets, records, charge, terms, neighbours, name=name, limit=limit,

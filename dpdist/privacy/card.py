@@ -252,7 +252,7 @@ _CARD_SHAPE = {
     "accounted": dict, **dict.fromkeys(("data_set", "group", "clip_norm", "records"), object),
 }  # fmt: skip
 _MAX_PHASES = 1000
-_RELATIVE_TOLERANCE = 1e-3  # relative: of what two accountants make of the same
+RELATIVE_TOLERANCE = 1e-3  # relative: of what two accountants make of the same
 
 
 def parse_card_plan(card_dict: dict[str, Any], context: str) -> PrivacyPlan:
@@ -284,7 +284,7 @@ def _check_stated_guarantees(card_dict: dict[str, Any], context: str) -> None:
         _parse_guarantee(group, "guarantee", f"{context}: group")
     if card_dict["data_set"] is not None:
         total, at = _parse_guarantee(card_dict, "data_set", context)
-        if at == delta and total < own * (1 - _RELATIVE_TOLERANCE):
+        if at == delta and total < own * (1 - RELATIVE_TOLERANCE):
             raise UserError(
                 f"{context}: data_set: all runs on the data set, this one included, cannot cost "
                 f"less than this one, epsilon {format_epsilon(own)}"

@@ -934,7 +934,8 @@ class Release:
                 raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
         if not json_equal(find_noise_location(module).describe(), self.description.noise):
             raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
-        setattr(module, models.TRAINED_BY, str(self.path))  # no own loop begins with it unnoticed
+        for each in module.modules():  # no own loop begins with a part of it unnoticed
+            setattr(each, models.TRAINED_BY, str(self.path))
         return module
 
     @cached_property

@@ -22,8 +22,14 @@ from dpdist.core.files import (
 )
 from dpdist.core.version import __version__
 from dpdist.privacy.accounting import library_version
-from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, recompute_card
-from dpdist.privacy.guarantee import format_delta, format_epsilon
+from dpdist.privacy.card import (
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
+    RELATIVE_TOLERANCE,
+    card_markdown,
+    recompute_card,
+)
+from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out
 from dpdist.release.bundle import (
     DESCRIPTION,
     DOSSIER,
@@ -225,7 +231,15 @@ def _check_card(release: Release) -> str:
     if not release.card["private"]:
         return "none: not private, as the card says"
     words = f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}"
-    if release.card["data_set"] is not None:
+    words += left_out(release.card["assumptions"])
+    if (total := release.card["data_set"]) is not None:
+        least = release.plan.guarantee(delta=total["delta"]).epsilon
+        if not float(total["epsilon"]) >= least * (1 - RELATIVE_TOLERANCE):
+            raise ReleaseError(
+                f"{where}: data_set: all runs on the data set, this one included, cannot cost less "
+                f"than this one, epsilon {format_epsilon(least)} at delta "
+                f"{format_delta(total['delta'])}"
+            )
         words += "; that of all runs on the data set is as stated"
     return words
 

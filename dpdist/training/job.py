@@ -30,7 +30,7 @@ from dpdist.privacy.budget import (
     RenyiFilter,
     charge_id,
 )
-from dpdist.privacy.ledger import JournalError, Ledger
+from dpdist.privacy.ledger import JournalError, Ledger, new_nonce
 from dpdist.privacy.phases import GaussianCounts
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
@@ -372,11 +372,17 @@ class CheckedTraining:
     noise_multiplier: float | None = None
 
     def check_budget(self, context: str) -> None:
-        """Raise UserError where a run that is not on record yet does not fit its records' budget;
-        charge nothing."""
-        if self.recipe.privacy.budget is not None and not self.folder.ledger.exists():
-            records = training_records(self.recipe, data_source(self.recipe))
-            check_charge(self.recipe, self.plan, records, context)
+        """Raise UserError where what a run may yet release does not fit its records' budget; charge
+        nothing."""
+        recipe, folder = self.recipe, self.folder
+        if recipe.privacy.budget is None or folder.training_summary.exists():
+            return
+        records = training_records(recipe, data_source(recipe))
+        if not folder.ledger.exists():
+            check_charge(recipe, self.plan, records, context)
+        else:
+            charge = build_charge(recipe, folder, new_nonce())
+            reserve_charge(recipe, records, charge, context, record=False)
 
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""

@@ -373,12 +373,13 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     again = partial(
         dpdist.PrivateTraining, model,
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        records, loss=preference_loss, batch_size=16, steps=1,
+        loss=preference_loss, batch_size=16, steps=1,
         privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"must begin with public weights for pairs, got what .*ru"):
-        again(folder=tmp_path / "second")
     fields = records.batch(slice(None))
+    for pairs in (records, [take(fields, n) for n in range(24)]):
+        with pytest.raises(UserError, match=r"begin with public weights for pairs, got what .*ru"):
+            again(pairs, folder=tmp_path / "second")
     own = lm.with_lora(lm.make("llama", vocab_size=262))
     made = dpdist.PrivateTraining(
         own, torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.1),
@@ -386,6 +387,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
         privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
     )  # fmt: skip
     assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
+    assert made._spec.input_shape == (24,)  # of one answer with its prompt
     assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
@@ -443,8 +445,9 @@ def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypa
     release = dpdist.load(training.run.release_folder, trusted_factory="of_pairs:adapted")
     assert release.spec.input_shape == (24,)  # of one answer with its prompt
     assert len(release.text_answerer("2").likely) == 5
-    with pytest.raises(UserError, match=r"reference must be public, got one that .*release"):
-        make(rows_of(), tokenizer=folder, reference=release.model)
+    for part in (release.model, release.model.network, copy.deepcopy(release.model.network)):
+        with pytest.raises(UserError, match=r"reference must be public, got one that .*release"):
+            make(rows_of(), tokenizer=folder, reference=part)
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, float("nan"), float("inf"), "0.1", torch.ones(6)])

@@ -471,7 +471,7 @@ FAULTS: list[Fault] = [
         "dpdist/privacy/card.py", "privacy/test_stated_cards",
         ('if card_dict["private"] and math.isinf(own):', "if False:",
          "a card that calls an infinite epsilon private is accepted"),
-        ("total < own * (1 - _RELATIVE_TOLERANCE):", "total < own * (1 - 1):",
+        ("total < own * (1 - RELATIVE_TOLERANCE):", "total < own * (1 - 1):",
          "a data set that cost less than one of its runs is accepted"),
     ),
 ]  # fmt: skip

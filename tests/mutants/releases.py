@@ -143,7 +143,7 @@ FAULTS: list[Fault] = [
         "dpdist/privacy/card.py",
         RELEASE,
         (
-            "if at == delta and total < own * (1 - _RELATIVE_TOLERANCE):",
+            "if at == delta and total < own * (1 - RELATIVE_TOLERANCE):",
             "if False:",
             "all runs together cost less than one of them",
         ),

@@ -387,6 +387,13 @@ def test_a_dry_run_refuses_what_its_run_would_and_charges_nothing(root, tmp_path
         dry(privacy__budget_ceiling=8.0)
     with pytest.raises(UserError, match=r"would take .* of what the ceiling"):
         dry(privacy__noise_multiplier=0.4)
+    over = parse_recipe(raw_recipe(root, privacy__noise_multiplier=0.4), "r.yaml")
+    run = check_training(over, RunFolder(tmp_path / "runs" / "x"), "r.yaml").begin()
+    with pytest.raises(UserError, match=r"would take .* of what the ceiling"), _budget_charged(run):
+        pytest.fail("it was trained")
+    with pytest.raises(UserError, match=r"would take .* of what the ceiling"):  # as before
+        dry(privacy__noise_multiplier=0.4)
+    shutil.rmtree(tmp_path / "runs")
     save(root, value | {"counts": {"well": WELL - 1, "ill": ILL + 1}})
     with pytest.raises(UserError, match=r"what .* released must be"):
         dry()
