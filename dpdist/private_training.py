@@ -1344,11 +1344,13 @@ class PrivateTraining:
         """Keep the training as it is between two steps, so that a restart repeats none of them.
 
         Checkpoints come by themselves every `resources.checkpoint_seconds`; this is for a script
-        that hears of its end, as by SIGTERM. With several workers each calls it after the same
-        step. Before the first step and after the last there is nothing to keep. Returns nothing.
+        that hears of its end, as by SIGTERM: its handler sets a flag, since a call inside a step is
+        refused. Several workers first agree on the flag (`torch.distributed.all_reduce`), as all
+        must call it after the same step. Before the first step and after the last there is nothing
+        to keep. Returns nothing.
 
         Raises:
-            UserError: as `step` does.
+            UserError: as `step` does, a step was not left as a whole, or other workers go on.
 
         Example:
             >>> import signal, torch
@@ -1372,11 +1374,16 @@ class PrivateTraining:
             >>> training.close()
             >>> _ = signal.signal(signal.SIGTERM, before)
         """
+        if self._inside:
+            raise UserError(
+                "checkpoint: must be called between two steps, got a call inside one or after an "
+                "interrupted one: let a signal's handler set a flag, and call it after step()"
+            )
         if not self._started or not self.steps_left:
             return
         with self._workers.sharing_errors():
             self._ready()
-            self._look_between(self._done)
+            self._look_between(self._done, "checkpoint")
             self._save()
 
     def run_all(self) -> RunFolder:
@@ -1572,8 +1579,12 @@ class PrivateTraining:
         named = self.model.named_parameters()
         return {name: id(parameter) for name, parameter in named if parameter.requires_grad}
 
-    def _look_between(self, number: int) -> bool:
+    def _look_between(self, number: int, call: str = "step") -> bool:
         """Note what the script changed since the last step, before anything more is released.
+
+        Args:
+            number: of the next step.
+            call: of the script, on all workers the same: else some would wait for the others' sums.
 
         Returns:
             Whether a checkpoint is due, on all workers the same.
@@ -1581,7 +1592,8 @@ class PrivateTraining:
         assert self._parts is not None
         changed = self._watch.changed(self._parts, self.state)
         due = time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds
-        parts = {} if self._workers.count == 1 else {"step": str(number), **self._settings()}
+        said = {"step": str(number), "call": call, **self._settings()}
+        parts = {} if self._workers.count == 1 else said
         told = self._workers.check_same(parts, changed=changed, due=due)
         if any(each["changed"] for each in told):
             parts = {"changes between steps": ", ".join(changed), **self._digests("parameters")}

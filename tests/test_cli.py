@@ -308,12 +308,14 @@ def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
     from dpdist.runs.recipe import Recipe, ScriptedRecipe, _anchor_paths
 
     def anchored(raw):
-        return _anchor_paths(raw, [Recipe, ScriptedRecipe], tmp_path, "", [])
+        return _anchor_paths(raw, [Recipe, ScriptedRecipe], tmp_path, "", {})
 
     at = str(tmp_path / "x")
     for raw in (
         {"data": {"root": "x", "text": {"tokenizer": "x"}}},
         {"model": {part: {"folder": "x"} for part in ("initial", "classifier", "denoiser")}},
+        {"model": dict.fromkeys(("initial", "classifier", "denoiser"), "x")},
+        {"data": {"class_counts": "x"}},
         {"privacy": {"budget": "x"}, "public": {"weights": "x"}},
         {"tune": {"score": {"public": {"root": "x"}}}},
         {"method": {"name": "pate", "public": {"root": "x"}}},
@@ -321,7 +323,61 @@ def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
         {"method": {"name": "functional", "relevance": {"root": "x"}}},
     ):
         assert str(anchored(raw)) == str(raw).replace("'x'", repr(at)), raw
-    assert anchored(raw := {"public": {"weights": "torchvision"}, "name": "x"}) == raw
+    for raw in (
+        {"public": {"weights": "torchvision"}, "name": "x", "method": "x"},
+        {"data": {"name": "x", "class_counts": {"x": 3}}, "model": {"name": "x"}},
+    ):
+        assert anchored(raw) == raw
+
+
+def test_paths_of_a_recipe_that_comes_with_dpdist_begin_at_the_current_directory(
+    tmp_path, monkeypatch
+):
+    from dpdist.runs.recipe import resolve_recipe
+
+    monkeypatch.chdir(tmp_path)
+    found = resolve_recipe("mnist-flagship").model.initial
+    assert found.folder == tmp_path / "public" / "strokes-0.25"
+
+
+def test_a_budget_both_beside_the_recipe_and_here_is_refused(tmp_path, monkeypatch):
+    """The one that was not charged would let a ceiling begin anew, without a word."""
+    from dpdist.runs.recipe import resolve_recipe
+
+    place = tmp_path / "recipes"
+    for folder in (place, tmp_path):
+        (folder / "spent").mkdir(parents=True)
+    path = recipe(place, privacy={"budget": "spent"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        resolve_recipe(path)
+    assert str(refusal.value) == (
+        f"{path}: privacy.budget: must be an absolute path, got 'spent', which is both "
+        f"{place / 'spent'} and {tmp_path / 'spent'}: else a ceiling could begin anew; give the "
+        "one that was charged"
+    )
+    found = resolve_recipe(path, changes={"privacy.budget": str(place / "spent")})
+    (tmp_path / "spent").rmdir()
+    assert resolve_recipe(path) == found
+    (tmp_path / "spent").symlink_to(place / "spent")
+    assert resolve_recipe(path) == found
+
+
+def test_a_folder_that_may_not_be_looked_into_moves_no_path(tmp_path, monkeypatch):
+    from dpdist.runs.recipe import resolve_recipe
+
+    (tmp_path / "recipes").mkdir()
+    path = recipe(tmp_path / "recipes", privacy={"budget": "spent"})
+    kept = Path.exists
+
+    def closed(self: Path, **options: bool) -> bool:
+        if self.name == "spent":
+            raise PermissionError(13, "Permission denied")
+        return kept(self, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "exists", closed)
+    assert resolve_recipe(path).privacy.budget == tmp_path / "recipes" / "spent"
 
 
 def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeypatch):
@@ -337,8 +393,11 @@ def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeyp
         resolve_recipe(path)
     assert str(refusal.value) == (
         f"{path}: privacy.budget: must be relative to the recipe's folder, where it is '../spent', "
-        f"got 'spent', which only {tmp_path} has"
+        f"got 'spent', which only {tmp_path} has; or make the folder beside the recipe first, for "
+        "a new one"
     )
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-4}
+    assert resolve_recipe(path, changes={"privacy": privacy}).privacy.budget is None
     # As it was begun, so it continues: with the path that is named, or by the option.
     begun = resolve_recipe(path, changes={"privacy.budget": "spent"})
     recipe(place, privacy={"budget": "../spent"})

@@ -63,14 +63,7 @@ COMMANDS = {
 }
 
 
-# A run trains and certifies, and all but searches and services ask the same session for the rest.
-SEPARATELY = {"train", "certify", "attack", "poison"}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.nightly] * (c in SEPARATELY)) for c in COMMANDS],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_nothing_listens_beyond_loopback(place, command):
     if command == "serve":
         needs_serve()

@@ -182,7 +182,10 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     assert "## Robustness" in model_card(old, release.card, release.spec)
 
 
-SAMPLED = "dpdist generate FOLDER --to texts --n 10   # sampled, with the card\n"
+SAMPLED = (
+    "dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt"
+    "   # sampled, with the card\n"
+)
 
 
 def test_a_release_of_a_language_model_names_no_classes(tmp_path):

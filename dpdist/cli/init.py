@@ -585,7 +585,7 @@ def buy_counts(
         f"charged as {bought['charge']} to {resolved.privacy.budget}: alone epsilon "
         f"{format_epsilon(bought['epsilon'])} at delta {bought['delta']:g} ({bought['relation']})"
     )
-    typer.echo(f"next, in the recipe: data: {{class_counts: {output}, rates: ...}}")
+    typer.echo(f"next, in the recipe: data: {{class_counts: {output.absolute()}, rates: ...}}")
 
 
 @data_app.command("fetch")

@@ -183,8 +183,8 @@ def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
 
 
 def _answer_columns(schema: pa.Schema, chosen: ChosenColumns) -> tuple[str, str] | None:
-    """Return the columns of prompts and of their answers; None where there are none, or a label."""
-    if chosen.label is not None or chosen.features:
+    """Return the columns of prompts and their answers; None beside a label or a picture."""
+    if chosen.label is not None or chosen.features or image_column(schema):
         return None
     others = [field for field in schema if field.name != chosen.group]
     if any(field.name.lower() in LABELS and _is_class(field.type) for field in others):

@@ -99,7 +99,11 @@ def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     if description.format >= LANGUAGE_FORMAT:  # pages of releases before say no more than they did
         for factory in spec.user_factories[:1]:
             trust, trusted = f" --trust-factory {factory}", f', trusted_factory="{factory}"'
-        sampled = f"dpdist generate FOLDER --to texts --n 10{trust}   # sampled, with the card\n"
+        # Given always: not every tokenizer begins a text by itself, where a prompt is required.
+        sampled = (
+            f"dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt{trust}"
+            "   # sampled, with the card\n"
+        )
         adapter = _adapter_usage(description)
     return f"""\
 ```

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
-from dpdist.config.sections import BaseRecipe
+from dpdist.config.sections import BaseRecipe, PretrainedRecipe
 from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
@@ -341,8 +341,9 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and validate a recipe file; its name is the file's unless it says so.
 
     Relative paths in the file begin at its folder, so that the recipe names the same budget and
-    the same data from any directory. `changes` maps dotted keys to values (from the command line),
-    whose paths begin at the current directory.
+    the same data from any directory; those of a recipe that comes with dpdist at the current one.
+    `changes` maps dotted keys to values (from the command line), whose paths begin at the current
+    directory, too.
 
     Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
     got ...".
@@ -359,16 +360,21 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
         )
     raw.setdefault("name", path.stem)
-    moved = list[str]()
-    found = _anchor_paths(raw, [Recipe, ScriptedRecipe], path.absolute().parent, "", moved)
-    changed = (changes or {}).keys()
-    if said := [f"{path}: {line}" for line in moved if line.partition(":")[0] not in changed]:
-        raise UserError("\n".join(said))
+    moved = dict[str, str]()
+    folder = path.absolute().parent
+    if folder.resolve() == RECIPES_FOLDER.resolve():
+        folder = Path.cwd()  # nobody keeps data beside the code
+    found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder, "", moved)
+    for changed in changes or ():
+        for key in [each for each in moved if f"{each}.".startswith(f"{changed}.")]:
+            del moved[key]
+    if moved:
+        raise UserError("\n".join(f"{path}: {key}: {line}" for key, line in moved.items()))
     return parse_recipe(_apply_changes(found, changes), str(path))
 
 
 def _anchor_paths(
-    value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str, moved: list[str]
+    value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str, moved: dict[str, str]
 ) -> Any:
     """Return a section's plain data with relative paths made absolute, beginning at `folder`.
 
@@ -377,8 +383,9 @@ def _anchor_paths(
         sections: those that it may be.
         folder: of the recipe's file.
         where: its dotted key; empty for the recipe.
-        moved: takes a complaint of each path that lies in the current directory instead, where
-            relative paths began before: another budget would begin, and the first be forgotten.
+        moved: takes a complaint, by dotted key, of each path that lies in the current directory
+            instead, where relative paths began before, and of a budget that lies in both: another
+            would begin, and the first be forgotten.
     """
     if isinstance(value, list):
         return [_anchor_paths(each, sections, folder, where, moved) for each in value]
@@ -388,10 +395,12 @@ def _anchor_paths(
     for key, inner in value.items():
         kinds = [each.model_fields[key].annotation for each in sections if key in each.model_fields]
         dotted = f"{where}.{key}" if where else str(key)
-        if any(_takes_path(kind, inner) for kind in kinds):
+        nested = [each for kind in kinds for each in _nested_sections(kind)]
+        # A folder stands for its section, and a file of counts for the counts.
+        short = key == "class_counts" or any(issubclass(each, PretrainedRecipe) for each in nested)
+        if any(_takes_path(kind, inner) for kind in kinds) or (short and isinstance(inner, str)):
             found[key] = _anchored(inner, folder, dotted, moved)
         else:
-            nested = [each for kind in kinds for each in _nested_sections(kind)]
             found[key] = _anchor_paths(inner, nested, folder, dotted, moved)
     return found
 
@@ -406,18 +415,30 @@ def _takes_path(annotation: Any, value: object) -> bool:
     return annotation is Path or any(_takes_path(part, value) for part in parts)
 
 
-def _anchored(value: str, folder: Path, key: str, moved: list[str]) -> str:
+def _anchored(value: str, folder: Path, key: str, moved: dict[str, str]) -> str:
     """Return a path that begins at `folder`; what no file system could hold is left as it is."""
     try:
         given = validate_path(value)
-        beside, here = folder / given, Path.cwd() / given
-        if not given.is_absolute() and here.exists() and not beside.exists():
-            right = os.path.relpath(here.resolve(), folder.resolve())
-            rule = f"must be relative to the recipe's folder, where it is {quoted(right)}"
-            moved.append(f"{key}: {rule}, got {quoted(value)}, which only {Path.cwd()} has")
-        return str(beside)
-    except (UserError, OSError):  # refused where the field is checked
+    except UserError:  # refused where the field is checked
         return value
+    beside = folder / given
+    with suppress(OSError):  # a folder that may not be read says nothing
+        here = Path.cwd() / given
+        if given.is_absolute() or not here.exists():
+            return str(beside)
+        if not beside.exists():
+            right = os.path.relpath(here.resolve(), folder.resolve())
+            moved[key] = (
+                f"must be relative to the recipe's folder, where it is {quoted(right)}, got "
+                f"{quoted(value)}, which only {Path.cwd()} has; or make the folder beside the "
+                "recipe first, for a new one"
+            )
+        elif key == "privacy.budget" and not here.samefile(beside):
+            moved[key] = (
+                f"must be an absolute path, got {quoted(value)}, which is both {beside} and "
+                f"{here}: else a ceiling could begin anew; give the one that was charged"
+            )
+    return str(beside)
 
 
 def resolve_recipe(

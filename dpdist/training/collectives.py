@@ -513,6 +513,10 @@ _HINTS = {
     "data": "give all of them the same records in the same order",
     "held-out records": "give all of them the same records in the same order",
     "checkpoint": "is the storage shared?",
+    "call": (
+        "agree on the flag first (torch.distributed.all_reduce), so that all of them call "
+        "checkpoint() after the same step"
+    ),
     "parameters": "let the lines between two steps do the same in all of them",
 }
 _HINT = "run the same script with the same settings in all of them"

@@ -91,6 +91,12 @@ def pretrain(
         before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
         learned = replace(learned, denoiser=before)
     model = models.initialise(learned, section.training.init_seed)
+    spec = replace(learned, classes=test.classes)
+    if spec == learned and training.whitening_layers(model):
+        raise UserError(
+            f"{context}: public.data: must be of other classes than the private data where "
+            "model.options.whiten is given, for a head that stays has learned what lies before it"
+        )
     if learned.denoiser is not None:  # learns first, and is frozen then
         first = model.get_submodule(models.DENOISER).requires_grad_(True)
         training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)
@@ -101,15 +107,9 @@ def pretrain(
     if section.weights is not None:
         began["began_with"] = training.load_public_weights(model, section, network)
     steps = training.train_public(model, public, test.input_shape, section, part, progress)
-    whitened = training.whiten_features(model, public, test.input_shape, section)
+    training.whiten_features(model, public, test.input_shape, section)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
     facts["made_by"] = pretraining_settings(section)
-    spec = replace(learned, classes=test.classes)
-    if whitened and spec == learned:
-        raise UserError(
-            f"{context}: public.data: must be of other classes than the private data where "
-            "model.options.whiten is given, for a head that stays has learned what lies before it"
-        )
     if spec != learned:
         model = training.replace_head(model, spec, section.training.init_seed)
     with atomic_folder(folder) as aside:

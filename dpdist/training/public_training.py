@@ -144,13 +144,16 @@ def train_public(
 _WHITENED = 20_000  # public records that a covariance is of, at most
 
 
+def whitening_layers(model: nn.Module) -> list[WhiteningLayer]:
+    """Return the layers that `whiten_features` fits, a list; empty for most models."""
+    return [layer for layer in model.modules() if isinstance(layer, WhiteningLayer)]
+
+
 def whiten_features(
     model: nn.Module, records: data.Dataset, shape: tuple[int, ...], section: PublicRecipe
-) -> bool:
-    """Fit the model's whitening layer, if it has one, to public records with the noise of their
-    training; returns whether it has."""
-    layers = [layer for layer in model.modules() if isinstance(layer, WhiteningLayer)]
-    for layer in layers:
+) -> None:
+    """Fit the model's whitening layer, if any, to public records with their training's noise."""
+    for layer in whitening_layers(model):
         seen: list[Tensor] = []
         hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         generator = torch.Generator().manual_seed(section.training.init_seed)
@@ -168,7 +171,6 @@ def whiten_features(
                 squares += features.T @ features
         mean = total / count
         layer.fit(mean, squares / count - mean[:, None] * mean)
-    return bool(layers)
 
 
 def _resize_to_model(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:

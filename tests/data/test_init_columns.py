@@ -270,6 +270,16 @@ def test_a_column_of_labels_beside_prompts_and_answers_is_told():
     assert "2 classes" in said("rated")
 
 
+def test_pictures_beside_questions_and_answers_are_no_texts_alone():
+    """Answers were learned without the pictures that they are about, and nothing said so."""
+    Path("asked").mkdir()
+    rows = {"image": [b"no picture"] * 48, "question": LINES, "answer": LINES}
+    for split in ("train", "test"):
+        pq.write_table(pa.table(rows), f"asked/{split}.parquet")
+    with pytest.raises(UserError, match="no column label"):
+        said("asked")
+
+
 def test_chats_of_sharegpt_are_those_of_roles_and_contents():
     needs_hf()
     names = {"user": "human", "assistant": "gpt"}

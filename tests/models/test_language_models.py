@@ -548,7 +548,8 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     assert len(release.text_answerer("what is 3").likely) == 5
     page = (run.release_folder / "README.md").read_text()
     assert "chat template" in page and str(tmp_path) not in page
-    assert "dpdist generate FOLDER --to texts --n 10 --trust-factory rank3:adapted" in page
+    asked = "dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt"
+    assert f"{asked} --trust-factory rank3:adapted" in page
     assert 'dpdist.load("FOLDER", trusted_factory="rank3:adapted").text_answerer' in page
     again = lm.transformers().AutoTokenizer.from_pretrained(run.release_folder)
     assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")

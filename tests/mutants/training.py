@@ -569,7 +569,7 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_checkpoint_keeps_no_change_that_is_not_on_record",
         (
-            "            self._look_between(self._done)\n            self._save()\n",
+            '            self._look_between(self._done, "checkpoint")\n            self._save()\n',
             "            self._save()\n",
             "a checkpoint that a script asks for hides what it changed",
         ),
@@ -1605,7 +1605,11 @@ FAULTS: list[Fault] = [
             "        except ZeroDivisionError:\n            key",
             "a replay that differs ends the script",
         ),
-        ("        if self._inside:\n", "        if False:\n", "a broken step is gone on with"),
+        (
+            '        if self._inside:\n            raise UserError(\n                "step: ',
+            '        if False:\n            raise UserError(\n                "step: ',
+            "a broken step is gone on with",
+        ),
         (
             '            self.optimizer.load_state_dict(unpack("optimizer", state.slots))\n',
             "",

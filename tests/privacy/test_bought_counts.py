@@ -509,15 +509,17 @@ def test_counts_are_refused_where_nobody_could_use_them(root):
     assert read_budgets(root / "budgets") == []
 
 
-def test_the_command_writes_the_same_counts_each_time(root, tmp_path):
+def test_the_command_writes_the_same_counts_each_time(root, tmp_path, monkeypatch):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(json.dumps(raw_recipe(root)))  # it names the file that is yet to be written
-    asked = ["counts", str(recipe), "--noise", "4", "--output", str(root / "counts.json")]
+    asked = ["counts", str(recipe), "--noise", "4", "--output", "counts.json"]
+    monkeypatch.chdir(root)  # another folder than the recipe's, at which its paths begin
     texts = []
     for _ in range(2):
         result = CliRunner().invoke(data_app, asked)
         assert result.exit_code == 0, result.output
         assert "charged as counts-" in result.output and "alone epsilon" in result.output
+        assert f"data: {{class_counts: {root / 'counts.json'}, rates: ...}}" in result.output
         texts.append((root / "counts.json").read_bytes())
     assert texts[0] == texts[1] and str(tmp_path) not in texts[0].decode()
     assert parse_recipe(raw_recipe(root), "r.yaml").data.counts_charge in texts[0].decode()

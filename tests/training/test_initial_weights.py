@@ -435,7 +435,9 @@ def test_noise_of_the_training_is_in_what_whitens(tmp_path):
     assert not torch.allclose(*found, rtol=0.1)
 
 
-def test_a_head_that_stays_cannot_be_whitened_behind_its_back(tmp_path):
+def test_a_head_that_stays_cannot_be_whitened_behind_its_back(tmp_path, monkeypatch):
+    """It is refused before hours of public training."""
+    monkeypatch.setattr("dpdist.training.public_training.train_public", None)
     described = raw(tmp_path / "w", model={**WHITENED, "initial": str(tmp_path / "w")})
     with pytest.raises(UserError, match="must be of other classes than the private data where"):
         pretrain(parse_recipe(described, "test"), "test")

@@ -511,6 +511,24 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
         t.checkpoint()
 
 
+def test_a_checkpoint_inside_a_step_is_refused_for_what_it_is(tmp_path):
+    """As a signal's handler may ask for it; the step was blamed, for an interruption."""
+    t = training(tmp_path / "own")
+    kept = t.optimizer.step
+
+    def told() -> None:
+        t.checkpoint()
+        kept()
+
+    t.step()
+    t.optimizer.step = told
+    line = r"^checkpoint: must be called between two steps, got a call inside one .* set a flag"
+    with pytest.raises(UserError, match=line):
+        t.step()
+    with pytest.raises(UserError, match=line):
+        t.checkpoint()
+
+
 def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
     slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
     t = training(tmp_path / "own", **slow)

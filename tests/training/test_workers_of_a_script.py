@@ -347,6 +347,24 @@ def test_workers_that_drift_apart_are_refused(tmp_path, pair, whose, what, said)
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
+def told_alone(rank: int, folder: Path) -> None:
+    """Keep the training on one worker, while the other takes the next step."""
+    t = begin(folder, resources={"checkpoint_seconds": 1e6})
+    t.step()
+    try:
+        t.checkpoint() if rank else t.step()
+    finally:
+        t.close()
+
+
+def test_a_checkpoint_of_one_worker_alone_is_refused_by_all(tmp_path, pair):
+    """As where one hears of SIGTERM a step before the other: both waited, for different sums."""
+    for line in both(pair.do(told_alone, tmp_path / "own")):
+        assert line.startswith("call: must be the same on all workers, got another on worker 1")
+        assert line.endswith("so that all of them call checkpoint() after the same step")
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
+
+
 def test_a_change_on_all_workers_is_on_the_card(tmp_path, pair):
     first, second = pair.do(between, tmp_path / "own", (0, 1), "parameters")
     assert first["kind"] == second["kind"] == "assumed: post-processing"
