@@ -109,6 +109,9 @@ def return_freed_memory() -> None:
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
+# What a pass costs besides its rows, for each trained layer and parameter, in products of an
+# example's forward pass: fitted on a CPU to networks of 0.4 to 40 million products.
+_LAYER_PRODUCTS, _PARAMETER_PRODUCTS = 2_250_000, 30
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
 
@@ -167,8 +170,9 @@ class GradientEngine:
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
             DP-SGD. It may be replaced between steps.
-        micro_batch: examples per physical pass at most; None chooses it from the model's activation
-            sizes for invented inputs, never from a record or load.
+        micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
+            invented inputs, never from a record or load, and smaller passes where blocks would fill
+            larger ones up.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
         isolate: every example runs through the model alone (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
@@ -251,6 +255,8 @@ class GradientEngine:
         self._checked = isolate  # nothing to look for then
         self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
         self._screened: tuple[Inputs, Tensor] | None = None
+        # What a pass costs besides its rows, in rows; None where micro_batch was given.
+        self._pass_overhead: float | None = None
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
@@ -320,7 +326,8 @@ class GradientEngine:
         def classes(rows: int) -> np.ndarray | None:
             return self._row_classes(rows, *like)
 
-        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes, self.micro_batch):
+        most = self.rows_per_pass(blocked) if blocked else self.micro_batch
+        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes, most):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
@@ -331,6 +338,13 @@ class GradientEngine:
             sums.append(losses.where(losses.isfinite(), 0.0).sum())
         loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # from a device, once
         return ClippedSum(flat, batch, nonfinite, loss_sum)
+
+    def rows_per_pass(self, blocks: Blocks) -> int:
+        """Return how many rows the passes over these blocks have, once the engine has validated."""
+        most = self.micro_batch or blocks.capacity
+        if self._pass_overhead is None:
+            return blocks.rows_per_pass(most)
+        return blocks.choose_pass_rows(most, self._pass_overhead)
 
     def iter_passes(
         self,
@@ -721,7 +735,33 @@ class GradientEngine:
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
-        return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
+        most = max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
+        products = self._products_per_example(take(inputs, pair), targets[pair])
+        if self.parameters[0].device.type == "cpu" and products:
+            besides = len(self._layers) * _LAYER_PRODUCTS + self.size * _PARAMETER_PRODUCTS
+            self._pass_overhead = besides / products
+        return most
+
+    def _products_per_example(self, inputs: Inputs, targets: Tensor) -> int:
+        """Return about how many products of two numbers one example takes in a forward pass."""
+        count = 0
+
+        def add(module: nn.Module, _: Any, output: Any) -> None:
+            nonlocal count
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and not isinstance(module, nn.Embedding):
+                weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+                count += sum(first.numel() * p.numel() // p.shape[0] for p in weights)
+
+        hooks = [module.register_forward_hook(add) for module in self.model.modules()]
+        try:
+            with torch.no_grad():
+                seen = self._laid_out(inputs)
+                example_losses(self.model, self.objective, self._trainable(), seen, targets)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return count // rows_of(inputs)
 
 
 class WholeBatchEngine(GradientEngine):

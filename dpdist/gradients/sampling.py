@@ -12,6 +12,7 @@ kernels do not change with the other records of a batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def _joins(draws: np.ndarray, sample_rate: float) -> np.ndarray:
 MAX_BLOCK_RECORDS = 1024
 # Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.
 _CAPACITY_MARGIN = 2.0
+_WORTH_IT = 0.03  # of the work: smaller passes that save less are not chosen
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,22 @@ class Blocks:
         """Rows of every pass: a block's capacity, or an equal part of it when that exceeds
         `max_rows` rows."""
         return math.ceil(self.capacity / math.ceil(self.capacity / max_rows))
+
+    def choose_pass_rows(self, most: int, overhead: float) -> int:
+        """Choose how many rows a pass has: the most for about the least work to be expected.
+
+        Passes of a whole block have room above the expected number, which is filled up: 44 rows for
+        32 records. Smaller passes leave less to fill up, and there are more of them. The choice
+        follows from the capacity and the arguments alone.
+
+        Args:
+            most: rows that a pass may have.
+            overhead: what a pass costs besides its rows, in rows.
+
+        Returns:
+            The rows; `rows_per_pass` of them is the same number.
+        """
+        return _choose_pass_rows(self.capacity, most, overhead)
 
     def rows_per_batch(
         self, records: int, sample_rate: float, max_rows: int | None, batch_cap: int | None = None
@@ -249,6 +267,22 @@ def iter_padded_passes(
 def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
     """Return the hashes (n,) that choose the class of row of records with these ids."""
     return keyed_hash(derive_key(key, "rows"), ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
+    members = max(1.0, capacity - _CAPACITY_MARGIN * math.sqrt(capacity))
+    fewest = math.ceil(capacity / most)
+
+    def cost(rows: int) -> float:
+        wide = math.sqrt(2 * members)
+        reached = range(0, capacity, rows)  # records that so many passes hold
+        passes = sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
+        return round(passes * (rows + overhead) / members, 4)  # alike on every machine
+
+    costs = {rows: cost(rows) for rows in {-(-capacity // n) for n in range(fewest, capacity + 1)}}
+    enough = (1 + _WORTH_IT) * min(costs.values())
+    return max(rows for rows, each in costs.items() if each <= enough)
 
 
 def _capacity(expected: float, count: int, sample_rate: float) -> int:

@@ -216,9 +216,8 @@ def _measured(
         rate = examples_per_second(engine, TrainingObjective(), inputs, targets)
     blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
     held = extra_bytes(engine) + min(blocks.capacity, most or PROBE_EXAMPLES) * each
-    executed = blocks.rows_per_batch(
-        plan.records, step.mean_rate, engine.micro_batch, step.batch_cap
-    )
+    rows = engine.rows_per_pass(blocks)
+    executed = blocks.rows_per_batch(plan.records, step.mean_rate, rows, step.batch_cap)
     return executed / rate + _noise_seconds(engine.size, step.noise_std), held
 
 

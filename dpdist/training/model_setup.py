@@ -170,8 +170,12 @@ def weakest_independence(
     by examples that hold nothing private."""
     loops = [phase.training_steps for phase in plan.phases]
     steps = {(loop.mean_rate, loop.batch_cap) for loop in loops if loop is not None}
-    most = engine.micro_batch or NUM_EXAMPLES
-    sizes = {Blocks.for_batches(largest, *step).rows_per_pass(most) for step in steps}
+    made = [Blocks.for_batches(largest, *step) for step in steps]
+    screened = engine.micro_batch is not None
+    sizes = {
+        engine.rows_per_pass(each) if screened else each.rows_per_pass(NUM_EXAMPLES)
+        for each in made
+    }
     rows = [torch.arange(size, device=targets.device) % len(targets) for size in sorted(sizes)]
     return weakest(engine.classify_independence(take(inputs, some), targets[some]) for some in rows)
 
@@ -424,7 +428,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token)
     )
     blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
-    alone = plan.steps * _rows_per_step(recipe, plan, engine.micro_batch) * most / rate
+    alone = plan.steps * _rows_per_step(recipe, plan, engine) * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = min(blocks.capacity, engine.micro_batch or PROBE_EXAMPLES)
     one = torch.zeros(1, *dataset.input_shape)
@@ -453,12 +457,13 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, micro_batch: int | None) -> float:
+def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine) -> float:
     """Return the rows of a step's passes, those included that fill passes up: all are computed."""
     step, shards = plan.step(0), CANONICAL_SHARDS if recipe.training.reproducible else 1
     records = -(-plan.records // shards)
     blocks = Blocks.for_batches(records, step.mean_rate, step.batch_cap)
-    return shards * blocks.rows_per_batch(records, step.mean_rate, micro_batch, step.batch_cap)
+    rows = engine.rows_per_pass(blocks)
+    return shards * blocks.rows_per_batch(records, step.mean_rate, rows, step.batch_cap)
 
 
 def _counts(recipe: Recipe) -> list[int]:

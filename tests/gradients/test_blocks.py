@@ -98,6 +98,51 @@ def test_rows_of_a_batch_are_those_that_fill_its_passes_too(records, rate, most)
     assert found / 400 >= records * rate
 
 
+@pytest.mark.parametrize("overhead", [0.0, 0.05, 1.0, 5.0, 1e9])
+@pytest.mark.parametrize("most", [1, 7, 30, 2000])
+@pytest.mark.parametrize("capacity", [1, 2, 14, 44, 151, 1024])
+def test_chosen_passes_are_passes_and_never_cost_more(capacity, most, overhead):
+    blocks = Blocks(1, capacity)
+    rows = blocks.choose_pass_rows(most, overhead)
+    whole = blocks.rows_per_pass(most)
+    assert rows == blocks.rows_per_pass(rows) <= whole
+    if overhead > 1e6 or capacity == 1:
+        assert rows == whole
+    records = 100 * capacity
+    members = max(1.0, capacity - 2 * capacity**0.5)
+
+    def work(each: int) -> float:
+        return blocks.rows_per_batch(records, members / records, each) * (1 + overhead / each)
+
+    assert work(rows) <= 1.05 * work(whole)
+
+
+def test_small_batches_run_in_small_passes_where_a_record_is_much_work():
+    """8 expected records have a block of 14: a pass of all would be filled up by 6."""
+    assert Blocks(1, 14).choose_pass_rows(100, 0.06) == 1
+    assert Blocks(1, 14).choose_pass_rows(100, 30.0) == 14
+    assert Blocks(1, 44).choose_pass_rows(19, 0.95) == 11
+    torch.manual_seed(0)
+    heavy = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Flatten(), nn.Linear(16_384, 2))
+    blocks = Blocks.for_batches(1000, 0.008)
+    inputs, targets, ids = torch.rand(9, 64, 256), torch.arange(9) % 2, torch.arange(9)
+    sums, seen = [], []
+    for micro_batch in (None, 7, 100):
+        engine = GradientEngine(
+            heavy, cross_entropy, clipping=FlatClipping(1.0), blocks=blocks,
+            micro_batch=micro_batch,
+        )  # fmt: skip
+        found = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
+        sums.append(found.flat)
+        seen.append(engine.rows_per_pass(blocks))
+    assert seen == [7, 7, 14]
+    assert torch.equal(sums[0], sums[1])
+    assert torch.allclose(sums[0], sums[2], rtol=1e-4, atol=1e-6)
+    tiny = GradientEngine(nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0))
+    tiny.validate(torch.rand(33, 4), torch.arange(33) % 2)
+    assert tiny.rows_per_pass(blocks) == 14
+
+
 # ---- the engine in blocks
 
 
