@@ -1371,16 +1371,7 @@ def preference_records(
         "labels": torch.cat([each["labels"] for each in every]),
         REFERENCE: margins,
     }
-    if not margins.isfinite().all():
-        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
-    first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
-    again = reference(every[first])
-    if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
-        raise UserError(
-            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
-            "something else of the first one at the end: give a model that keeps no state and "
-            "draws nothing"
-        )
+    _check_margins(reference, every, margins, name)
     records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
     assert isinstance(records, PreferenceRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
@@ -1424,6 +1415,25 @@ def _check_pairs(
             f"lies behind token {length}; give a longer length, or leave them out (the count is "
             "private)",
             stacklevel=4,
+        )
+
+
+def _check_margins(
+    reference: Callable[[dict[str, Tensor]], Tensor],
+    every: Sequence[dict[str, Tensor]],
+    margins: Tensor,
+    name: str,
+) -> None:
+    """Raise UserError where a margin (N,) is not finite, or another one after the other pairs."""
+    if not margins.isfinite().all():
+        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
+    first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
+    again = reference(every[first])
+    if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
+        raise UserError(
+            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
+            "something else of the first one at the end: give a model that keeps no state and "
+            "draws nothing"
         )
 
 
