@@ -269,8 +269,10 @@ def _others(found: list[Result], statistic: str) -> Iterator[str]:
 
 
 def _differences(found: list[Result], columns: list[str]) -> Iterator[list[str]]:
-    """What other rows have beyond the first, counted image by image: of one key with McNemar's
-    exact p, of several the mean with Student's interval."""
+    """Yield each later row's difference from the first row, counted on the same images.
+
+    One key has McNemar's exact p; several keys have their mean with Student's interval.
+    """
     first, *rest = found
     for one in rest:
         told = dict.fromkeys(columns, "")

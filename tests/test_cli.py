@@ -304,7 +304,7 @@ def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch)
 
 
 def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
-    """Whatever section it stands in; the names that stand in a path's place stay names."""
+    """Every section is looked at. A field that takes a path or a name keeps a name as it is."""
     from dpdist.runs.recipe import Recipe, ScriptedRecipe, _anchor_paths
 
     def anchored(raw):

@@ -110,7 +110,8 @@ def return_freed_memory() -> None:
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
 # What a pass costs besides its rows, for each trained layer and parameter, in products of an
-# example's forward pass: fitted on a CPU to networks of 0.4 to 40 million products.
+# example's forward pass. The first was fitted to three networks on one CPU; the second is an
+# estimate, from some 40 bytes that a pass moves for each parameter.
 _LAYER_PRODUCTS, _PARAMETER_PRODUCTS = 2_250_000, 30
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
@@ -729,39 +730,20 @@ class GradientEngine:
             else:
                 collect(layer, call)
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+            _counted_products(self.model) as products,
+        ):
             run_pass(
                 self.model, self._layers, self.objective, take(inputs, pair), targets[pair],
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
         most = max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
-        products = self._products_per_example(take(inputs, pair), targets[pair])
-        if self.parameters[0].device.type == "cpu" and products:
+        if self.parameters[0].device.type == "cpu" and any(products):
             besides = len(self._layers) * _LAYER_PRODUCTS + self.size * _PARAMETER_PRODUCTS
-            self._pass_overhead = besides / products
+            self._pass_overhead = probe * besides / sum(products)
         return most
-
-    def _products_per_example(self, inputs: Inputs, targets: Tensor) -> int:
-        """Return about how many products of two numbers one example takes in a forward pass."""
-        count = 0
-
-        def add(module: nn.Module, _: Any, output: Any) -> None:
-            nonlocal count
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor) and not isinstance(module, nn.Embedding):
-                weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-                count += sum(first.numel() * p.numel() // p.shape[0] for p in weights)
-
-        hooks = [module.register_forward_hook(add) for module in self.model.modules()]
-        try:
-            with torch.no_grad():
-                seen = self._laid_out(inputs)
-                example_losses(self.model, self.objective, self._trainable(), seen, targets)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return count // rows_of(inputs)
 
 
 class WholeBatchEngine(GradientEngine):
@@ -833,6 +815,25 @@ class WholeBatchEngine(GradientEngine):
             self.model.train(before)
         flat += torch.cat([each.reshape(-1) for each in found]).double() * draws.gradient_weight
         return ClippedSum(flat, batch, 0, float(losses.detach().double().sum()))
+
+
+@contextmanager
+def _counted_products(model: nn.Module) -> Iterator[list[int]]:
+    """Yield about how many products of two numbers each call of a module took meanwhile."""
+    counts: list[int] = []
+
+    def add(module: nn.Module, _: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and not isinstance(module, nn.Embedding):
+            weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+            counts.append(sum(first.numel() * p.numel() // p.shape[0] for p in weights))
+
+    hooks = [module.register_forward_hook(add) for module in model.modules()]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -207,7 +207,7 @@ class Blocks:
         names, sizes = np.unique(classes, return_counts=True)
         largest = np.argsort(-sizes, kind="stable")
         names, sizes = names[largest], sizes[largest]
-        members = max(1.0, self.capacity - _CAPACITY_MARGIN * math.sqrt(self.capacity))
+        members = _usual_members(self.capacity)
         totals = np.cumsum(sizes)
         passes = [
             _expected_passes(members, sizes[: count + 1], int(totals[count]))
@@ -271,7 +271,7 @@ def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
-    members = max(1.0, capacity - _CAPACITY_MARGIN * math.sqrt(capacity))
+    members = _usual_members(capacity)
     fewest = math.ceil(capacity / most)
 
     def cost(rows: int) -> float:
@@ -283,6 +283,11 @@ def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
     costs = {rows: cost(rows) for rows in {-(-capacity // n) for n in range(fewest, capacity + 1)}}
     enough = (1 + _WORTH_IT) * min(costs.values())
     return max(rows for rows, each in costs.items() if each <= enough)
+
+
+def _usual_members(capacity: int) -> float:
+    """Return about how many records a block of this capacity is made for (`_capacity`)."""
+    return max(1.0, capacity - _CAPACITY_MARGIN * math.sqrt(capacity))
 
 
 def _capacity(expected: float, count: int, sample_rate: float) -> int:

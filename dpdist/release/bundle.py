@@ -858,7 +858,8 @@ class Release:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
         Where class counts were bought for the run, it is that of all releases of the data set. It
-        is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes it.
+        is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes that of
+        the run again, and refuses one of all releases that is smaller.
         """
         return float(bounding_guarantee(self.card)["epsilon"])
 

@@ -350,7 +350,6 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
             f"{context}: {folder}: must hold {data.FEATURES_FILE}, which says what the network "
             "saw that made these features, got none: bring it back, or make the features again"
         )
-
     if recipe.model.pretrained_part is not None:
         raise UserError(
             f"{context}: model.{recipe.model.pretrained_part[0]}: must be left out, as the records "

@@ -301,6 +301,13 @@ def test_a_reference_that_remembers_other_pairs_is_refused():
     model.lm_head = Counting(inner)
     with pytest.raises(UserError, match="reference must say the same of a pair whichever pairs"):
         make(rows_of(), reference=model)
+    cut = [{**rows_of()[0], "prompt": 40 * "a"}, *rows_of()]  # of the first one nothing is learned
+    model.lm_head = Counting(inner, 4)
+    with (
+        pytest.warns(UserWarning, match="nothing is learned"),
+        pytest.raises(UserError, match="reference must say the same of a pair whichever pairs"),
+    ):
+        make(cut, reference=model)
 
 
 def test_a_reference_answers_without_dropout():

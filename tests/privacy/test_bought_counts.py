@@ -211,7 +211,10 @@ def test_the_same_question_at_other_noise_is_refused(tmp_path):
 
 
 def test_nobody_charges_the_question_anew_between_check_and_draw(tmp_path, monkeypatch):
-    """Of two at once, at other noise, one is refused: the cheap charge never stands for both."""
+    """Two processes ask for the same counts at once, with different noise: one is refused.
+
+    Otherwise both would have an answer, and only the cheaper charge would be on record.
+    """
     opened, real = [0], budget_module._open_budgets
 
     def opening(folder: Path) -> Any:
