@@ -714,9 +714,11 @@ def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coars
 
     space = {"kind": {"choice": ["fine", "step"]}}
     law = {"name": "fixed", "runs": 8}
-    search = begin(tmp_path / "own", train, space=space, law=law)
-    kinds = [trial.values["kind"] for trial in read_trials(search.folder)]
-    assert len(set(kinds)) == 2, "8 draws of 2"
+    for attempt in range(6):  # a key whose 8 draws are of one kind comes once in 128
+        search = begin(tmp_path / f"own{attempt}", train, space=space, law=law)
+        kinds = [trial.values["kind"] for trial in read_trials(search.folder)]
+        if len(set(kinds)) == 2:
+            break
     states = [run_trial(search, number, train) for number in range(8)]
     for kind, state in zip(kinds, states, strict=True):
         assert state["done"] and (state["failed"] is None) == (kind == "fine")
