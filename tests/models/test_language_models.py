@@ -24,7 +24,7 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.core.fields import PADDING, PROMPT
 from dpdist.data.text import next_tokens
-from dpdist.evaluation import evaluate_stage
+from dpdist.evaluation import _base_perplexity, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping, rounding_slack
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.hooks import OwnLoss, take
@@ -702,6 +702,11 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     of_base = math.exp(float(nn.functional.cross_entropy(logits, wanted[wanted >= 0])))
     assert measured["base_perplexity"] == pytest.approx(of_base, rel=1e-5)
     assert measured["base_perplexity"] != pytest.approx(measured["perplexity"], rel=1e-4)
+    adapter = models.Adapter.of(before)
+    adapter.config.bias = "all"  # trained in place, so that the base alone is there no more
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.Adapter, "of", lambda _: adapter)
+        assert _base_perplexity(test, before) == {}
     summary = dict(read_facts(folder).summary())
     assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
     assert f"{measured['next_tokens']} next tokens of 8 documents (" in summary["clean accuracy"]

@@ -133,9 +133,26 @@ def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
         assert total.source.startswith("PLD of best-of-K")
         assert charged.guarantee(1e-4).epsilon == pytest.approx(total.epsilon, rel=1e-6)
     filtered = begin(asked("filtered", budget_ceiling=9.0))
-    with pytest.raises(UserError, match="has no Renyi bound"):
-        filtered._charge_budget()
+    for refuses in (filtered._charge_budget, lambda: filtered.check_budget("r.yaml")):
+        with pytest.raises(UserError, match="has no Renyi bound"):
+            refuses()
     assert not any(one.charges for one in read_budgets(str(tmp_path / "filtered")))
+
+
+def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_path):
+    """What is on record already fits; another that does not is refused, and nothing is charged."""
+    ceiling = 3 * begin(recipe(name="alone")).cost.guarantee.epsilon
+    budget = {"budget": str(tmp_path / "b"), "budget_ceiling": ceiling}
+    first, second = (begin(recipe(name=name, privacy=budget)) for name in ("first", "second"))
+    first.check_budget("r.yaml")
+    assert not (tmp_path / "b").exists()
+    first._charge_budget()
+    (before,) = read_budgets(str(tmp_path / "b"))
+    first.check_budget("r.yaml")
+    with pytest.raises(UserError, match=r"r\.yaml: .* of what the ceiling"):
+        second.check_budget("r.yaml")
+    (after,) = read_budgets(str(tmp_path / "b"))
+    assert len(after.charges) == 1 and after.spent == before.spent
 
 
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):

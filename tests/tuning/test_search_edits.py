@@ -27,7 +27,7 @@ LAWS = {
 }
 
 
-@pytest.fixture(params=["geometric", pytest.param("fixed", marks=pytest.mark.long)])
+@pytest.fixture(params=["geometric", pytest.param("fixed", marks=pytest.mark.nightly)])
 def searched(recipe, begin, run_trials, coarse_grid, request) -> Search:
     search = begin(recipe(tune={"law": LAWS[request.param], "score": {"noise": 9.0}}))
     run_trials(search)
