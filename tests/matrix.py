@@ -64,6 +64,8 @@ def try_out(
 def judge(python: Path, chosen: tuple[str, ...]) -> str:
     """Run tests and smoke run with an interpreter that has all it needs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if (server := ROOT / ".venv" / "moto" / "bin" / "moto_server").exists():
+        environment.setdefault("DPDIST_MOTO_SERVER", str(server))
     versions = subprocess.run(
         [python, "-c", "import platform as p; from importlib.metadata import version as v; "
          "print('Python', p.python_version(), *(f'{n} {v(n)}' for n in ('torch', 'ray')))"],

@@ -283,6 +283,9 @@ def with_results(facts: Facts, kind: type, result: Any) -> Facts:
 
 
 def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = facts.evaluation  # three steps may have taught it no more than the commonest class
+    right = {"correct": 300, "accuracy": 300 / about["inputs"]}
+    facts = dataclasses.replace(facts, evaluation=about | right)
     told = make_verdict(facts)
     assert told.severity == ("caution" if facts.guarantee.epsilon > 10 else "good")
     assert f"with epsilon {format_epsilon(facts.guarantee.epsilon)}" in told.sentence
