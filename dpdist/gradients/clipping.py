@@ -7,7 +7,7 @@ sensitivity of the clipped sum under add-or-remove-one.
 Rounding: norms and sums are computed in floating point, so every factor is lowered by a relative
 `slack`. What one record changes then stays within the sensitivity, rounding included, at the price
 of clipping slightly harder than asked for: 0.0015 % for the norms and, in keyed blocks, 0.2 % for
-the sum.
+the sum (0.1 % in float64).
 """
 
 from __future__ import annotations
@@ -32,11 +32,18 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 2.0**-40 if dtype == torch.float64 else 2.0**-16
 
 
-def max_run_length(rows: int) -> int:
+# Of a smaller sensitivity, float32 factors are off by too much: by 2^-150 at worst, times a finite
+# norm of at most 2^75 (2^64 for each 128 entries, of 2^28), for each of a block's 2^10 records.
+_LEAST_FLOAT32_SENSITIVITY = 2.0**-48
+
+
+def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
     1: none. Bounds run * rows by 2^13, hence the sum's rounding.
     """
+    if sensitivity < _LEAST_FLOAT32_SENSITIVITY:
+        return 1
     run = min(32, (1 << 13) // max(1, rows))
     return run if run >= 4 else 1
 
@@ -54,9 +61,10 @@ def sum_slack(dtype: torch.dtype) -> float:
     keeps f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together
     are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
     width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
-    2^-23 <= 1.3e-4 together. All of it is below 2^-9.
+    2^-23 <= 1.3e-4 together. All of it is below 2^-9. In float64, runs and factors add nothing to
+    speak of, but sums over positions round as above: below 2^-10.
     """
-    return 2.0**-38 if dtype == torch.float64 else 2.0**-9
+    return 2.0**-10 if dtype == torch.float64 else 2.0**-9
 
 
 def _positive(name: str, value: float) -> None:

@@ -188,6 +188,19 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
     return out
 
 
+def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
+    """Return what a script may set in torch that changes the bits of float32 products there."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    autocast = torch.is_autocast_enabled(device.type)
+    return autocast, backend.matmul.fp32_precision, torch.get_num_threads()
+
+
+def rounds_factors(device: torch.device) -> bool:
+    """Return whether float32 products round their factors there: by autocast, TF32 or bfloat16."""
+    autocast, precision, _ = arithmetic_of(device)
+    return autocast or precision not in ("none", "ieee")
+
+
 def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) -> None:
     """total (size,) += factors @ values (B, size): runs of `run_length` rows at once, and their
     sums in float64."""
