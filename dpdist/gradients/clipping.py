@@ -7,7 +7,7 @@ sensitivity of the clipped sum under add-or-remove-one.
 Rounding: norms and sums are computed in floating point, so every factor is lowered by a relative
 `slack`. What one record changes then stays within the sensitivity, rounding included, at the price
 of clipping slightly harder than asked for: 0.0015 % for the norms and, in keyed blocks, 0.2 % for
-the sum (0.1 % in float64).
+the sum.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ def sum_slack(dtype: torch.dtype) -> float:
     keeps f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together
     are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
     width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
-    2^-23 <= 1.3e-4 together. All of it is below 2^-9. In float64, runs and factors add nothing to
-    speak of, but sums over positions round as above: below 2^-10.
+    2^-23 <= 1.3e-4 together. All of it is below 2^-9.
+
+    In float64 each record's positions are summed apart, so that they round by (T + 2) 2^-53 2^21 /
+    T <= 2^-31 at most and alike in both sums. Adding N records of a batch rounds by 2 N^2 2^-53:
+    together below 2^-28 for N <= 2^11, whatever its blocks.
     """
-    return 2.0**-10 if dtype == torch.float64 else 2.0**-9
+    return 2.0**-28 if dtype == torch.float64 else 2.0**-9
 
 
 def _positive(name: str, value: float) -> None:

@@ -235,8 +235,8 @@ def test_the_slack_covers_its_bound():
         positions = rows * (rows + 2) * 2.0**-31
         bound = 2 * (run + 2) * 2.0**-24 * rows + positions
         assert bound <= sum_slack(torch.float32)
-        runs = 2 * (34 * rows + 16 * (rows / 32 + 1) ** 2) * 2.0**-53  # pieces of 32 rows
-        assert runs + positions <= sum_slack(torch.float64)
+        runs = 2 * (34 * rows + rows**2) * 2.0**-53
+        assert runs + 2.0**-31 <= sum_slack(torch.float64)
     assert max_run_length(65_500) == 1
 
 

@@ -111,7 +111,7 @@ def largest_change(made: GradientEngine, clip_norm: float, scale: float = 1.0) -
     """The largest change by one record of 100, of equal and of other sizes, in clip norms."""
     generator, ids, found = torch.Generator().manual_seed(0), torch.arange(100), [0.0]
     made.clipping = FlatClipping(clip_norm)
-    for number in range(20):
+    for _ in range(20):
         inputs = scale * (1 + torch.rand(100, 1, generator=generator)).expand(100, 64)
         inputs = torch.where(torch.rand(100, 1, generator=generator) < 0.5, inputs, 0.02 * inputs)
         sums = [
