@@ -215,6 +215,8 @@ class GradientEngine:
         (torch.Size([15]), True)
     """
 
+    _zeros_replaced = False  # while rows are compared
+
     def __init__(
         self,
         model: nn.Module,
@@ -262,7 +264,6 @@ class GradientEngine:
         )
         self._checked = isolate  # nothing to look for then
         self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
-        self._zeros_replaced = False  # while rows are compared
         self._screened: tuple[Inputs, Tensor] | None = None
         # What a pass costs besides its rows, in rows; None where micro_batch was given.
         self._pass_overhead: float | None = None
