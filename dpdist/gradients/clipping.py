@@ -32,11 +32,18 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 2.0**-40 if dtype == torch.float64 else 2.0**-16
 
 
-def max_run_length(rows: int) -> int:
+# Of a smaller sensitivity, float32 factors are off by too much: by 2^-150 at worst, times a finite
+# norm of at most 2^75 (2^64 for each 128 entries, of 2^28), for each of a block's 2^10 records.
+_LEAST_FLOAT32_SENSITIVITY = 2.0**-48
+
+
+def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
     1: none. Bounds run * rows by 2^13, hence the sum's rounding.
     """
+    if sensitivity < _LEAST_FLOAT32_SENSITIVITY:
+        return 1
     run = min(32, (1 << 13) // max(1, rows))
     return run if run >= 4 else 1
 
@@ -55,8 +62,12 @@ def sum_slack(dtype: torch.dtype) -> float:
     are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
     width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
     2^-23 <= 1.3e-4 together. All of it is below 2^-9.
+
+    In float64 each record's positions are summed apart, so that they round by (T + 2) 2^-53 2^21 /
+    T <= 2^-31 at most and alike in both sums. Adding N records of a batch rounds by 2 N^2 2^-53:
+    together below 2^-28 for N <= 2^11, whatever its blocks.
     """
-    return 2.0**-38 if dtype == torch.float64 else 2.0**-9
+    return 2.0**-28 if dtype == torch.float64 else 2.0**-9
 
 
 def _positive(name: str, value: float) -> None:

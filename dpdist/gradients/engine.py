@@ -58,7 +58,13 @@ from dpdist.gradients.hooks import (
     take,
     tensors_of,
 )
-from dpdist.gradients.per_example import DenseGradient, LayerCall, PerExampleGradient
+from dpdist.gradients.per_example import (
+    DenseGradient,
+    LayerCall,
+    PerExampleGradient,
+    arithmetic_of,
+    rounds_factors,
+)
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.row_independence import (
     MAX_EXAMPLES,
@@ -72,6 +78,7 @@ from dpdist.gradients.validation import (
     check_example_independence,
     make_synthetic_examples,
     refuse_mixing_layers,
+    without_zeros,
 )
 from dpdist.randomness.noisy_modules import override_outputs
 
@@ -208,6 +215,8 @@ class GradientEngine:
         (torch.Size([15]), True)
     """
 
+    _zeros_replaced = False  # while rows are compared
+
     def __init__(
         self,
         model: nn.Module,
@@ -320,7 +329,9 @@ class GradientEngine:
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
         blocked = self._keyed_blocks(draw_key, record_ids)
-        run = max_run_length(blocked.capacity + 1 if blocked else batch)
+        run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)
+        if rounds_factors(device_of(inputs)):  # float64 products never do
+            run = 1
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
@@ -385,7 +396,7 @@ class GradientEngine:
 
     def _row_classes(self, rows: int, inputs: Inputs, targets: Tensor) -> np.ndarray | None:
         """Return which rows of a pass give a record's gradient the same bits; asked once a shape,
-        of invented examples."""
+        of invented examples, and of other parameters where they are zero and round to nothing."""
 
         def run(some: Inputs, labels: Tensor) -> list[Tensor]:
             ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
@@ -394,9 +405,13 @@ class GradientEngine:
                 members = GroupMembers.filled(rows, count, ids.device)
                 some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
                 labels = torch.stack([labels] * count, 1)
-            gradients, _ = self._per_example_gradients(
-                some, labels, SYNTHETIC_KEY, ids, {}, members
-            )
+            self._zeros_replaced = True
+            try:
+                gradients, _ = self._per_example_gradients(
+                    some, labels, SYNTHETIC_KEY, ids, {}, members
+                )
+            finally:
+                self._zeros_replaced = False
             return [piece for gradient in gradients for piece in gradient.stored_tensors()]
 
         return self.cached_row_classes("gradients", run, rows, inputs, targets)
@@ -427,6 +442,7 @@ class GradientEngine:
             type(self.perturbation),
             self.perturbation.count,
             self.records_per_example,
+            arithmetic_of(device_of(inputs)),
         )
         if kind not in self._row_classes_cache:
             with _preserve_random_state(device_of(inputs)):
@@ -506,6 +522,8 @@ class GradientEngine:
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""
         values = {name: parameter.detach() for name, parameter in self._named.items()}
+        if self._zeros_replaced:
+            values = {name: without_zeros(value) for name, value in values.items()}
         if self._channels_last:
             for name, value in values.items():
                 if value.dim() == 4:

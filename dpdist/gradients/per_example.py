@@ -188,6 +188,19 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
     return out
 
 
+def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
+    """Return what a script may set in torch that changes the bits of float32 products there."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    autocast = torch.is_autocast_enabled(device.type)
+    return autocast, backend.matmul.fp32_precision, torch.get_num_threads()
+
+
+def rounds_factors(device: torch.device) -> bool:
+    """Return whether float32 products round their factors there: by autocast, TF32 or bfloat16."""
+    autocast, precision, _ = arithmetic_of(device)
+    return autocast or precision not in ("none", "ieee")
+
+
 def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) -> None:
     """total (size,) += factors @ values (B, size): runs of `run_length` rows at once, and their
     sums in float64."""
@@ -217,6 +230,12 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
         factors: float64 (B,).
         total: float64, o * i numbers, contiguous.
     """
+    if _sum_records_apart(piece.left, factors):
+        for place, factor in enumerate(factors):
+            own = torch.zeros_like(total)
+            add_products(piece.only(place), torch.ones_like(factors[:1]), own)
+            total += factor * own
+        return
     left, right = piece.left, piece.right
     matrix = total.view(left.shape[2], right.shape[2])
     step = max(1, _WIDE_BYTES // (8 * left.shape[1] * (left.shape[2] + right.shape[2])))
@@ -238,6 +257,13 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
                 target += part @ other
 
 
+def _sum_records_apart(values: Tensor, factors: Tensor) -> bool:
+    """Return whether positions are added up record by record: in float64, where they cancel, they
+    would otherwise round by other records and exceed the slack."""
+    one = len(factors) == 1 and bool(factors == 1)
+    return values.dtype == torch.float64 and not one
+
+
 def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
     """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
 
@@ -248,6 +274,12 @@ def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor)
         factors: float64 (B,).
         total: float64 (rows, d).
     """
+    if _sum_records_apart(piece.values, factors):
+        for number, factor in enumerate(factors):
+            own = torch.zeros_like(total)
+            add_embedding_rows(piece.only(number), torch.ones_like(factors[:1]), own)
+            total += factor * own
+        return
     live = piece.ids >= 0
     ids, place = piece.ids[live].unique(return_inverse=True)
     values = (piece.values.double() * factors[:, None, None])[live]

@@ -528,9 +528,16 @@ def _perturb_zero_weights(model: nn.Module) -> None:
     """Give what begins at zero other values: the zero factor of a product (an adapter's second one)
     would hide whether the first one's gradient is followed."""
     for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.any():
-            places = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            parameter.copy_(0.1 * places.cos().view_as(parameter))
+        if parameter.requires_grad:
+            parameter.copy_(without_zeros(parameter))
+
+
+def without_zeros(parameter: Tensor) -> Tensor:
+    """Return a parameter's values, or others that are not zero where all of them are."""
+    if parameter.any():
+        return parameter.detach()
+    places = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    return 0.1 * places.cos().view_as(parameter)
 
 
 def _to_float64(tensor: Tensor) -> Tensor:

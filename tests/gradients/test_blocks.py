@@ -232,8 +232,11 @@ def test_the_slack_covers_its_bound():
     for rows in range(1, MAX_BLOCK_RECORDS + 2):
         run = max_run_length(rows)
         assert run * rows <= 2**13 and run >= 4
-        bound = 2 * (run + 2) * 2.0**-24 * rows + rows * (rows + 2) * 2.0**-31
+        positions = rows * (rows + 2) * 2.0**-31
+        bound = 2 * (run + 2) * 2.0**-24 * rows + positions
         assert bound <= sum_slack(torch.float32)
+        runs = 2 * (34 * rows + rows**2) * 2.0**-53
+        assert runs + 2.0**-31 <= sum_slack(torch.float64)
     assert max_run_length(65_500) == 1
 
 
@@ -324,6 +327,31 @@ def test_positions_that_cancel_add_no_rounding(records):
     assert 1 - 2 * slack <= float(change.norm()) <= 1.0
     # Half the records are the others' negatives.
     assert float(total(inputs, 1).norm()) <= 1e-6
+
+
+def test_positions_that_cancel_in_float64_add_no_rounding_beyond_the_slack():
+    """With a slack of 2^-38 for float64 models, a change was above C by 2e-11 C."""
+    model = nn.Linear(2, 2, bias=False).double()
+    engine = GradientEngine(
+        model, lambda out, target: out.sum((1, 2)), clipping=FlatClipping(1.0),
+        blocks=Blocks(1, 1024), micro_batch=1024,
+    )  # fmt: skip
+    generator, ids = torch.Generator().manual_seed(0), torch.arange(1001)
+
+    def total(inputs: Tensor, ids: Tensor, key: bytes) -> Tensor:
+        return engine.clipped_sum(inputs, ids, draw_key=key, record_ids=ids).flat
+
+    changes = []
+    for number in range(24):
+        scale = torch.rand(1001, 1, 1, generator=generator, dtype=torch.float64) + 0.5
+        inputs = (1e12 * scale).expand(-1, 2, 2).contiguous()
+        inputs[:, 1] *= -(1 - 2.0**-20)
+        inputs[0] = 0
+        inputs[0, 0] = 5 * torch.rand(2, generator=generator, dtype=torch.float64) + 3
+        key = bytes([number]) * 32
+        change = total(inputs, ids, key) - total(inputs[1:], ids[1:], key)
+        changes.append(float(change.norm()))
+    assert 0.99 < max(changes) <= 1.0
 
 
 # ---- norms that underflow

@@ -105,3 +105,54 @@ def test_the_rounding_of_a_block_s_sum_is_below_its_slack(capacity, monkeypatch)
     changed = capacity + 1  # rows that one record more or less can change
     rounding = 0.0 if run == 1 else 2 * (run + 2) * 2.0**-24 * changed
     assert rounding + 5e-4 <= sum_slack(torch.float32)
+
+
+def largest_change(made: GradientEngine, clip_norm: float, scale: float = 1.0) -> float:
+    """The largest change by one record of 100, of equal and of other sizes, in clip norms."""
+    generator, ids, found = torch.Generator().manual_seed(0), torch.arange(100), [0.0]
+    made.clipping = FlatClipping(clip_norm)
+    for _ in range(20):
+        inputs = scale * (1 + torch.rand(100, 1, generator=generator)).expand(100, 64)
+        inputs = torch.where(torch.rand(100, 1, generator=generator) < 0.5, inputs, 0.02 * inputs)
+        sums = [
+            made.clipped_sum(
+                inputs[some], ids[some] * 0.0, draw_key=bytes(32), record_ids=ids[some]
+            )
+            for some in (slice(100), slice(1, 100))
+        ]
+        found.append(float((sums[0].flat - sums[1].flat).norm()) / clip_norm)
+    return max(found)
+
+
+def test_no_record_exceeds_the_clip_under_autocast():
+    """Its products are rounded to bfloat16: a record's own gradient was 1.008 C, a sum moved by
+    1.09 C."""
+    made = engine(blocks=Blocks(1, 200))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert 0.9 < largest_change(made, 1.0) <= 1.0
+        alone = engine(micro_batch=8)
+        alone.clipping = FlatClipping(1.0)
+        for value in torch.linspace(1, 2, 50):
+            one = alone.clipped_sum(value.expand(1, 64), torch.zeros(1)).flat
+            assert float(one.norm()) <= 1.0
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_no_float32_product_is_made_where_torch_rounds_its_factors(precision, monkeypatch):
+    """TF32 on a GPU and bfloat16 on some CPUs, which a script may allow."""
+    made = engine(blocks=Blocks(1, 200))
+    before = torch.get_float32_matmul_precision()
+    assert 0.9 < largest_change(made, 1.0) <= 1.0  # looks at the model
+    monkeypatch.setattr(torch, "bmm", None)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert 0.9 < largest_change(made, 1.0) <= 1.0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-14, 1e-25, 1e-26])
+def test_factors_too_small_for_float32_do_not_exceed_a_tiny_clip(clip_norm):
+    """At 1e-26 factors were one of two numbers."""
+    made = engine(blocks=Blocks(1, 200))
+    assert 0.9 < largest_change(made, clip_norm, scale=5e17) <= 1.0

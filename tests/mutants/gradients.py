@@ -787,11 +787,24 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/engine.py", "gradients/test_padding_and_runs",
-        ("run = max_run_length(blocked.capacity + 1 if blocked else batch)", "run = 32",
+        ("run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)", "run = 32",
          "runs of 32 rows in float32 whatever the block's size"),
         ("return self.blocks if draw_key and record_ids is not None else None",
          "return self.blocks if draw_key else None",
          "a batch without ids is added up as if it were a block"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "gradients/test_kernel_rows",
+        ("self._zeros_replaced = True", "pass", "parameters that begin at zero round no row otherwise"),
+    ),
+    *group(
+        "dpdist/gradients/row_independence.py", "gradients/test_kernel_rows",
+        ("self._compare(tensor.detach())", "pass", "rows are compared behind steps alone"),
+    ),
+    *group(
+        "dpdist/gradients/per_example.py", "gradients/test_padding_and_runs",
+        ('return autocast or precision not in ("none", "ieee")', "return False",
+         "float32 sums under autocast and TF32"),
     ),
     *group(
         "dpdist/gradients/engine.py", "gradients/test_clipping_rules",
