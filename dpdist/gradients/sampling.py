@@ -158,30 +158,32 @@ class Blocks:
         """Choose how many rows a pass has: the most for about the least work to be expected.
 
         Passes of a whole block have room above the expected number, which is filled up: 44 rows for
-        32 records. Smaller passes leave less to fill up, and there are more of them. The choice
-        follows from the capacity and the arguments alone.
+        32 records. Smaller passes leave less to fill up, and there are more of them. Those of 1, 2,
+        3, 4, 6, 8, 12, 16, 24, ... rows are looked at: kernels and threads split them evenly, where
+        others often have rows that round apart. The choice follows from the capacity and the
+        arguments alone.
 
         Args:
             most: rows that a pass may have.
             overhead: what a pass costs besides its rows, in rows.
 
         Returns:
-            The rows; `rows_per_pass` of them is the same number.
+            The rows: `rows_per_pass` of `most`, or one of those lengths.
         """
         return _choose_pass_rows(self.capacity, most, overhead)
 
     def rows_per_batch(
-        self, records: int, sample_rate: float, max_rows: int | None, batch_cap: int | None = None
+        self, records: int, sample_rate: float, rows: int | None, batch_cap: int | None = None
     ) -> float:
         """Return how many rows the passes over a Poisson batch have on average, filled up.
 
         Args:
             records: from which the batch is drawn.
             sample_rate: probability with which each of them joins.
-            max_rows: rows of a pass at most; None: a whole block.
+            rows: of a pass; None: a whole block.
             batch_cap: as of `for_batches`.
         """
-        rows, share = self.rows_per_pass(max_rows or self.capacity), sample_rate / self.count
+        rows, share = rows or self.capacity, sample_rate / self.count
         if share >= 1:
             return float(math.ceil(records / rows) * rows)
         mean = records * share
@@ -272,7 +274,7 @@ def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=256)
 def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
     members = _usual_members(capacity)
-    fewest = math.ceil(capacity / most)
+    largest = math.ceil(capacity / math.ceil(capacity / most))
 
     def cost(rows: int) -> float:
         wide = math.sqrt(2 * members)
@@ -280,7 +282,9 @@ def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
         passes = sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
         return round(passes * (rows + overhead) / members, 4)  # alike on every machine
 
-    costs = {rows: cost(rows) for rows in {-(-capacity // n) for n in range(fewest, capacity + 1)}}
+    lengths = {first << power for first in (2, 3) for power in range(capacity.bit_length())}
+    lengths = {1, largest} | {length for length in lengths if length <= min(most, capacity)}
+    costs = {rows: cost(rows) for rows in lengths}
     enough = (1 + _WORTH_IT) * min(costs.values())
     return max(rows for rows, each in costs.items() if each <= enough)
 
