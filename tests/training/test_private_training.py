@@ -1671,7 +1671,8 @@ def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("thing", [PrivateTraining, Privacy])
-def test_its_example_runs(thing):
+def test_its_example_runs(thing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = doctest.DocTestFinder().find(thing, thing.__name__, globs={})
     failed = [doctest.DocTestRunner().run(one).failed for one in found if one.examples]
     assert failed and not any(failed)
