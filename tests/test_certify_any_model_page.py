@@ -18,6 +18,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/certify-any-model.md"
 SNIPPETS = re.findall(r"^```([^\n]*)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
 
 
+@pytest.mark.long
 def test_every_snippet_runs(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -189,6 +189,7 @@ def test_mixed_noise_is_exact_beside_what_is_published(dpdist, tmp_path):
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_calculators_import_neither_torch_nor_ray():
     code = (
         "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "

@@ -75,6 +75,7 @@ def executed(recipe: Recipe, runs) -> tuple[PrivacyPlan, int, str]:
     return job.folder.read_plan(), records, stated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_printed_is_what_runs(case, tmp_path):
     recipe = parse_recipe(BASE | CASES[case], "r.yaml")
@@ -91,6 +92,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "now"), [("plain", "hold_out"), ("search", "plain"),
                                              ("plain", "search")])  # fmt: skip
 def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):

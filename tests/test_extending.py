@@ -48,6 +48,7 @@ def test_there_is_one_of_each_and_they_are_short():
     assert max(text.count("\n") for text in EXAMPLES.values()) < 60
 
 
+@pytest.mark.long
 def test_a_method_and_a_model(beside, monkeypatch, capsys):
     recipe = {
         "name": "own",
@@ -67,6 +68,7 @@ def test_a_method_and_a_model(beside, monkeypatch, capsys):
     assert "Varied, Theorem 0" in done.out
 
 
+@pytest.mark.long
 def test_a_certificate(beside, monkeypatch):
     monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
     from chernoff import Chernoff
@@ -152,6 +154,7 @@ def test_a_registered_kind_writes_and_reads_its_own_table(monkeypatch, tmp_path)
         assert (found.radius == whole.radius / 2).all() and found.radius.max() > 0
 
 
+@pytest.mark.long
 def test_an_attack(beside, monkeypatch, capsys):
     recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
     train(recipe, folder)

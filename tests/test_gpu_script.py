@@ -98,7 +98,7 @@ def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
     assert {line["device"] for line in ended.values()} == {"Simulated 1"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) -> None:
     script = load("gpu", monkeypatch)
 

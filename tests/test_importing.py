@@ -137,7 +137,7 @@ def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_torchvision_name_is_mended_and_loads_its_own_weights(tmp_path: Path) -> None:
     made = import_torchvision("models").get_model("resnet18", weights=None, num_classes=3)
     made.train()(torch.rand(4, 3, 32, 32))  # statistics that are not the first ones
@@ -237,7 +237,7 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
         find_test_inputs(tmp_path / "p", tmp_path / "other", (3, 24, 24), 20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--resize", "40")])
 def test_predict_brings_a_picture_to_the_input_as_certify_does(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
@@ -374,7 +374,7 @@ def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
     good("certify", "mine", "--runs", runs, "--n", "500", "--every", "60")
     good("attack", "mine", "--runs", runs, "--every", "60", "--attacks", "fgsm", "--sizes", "0.1")

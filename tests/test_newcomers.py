@@ -123,6 +123,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
+@pytest.mark.long
 def test_a_table_has_one_population_statement_whoever_prints_it(run):
     (table,) = dpdist.read_facts(run).tables
     name, stated = population_summary_row(table)

@@ -215,7 +215,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
             yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_other_sampler_draws_private_records():
     """Nothing in the package but `poisson_sample` chooses the records of a step, and its rate is
     always one that a plan or a section states."""

@@ -264,7 +264,7 @@ BUILT_IN = sorted(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("line", BUILT_IN)
 def test_a_training_on_built_in_data_makes_its_plan(line, dpdist):
     done = dpdist(*shlex.split(line)[1:], "--dry-run")

@@ -136,6 +136,7 @@ def before(work) -> tuple[dict[str, bytes], str]:
     return published(work, images(0, 100))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["held", "trained"])
 def test_a_private_record_changes_nothing_that_is_published(work, before, part):
     (first, fingerprint), (second, other) = before, published(work, changed_in(part))

@@ -175,6 +175,7 @@ def name_model(folder: Path, digest: str) -> None:
     changed_table(folder, about=at("model", to=digest))
 
 
+@pytest.mark.long
 def test_what_is_in_it(made):
     assert {path.name for path in made.iterdir()} == {*REQUIRED_FILES, SIGNATURE, table_name(1)}
     for line in (made / CHECKSUMS).read_text().splitlines():
@@ -370,6 +371,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
@@ -465,6 +467,7 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
     fails(call, copied, "not finite")
 
 
+@pytest.mark.long
 def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
     """What it says in words may be worded otherwise now; each number must be there."""
     monkeypatch.setattr(verifying, "__version__", "9.9")
@@ -574,6 +577,7 @@ def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
     return Guarantee(1.0, plan.delta, plan.neighbours, "proved", "nobody", plan.assumptions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [PRIVACY_CARD, DESCRIPTION, "model.json"])
 def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
     """Any value of any field: the release still holds, or is refused in one line."""

@@ -92,6 +92,7 @@ def said(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     recipe = following.read_recipe()
     row = torch.full((1, LENGTH), -1.0)
@@ -156,6 +157,7 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert "`words.txt`, 4 words" in page
 
 
+@pytest.mark.long
 def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path, monkeypatch):
     model = {"name": "next-word-mlp", "options": {}}
     folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
@@ -188,6 +190,7 @@ SAMPLED = (
 )
 
 
+@pytest.mark.long
 def test_a_release_of_a_language_model_names_no_classes(tmp_path):
     model = {"name": "next-word-mlp", "options": {}}
     folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
@@ -419,6 +422,7 @@ def test_marks_of_tokens_that_have_some_are_refused(tmp_path, text, rule):
         make(tmp_path, data=data)
 
 
+@pytest.mark.long
 def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
     text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
     run = made(tmp_path, "marks", "next", text, {"name": "next-word-mlp", "options": {}})
@@ -459,6 +463,7 @@ def in_bytes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made(tmp_path_factory.mktemp("bytes"), "bytes", "next", {}, model)
 
 
+@pytest.mark.long
 def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     answerer = dpdist.load(following.release_folder).text_answerer
     scores = answerer.next_scores(np.array([BEGIN, 3, 4])).clone()  # begin, the, cat
@@ -477,6 +482,7 @@ def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     assert set(cold) == {best}
 
 
+@pytest.mark.long
 def test_sampled_texts_end_where_the_model_does(following, in_bytes):
     for run, prompt in ((following, "the cat"), (in_bytes, "the ")):
         release = dpdist.load(run.release_folder)
@@ -555,6 +561,7 @@ def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
     assert not new.exists()
 
 
+@pytest.mark.long
 def test_an_empty_prompt_needs_a_token_that_begins_texts(tmp_path):
     text = {"tokenizer": str(words_in(tmp_path / "cutter", END_ALONE))}
     run = made(tmp_path, "none", "next", text, {"name": "next-word-mlp", "options": {}})

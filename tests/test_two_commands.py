@@ -134,6 +134,7 @@ RELEASE = ["release", "runs/small", "--not-private"]
 BOTH, ALWAYS = {"well", "refused"}, {"well"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "first", "second", "outcomes"),
     [

@@ -61,6 +61,7 @@ def theirs(model: nn.Module, name: str, norm: str, size: float, x: Tensor, y: Te
     return it.generate(x.numpy(), y.numpy())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("name", ["fgsm", "i-fgsm", "mim", "pgd"])
 def test_success_rates_are_arts(name: str, norm: str, model, digits) -> None:

@@ -79,6 +79,7 @@ def attacked(here: None, runs: Path) -> tuple[Path, str]:
     return runs / "small", output
 
 
+@pytest.mark.long
 def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) -> None:
     folder, output = attacked
     path = folder / "attacks/l2-sigma-0.3-steps-4-first-20/attacks.parquet"
@@ -135,6 +136,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     assert page.count("Not refuted under attack, against its size") == 2
 
 
+@pytest.mark.long
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
         "attack", "small", "--runs", runs, "--check-certificates", "--steps", 4, "--draws", 4

@@ -188,6 +188,7 @@ def test_without_its_settings_an_attack_is_not_continued(
     assert raw(output) == before
 
 
+@pytest.mark.long
 def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model", noise=0.5)
     for folder, actors in (("1", 1), ("2", 2)):
@@ -202,6 +203,7 @@ def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Pat
 POINTS = Points(4, count=16)
 
 
+@pytest.mark.long
 def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None:
     """As its certificates do: most draws say another class."""
     vote_score_disagreement.save(tmp_path / "model", POINTS.size)

@@ -171,6 +171,7 @@ def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bound", ["hoeffding", "counts"])
 @pytest.mark.parametrize("claim", [None, "exact_l2", "cohen_l2", "as_printed_linf"])
 def test_a_claim_is_held_against_its_own_classifier(

@@ -46,6 +46,7 @@ def run(tmp_path: Path):
     return folder
 
 
+@pytest.mark.long
 def test_of_a_run(run, dpdist, monkeypatch):
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW)
     assert done.code == 0, done.err

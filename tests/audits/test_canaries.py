@@ -245,6 +245,7 @@ def write(tmp_path: Path, **more: Any) -> str:
     return str(write_recipe(tmp_path, {**RECIPE, **more}, "small.yaml"))
 
 
+@pytest.mark.long
 def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     recipe = write(tmp_path)
     words = ("audit", recipe, "--kind", "canaries", "--set", "canaries=600", "--set", "audits=2")

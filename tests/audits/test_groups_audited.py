@@ -118,6 +118,7 @@ class DividesByJoined(StepHarness):
         return None if seen is None else seen / max(1, len(coordinates))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pieces", "by"),
     [
@@ -129,6 +130,7 @@ def test_every_fault_is_found(pieces, by):
     assert found(pieces, [by]) == [by]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_sound_pieces_are_not_accused(clipping):
     scenes = ["canaries", "neighbour", "witness", "alone"]
@@ -147,6 +149,7 @@ def scans(root: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), audit=FEW.model_dump(mode="json"))
     target = target_of_recipe(recipe, "test")
@@ -158,6 +161,7 @@ def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups(tmp_path)
     assert 0 < audited.epsilon < audited.proved == target.proved.epsilon
 
 
+@pytest.mark.long
 def test_a_large_group_is_audited_by_a_small_one(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_group=500)
     target = target_of_recipe(recipe, "test")
@@ -166,6 +170,7 @@ def test_a_large_group_is_audited_by_a_small_one(tmp_path):
     assert audited.details["records_of_a_group"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_of_a_run(tmp_path, dpdist, monkeypatch):
     run = RunFolder(tmp_path / "runs" / "x")

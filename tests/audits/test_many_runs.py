@@ -75,6 +75,7 @@ def quiet(done: int, total: int) -> None:
     pass
 
 
+@pytest.mark.long
 def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_what_is_more_than_gradients_and_noise_is_refused(
         )
 
 
+@pytest.mark.long
 def test_the_command_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

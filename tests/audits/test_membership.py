@@ -45,6 +45,7 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
     return recipe
 
 
+@pytest.mark.long
 def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path)
     asked = ("membership", "x.yaml", "--models", 4, "--attack", "lira,rmia")
@@ -114,6 +115,7 @@ def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     return folder
 
 
+@pytest.mark.long
 def test_an_interrupted_bank_continues_to_the_same_bytes(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_an_interrupted_bank_continues_to_the_same_bytes(
         pipeline.evaluation_stage(recipe, folder, settings, broken)
 
 
+@pytest.mark.long
 def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     folder = _begun(recipe, tmp_path)
@@ -171,6 +174,7 @@ def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Pat
     assert not any(b"membership" in content for content in contents(tmp_path / "archive").values())
 
 
+@pytest.mark.long
 def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -246,6 +250,7 @@ def test_canaries_are_no_members(dpdist_without_ray: Any, tmp_path: Path) -> Non
     assert list(contents(tmp_path)) == ["x.yaml"]
 
 
+@pytest.mark.long
 def test_the_benchmark_makes_its_table(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

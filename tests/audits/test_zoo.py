@@ -28,6 +28,7 @@ BY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_found(fault: Fault) -> None:
     if fault.replay is not None:
@@ -38,6 +39,7 @@ def test_every_fault_is_found(fault: Fault) -> None:
     assert few.find([BY[fault.name]]) == [BY[fault.name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", SOUND, ids=lambda fault: fault.name)
 def test_sound_pieces_are_not_accused(fault: Fault) -> None:
     scenes = SCENARIOS if fault.workers > 1 else SCENARIOS[:1]

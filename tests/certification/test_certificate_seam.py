@@ -70,6 +70,7 @@ def sources() -> list[Path]:
 FOLDERS = sorted({path.parent for path in sources()})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_no_branch_on_the_kind_of_certificate(folder: Path) -> None:
     found = {path: branches(path.read_text()) for path in sources() if path.parent == folder}

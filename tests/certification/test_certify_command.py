@@ -164,6 +164,7 @@ def test_shares_are_merged(here: None, runs: Path) -> None:
     assert len((runs / "all.csv").read_text().splitlines()) == 7
 
 
+@pytest.mark.long
 def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
     shares = ("--every", 2, "--max-inputs", 3)
     for start in (0, 1):

@@ -100,6 +100,7 @@ def others(name: str, value: Any) -> list[Any]:
     return [value + 1, max(value - 1, 0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_value_of_a_row_is_held_against_its_counts(
     made: dict[str, Path], tmp_path: Path, name: str
@@ -208,6 +209,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "name"), [(change, name) for change, names in IMPOSSIBLE.items() for name in names]
 )
@@ -237,6 +239,7 @@ def test_other_counts_that_draws_can_have_are_read(
     table_reader.read(follows(made[name], tmp_path / "x.parquet", 0, **changed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SECTIONS)
 def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
     found = table_reader.read(made[name])

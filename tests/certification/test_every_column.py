@@ -91,6 +91,7 @@ def test_an_edit_of_any_column_is_refused_or_listed(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SECTIONS)
 def test_rows_stand_in_the_order_of_their_inputs(
     made: dict[str, Path], tmp_path: Path, name: str

@@ -51,7 +51,7 @@ def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
 # ---- tables
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     [{}, {"mode": "two-class"}, {"mode": "anytime", "radii": (0.01,)},

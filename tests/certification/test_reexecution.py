@@ -127,7 +127,7 @@ def test_copies_have_the_noise_that_is_executed(
 # ---- while it is counted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [*((kind, "fixed") for kind in LOOKS), ("Merged", "target"), ("EarlyExit", "anytime"),
@@ -158,6 +158,7 @@ def test_without_it_each_of_them_is_certified(
         assert (certify(kind, tmp_path / kind) / job.TABLE).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["eager", "frozen", "bf16"])
 def test_no_byte_depends_on_the_rows_that_are_executed_again(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
@@ -282,7 +283,7 @@ class Changes(nn.Module):
         return torch.cat([score, -score], 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_changes_a_twentieth_of_its_answers_is_found_as_often_as_stated() -> None:
     # 300 jobs: stated 1 - exp(-3.3) = 0.963. Fewer than 270 are found with probability 5e-7.
     generator, found = torch.Generator().manual_seed(0), 0

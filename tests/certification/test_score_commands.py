@@ -75,6 +75,7 @@ def call(*arguments: object) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> None:
     shown = call("certify", "noisy", "--runs", runs, "--csv", tmp_path / "all.csv").output
     assert "as printed (claimed, does not hold)" in shown and "l2 exact" in shown
@@ -106,6 +107,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     assert "draws of its noise" in summary["clean accuracy"] and "no clip" in summary["training"]
 
 
+@pytest.mark.long
 def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
     call("certify", "private", "--runs", runs, "--bound", "counts", "--norm", "linf")
     picture = tmp_path / "curves.png"

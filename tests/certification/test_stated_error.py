@@ -38,7 +38,7 @@ class Coin:
         return np.array([hits, draws - hits])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("true", [0, 1, 2])
 def test_three_targets_share_one_error(true: int) -> None:
     # The probability is that of one of three radii, which is then false and so are all larger ones.

@@ -247,6 +247,7 @@ BAD_RAY_UP = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BAD_RAY_UP)
 def test_each_fault_of_a_cluster_file_is_named(case, tmp_path):
     (name, key, value), expected = BAD_RAY_UP[case]

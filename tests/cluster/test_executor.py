@@ -264,6 +264,7 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
         LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
     """As on Ray: a training would wait half an hour for the permit of an archive that is gone. A
@@ -651,6 +652,7 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
 # --- refusals before anything is done ---------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -704,6 +706,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -34,6 +34,7 @@ def test_damage_ends_the_journal_and_is_overwritten(tmp_path: Path, damage: str)
     assert read(path) == [1, 3]
 
 
+@pytest.mark.long
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     script = (

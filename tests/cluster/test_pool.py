@@ -64,6 +64,7 @@ def test_every_chunk_once_with_the_shared_value() -> None:
     assert got == {f"c{i}": 7 * i for i in range(50)}
 
 
+@pytest.mark.long
 def test_no_chunks_need_no_actor() -> None:
     assert collect(None, None, []) == {}
 
@@ -227,6 +228,7 @@ def test_two_chunks_of_one_name_are_refused() -> None:
         collect(None, None, [Chunk("c1", 1), Chunk("c1", 2)])
 
 
+@pytest.mark.long
 def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -243,6 +245,7 @@ def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("killed-*"))) == 2
 
 
+@pytest.mark.long
 def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -338,6 +341,7 @@ def test_results_that_do_not_hold_are_not_tried_again() -> None:
         assert (Path(folder) / "77").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("paused", [False, True])
 def test_no_actor_is_blamed_for_a_pause_of_this_process(paused: bool) -> None:
     """After a laptop's sleep the clock has gone on, and no actor had a chance to answer."""

@@ -83,7 +83,7 @@ def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path)
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path: Path) -> None:
     """Training and certificates: Ray is not even imported."""
     (tmp_path / "recipe.yaml").write_text(dpdist.Recipe.model_validate(RECIPE).to_yaml())

@@ -82,6 +82,7 @@ def test_a_faster_link_pays_for_more_workers(scaling):
     assert fast.pays_until(60_000) > slow.pays_until(60_000)
 
 
+@pytest.mark.long
 def test_the_pool_alone_delivers_all_in_bounded_memory():
     """A hundred thousand chunks as a stream; as a list they take many times more. Each in a process
     of its own: memory that tests before have freed would be taken for none."""

@@ -194,7 +194,7 @@ def _moves(tree: ast.AST) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nobody_else_moves_files_into_their_places():
     for path in sources.product_files():
         if sources.name_of(path) != "dpdist/core/files.py":

@@ -191,6 +191,7 @@ def trained(recipe: str, **more: Any) -> RunFolder:
     return folder
 
 
+@pytest.mark.long
 def test_texts_without_a_label_become_a_recipe_of_next_tokens():
     write_jsonl("notes", text=LINES, source=["web"] * 48, page_id=list(range(48)))
     out = said("notes")
@@ -205,6 +206,7 @@ def test_texts_without_a_label_become_a_recipe_of_next_tokens():
     assert "texts of column text, 1 classes" in by_label
 
 
+@pytest.mark.long
 def test_chats_become_adapters_on_a_model_of_ones_own():
     needs_hf()
     write_jsonl("chats", messages=TALK, who=[n // 2 for n in range(48)])
@@ -243,6 +245,7 @@ def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them(
     assert "bos_eos" not in Path("unmarked.yaml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("question", "answer"), ("instruction", "output")])
 def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     needs_hf()

@@ -201,6 +201,7 @@ def beginning_with(folder: Path, root: Path, **data: Any) -> Recipe:
     return recipe(root, model={"name": "linear", "initial": {"folder": str(folder)}}, data=data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["release", "private/model"])
 def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place):
     first = RunFolder(root / "first")

@@ -102,6 +102,7 @@ def went_on(folder: Path, draw, patch: pytest.MonkeyPatch) -> tuple[dpdist.RunFo
     return run, keys
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEEDED)
 def test_what_is_seeded_is_replayed_and_charged_once(tmp_path, monkeypatch, name):
     before, _ = killed(tmp_path / "run", SEEDED[name], monkeypatch)
@@ -112,6 +113,7 @@ def test_what_is_seeded_is_replayed_and_charged_once(tmp_path, monkeypatch, name
     assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNSEEDED)
 def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name):
     before, early = killed(tmp_path / "run", UNSEEDED[name], monkeypatch)

@@ -124,6 +124,7 @@ def on_a_kink(model: nn.Sequential, rows: int) -> tuple[Tensor, Tensor] | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "hidden"), [(10, 3), (13, 8), (30, 4)])
 @pytest.mark.parametrize("isolate", [False, True])
 def test_records_on_a_kink_move_the_sum_by_one_clip_norm(width, hidden, isolate) -> None:

@@ -72,7 +72,7 @@ def test_its_readers_of_text_are(name: str) -> None:
     assert why(model, tokens, of_tokens) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("base", ["bert", "roberta", "distilbert", "gpt2", "llama", "qwen2", "vit"])
 def test_transformers_with_adapters_are(base: str) -> None:
     needs_hf()

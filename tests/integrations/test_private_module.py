@@ -115,6 +115,7 @@ def weights(model: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "every"), [(None, 0), ("step", 1), ("epoch", 5)])
 def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
     private = module(tmp_path / "run", Net(schedule))
@@ -126,6 +127,7 @@ def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
     assert private.guarantee == wanted.guarantee and private.guarantee.kind == "proved"
 
 
+@pytest.mark.long
 def test_records_of_a_class_join_at_its_rate_as_in_the_own_loop(tmp_path):
     ones = int(records()[1].sum())
     given = {"rates": {0: 1, 1: 2}, "class_counts": {0: RECORDS - ones, 1: ones},
@@ -182,6 +184,7 @@ def test_what_is_logged_was_released(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_fit_goes_on_where_another_ended(tmp_path):
     resources = {"checkpoint_seconds": 1e-6}
     begun = module(tmp_path / "run", resources=resources)
@@ -237,6 +240,7 @@ def documents() -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
     needs_hf()
     privacy = {**PRIVATE, "unit": "group", "max_records_per_group": 2}

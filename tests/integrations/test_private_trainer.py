@@ -120,6 +120,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> PrivateTrainer:
     return found
 
 
+@pytest.mark.long
 def test_it_releases_the_bits_of_the_own_loop(tmp_path, trained):
     model, rows = lora(), padded(texts())
     model.config.use_cache = False
@@ -178,6 +179,7 @@ def test_nothing_is_written_beside_the_run(trained):
     assert any("sampler and batches" in each for each in card["notes"])
 
 
+@pytest.mark.long
 def test_gradients_have_no_way_around_the_clip(tmp_path):
     """Without noise a step's sum is no longer than one clip norm a record."""
     privacy = {"noise_multiplier": 0.0, "delta": 1e-3, "clip_norm": 0.25, "run_key": KEY}
@@ -225,6 +227,7 @@ def test_a_killed_training_goes_on(tmp_path, trained):
     assert release_ids(run) == release_ids(trained.training.run)
 
 
+@pytest.mark.long
 def test_it_goes_on_with_the_same_schedule_alone(tmp_path, trained):
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -301,6 +304,7 @@ BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_atte
         "intermediate_size": 8, "max_position_embeddings": 16}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "label"),
     [
@@ -337,6 +341,7 @@ def test_a_classifier_is_trained(tmp_path):
     assert t.train().global_step == 4 and not torch.equal(before, weights(model))
 
 
+@pytest.mark.long
 def test_records_of_a_class_join_at_its_rate(tmp_path):
     torch.manual_seed(5)
     config = transformers.BertConfig(
@@ -427,6 +432,7 @@ def test_a_name_in_place_of_a_model_is_refused(tmp_path):
         PrivateTrainer("gpt2", arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
+@pytest.mark.long
 def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
     t = trainer(tmp_path / "run")
     held = t._records_of(texts(20, seed=9), "held out")
@@ -685,6 +691,7 @@ def chat_trainer(folder: Path, tokenizer: Any, **given: Any) -> PrivateTrainer:
     return found
 
 
+@pytest.mark.long
 def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch):
     tokenizer = lm.chat_tokenizer()
     found = chat_trainer(tmp_path / "run", tokenizer)
@@ -788,6 +795,7 @@ def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
         Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["args", "model"])
 def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by):
     passes, model = [], lora().train()
@@ -833,6 +841,7 @@ def test_a_card_says_that_a_document_is_protected_and_what_of_the_tokenizer_is_n
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_was_begun_before_cards_said_so_goes_on(tmp_path, trained, monkeypatch):
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -27,6 +27,7 @@ assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_script_runs_as_printed(tmp_path, place):
     """Nothing is imported before: where torchvision does not fit torch, dpdist mends it."""

@@ -313,7 +313,7 @@ def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(run(1, **exactly)[0], run(3, **exactly)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": MODEL, "method": {**METHOD, "sigma": 0.2, "draws": 2}}
     whole = train(*make(tmp_path, "whole", **given))
@@ -395,7 +395,7 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
 # ---- whole commands
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

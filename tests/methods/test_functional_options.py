@@ -197,6 +197,7 @@ def test_powers_beyond_all_numbers_are_refused() -> None:
     assert normalised_shares(torch.zeros(4), 0.1).tolist() == [1.0] * 4
 
 
+@pytest.mark.long
 def test_both_options_train(tmp_path: Path) -> None:
     found = {}
     base = {"name": "functional", "rounds": 2}
@@ -290,6 +291,7 @@ def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
         job_of(tmp_path, "other", method=method)
 
 
+@pytest.mark.long
 def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monkeypatch) -> None:
     given = {
         "model": {"name": "patches", "options": PATCHES},

@@ -152,7 +152,7 @@ def votes_of(job: TrainJob) -> np.ndarray:
     return np.load(job.folder.private / VOTES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_record_is_one_vote_of_each_row(tmp_path: Path) -> None:
     every = job_of(tmp_path / "every")
     votes, private = votes_of(every), every.records_without_canaries()
@@ -345,7 +345,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
             release_once(job, about, lambda key: [1.0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
@@ -452,7 +452,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return go
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
     smooth = {"smoothing": {"std": 0.01, "draws": 2}}
     training = {"batch_size": 20, "steps": 8, "learning_rate": 0.5}

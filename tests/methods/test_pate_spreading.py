@@ -126,6 +126,7 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
     assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
 
 
+@pytest.mark.long
 def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_they_are_very() -> (
     None
 ):
@@ -175,6 +176,7 @@ def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     assert torch.isfinite(parameters(job.folder)).all()
 
 
+@pytest.mark.long
 def test_nothing_private_flows_into_it_but_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +235,7 @@ def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
     assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
 
 
+@pytest.mark.long
 def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
     assert np.array_equal(votes_of(plain), votes_of(one))

@@ -296,7 +296,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         require_model(folder.read_recipe(), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_crash_counts_and_two_at_once_take_one(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +347,7 @@ def test_a_crash_counts_and_two_at_once_take_one(
         _one_too_many(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) -> None:
     """A run alone pays for all its answers beforehand. Each copy gives as many, with fresh noise:
     the budget is charged for both, or refuses the second before it answers."""
@@ -378,7 +378,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

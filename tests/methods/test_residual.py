@@ -165,6 +165,7 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
     assert method.cost(private.phases[0]) == private.phases
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place",
     [
@@ -323,6 +324,7 @@ def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
         parse_recipe({**RECIPE, "certify": section}, "r")
 
 
+@pytest.mark.long
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
     """The figures of an independent prototype, to 1 dB."""
     sde = vars(load_benchmark("sde"))
@@ -399,6 +401,7 @@ def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -
     assert max(apart) > 0.05
 
 
+@pytest.mark.long
 def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
     benchmark = vars(load_benchmark("residual"))
     module = benchmark["make"].__globals__

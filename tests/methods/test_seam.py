@@ -68,6 +68,7 @@ def branches(text: str) -> Iterator[str]:
             yield from [where + ast.unparse(node)] * of_a_method(node.args[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=str)
 def test_nobody_asks_which_method_it_is(folder):
     found = [

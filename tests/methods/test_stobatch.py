@@ -309,7 +309,7 @@ def worst(draws: AdversarialDraws) -> tuple[float, float]:
     return moved, others
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("attacks", [("i-fgsm",), ("mim",), ("pgd",), ("i-fgsm", "mim", "pgd")])
 def test_one_record_moves_the_sum_by_its_clip_and_no_other_record(attacks) -> None:
     moved, others = worst(draws_of(network(), attacks=attacks, split=0.5))
@@ -399,7 +399,7 @@ def recipe_of(tmp_path, name="run", **changes):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
     """One record less, same keys, real runs: the sums differ by at most C where it was drawn."""

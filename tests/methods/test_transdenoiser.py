@@ -228,6 +228,7 @@ def train(described: dict, folder: RunFolder) -> nn.Module:
     return models.load(folder.model_folder)
 
 
+@pytest.mark.long
 def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
     """Same key, other noise multiplier: other parameters; the same again: the same bits."""
     runs = [
@@ -265,6 +266,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     assert torch.equal(models.load(folder.release_folder)(x), model(x))
 
 
+@pytest.mark.long
 def test_no_dp_and_full_prove_nothing(public, tmp_path):
     no_dp = raw(
         public, method__variant="no-dp", privacy__noise_multiplier=0, privacy__clipping="none"
@@ -451,6 +453,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
         join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
 
 
+@pytest.mark.long
 def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
     folder = RunFolder(tmp_path / "run")
     train(raw(public), folder)

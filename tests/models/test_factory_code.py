@@ -153,6 +153,7 @@ def test_changed_code_is_another_model(
     models.load(second, trusted_factory="mine:net")
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_the_same_code_is_the_same_wherever_it_lies(
     tmp_path: Path, use: Callable[[Path], None]

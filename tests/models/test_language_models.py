@@ -84,6 +84,7 @@ def defined(model: nn.Module, fields: dict[str, Tensor], clip: float = CLIP) -> 
 # --- gradients by document
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trained", ["adapters", "all"])
 @pytest.mark.parametrize("family", CASES)
 def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monkeypatch):
@@ -104,6 +105,7 @@ def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monke
     assert find_mixing_operation(model, OwnLoss(language_model_loss), fields, NONE) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CASES)
 def test_single_precision(family):
     """But for the slack that the engine clips harder by (`rounding_slack`)."""
@@ -125,6 +127,7 @@ class _Roundings(TorchDispatchMode):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CASES)
 def test_a_base_in_bfloat16(family):
     """Held against float64 on the same weights.
@@ -147,6 +150,7 @@ def test_a_base_in_bfloat16(family):
     assert float((found - alone).norm()) <= bound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CASES)
 def test_the_own_head_of_a_recipe_s_model(family):
     """Rows as a data set has them, prompts among them, and SDPA's kernels."""
@@ -219,6 +223,7 @@ def test_checkpoints_of_activations_change_nothing(trained):
 # --- records stay apart
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", cases("llama", "gpt2", "opt", "bert"))
 def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
     model = lm.stirred(lm.with_lora(lm.make(family))).double()
@@ -292,6 +297,7 @@ def test_the_loss_is_a_mean_over_the_own_tokens():
 # --- what is refused
 
 
+@pytest.mark.long
 def test_eval_mode_keeps_nothing_off(tmp_path):
     """`from_pretrained` gives eval mode, which peft's wrapper hides: opacus #820, opake #1121."""
     library = lm.transformers()
@@ -488,7 +494,7 @@ def test_documents_that_are_refused():
         make([{"messages": CHAT}], lm.chat_tokenizer("{{ messages[0].nothing.at }}"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     model = lm.with_lora(lm.transformers().AutoModelForCausalLM.from_pretrained(folder))
@@ -585,6 +591,7 @@ def test_libraries_are_known_by_their_version_and_own_code_by_its_source():
     assert own.startswith("Own ")
 
 
+@pytest.mark.long
 def test_documents_without_their_tokenizer_are_not_released(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     (tmp_path / "rank1.py").write_text(FACTORY.format(base=str(folder), rank=1))
@@ -609,6 +616,7 @@ def test_documents_without_their_tokenizer_are_not_released(tmp_path, monkeypatc
     assert not training.run.release_folder.exists()
 
 
+@pytest.mark.long
 def test_a_begin_and_an_end_of_documents_reach_the_release(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     (tmp_path / "marked.py").write_text(FACTORY.format(base=str(folder), rank=1))
@@ -668,7 +676,7 @@ def recipe_of(tmp_path: Path, base: Path, **sections):
     return parse_recipe(raw, "test")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family):
     """Tied or not: adapters move, and nothing else; what is released says what was trained."""
@@ -782,6 +790,7 @@ def check_adapter(release: Path, base: Path, whole: nn.Module, shown: Tensor, as
         integration.load_adapter(loaded(), copy)
 
 
+@pytest.mark.long
 def test_prompts_and_answers_of_a_table(tmp_path):
     write_chats(tmp_path / "data")
     base = lm.save_model(tmp_path / "base")

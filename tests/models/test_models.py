@@ -237,7 +237,7 @@ def test_modules_that_cannot_be_trained(module, message):
     models.check_outputs(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0)), ModelSpec("x", (6,), 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_network_is_made_without_torch_s_compiler():
     """Which takes a second of processor time to load, in every process that makes one."""
     code = (

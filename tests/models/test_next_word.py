@@ -87,6 +87,7 @@ def by_definition(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Ten
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_document_s_mean_gradient_is_clipped_once(name):
     model, (inputs, targets) = make(name), documents()
@@ -100,6 +101,7 @@ def test_a_document_s_mean_gradient_is_clipped_once(name):
         assert summing.fallback_layers == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_one_document_moves_the_sum_by_no_more_than_the_clip(name):
     """And by nothing but its own gradient, with draws of the parameters too."""
@@ -174,6 +176,7 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.long
 def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     public = {
         "data": {

@@ -74,6 +74,7 @@ def clipped(model: nn.Module, fields: dict[str, Tensor], loss=LOSS) -> Tensor:
 # --- gradients by pair
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clipped_sums_are_those_of_one_pair_at_a_time(family):
     model = tiny(family)
@@ -124,6 +125,7 @@ def test_a_rejected_answer_that_sees_the_chosen_one_is_noticed(monkeypatch):
         assert len(make(rows_of(), reference=base)) == 3
 
 
+@pytest.mark.long
 def test_prompts_and_padding_do_not_count():
     model = tiny()
     fields = fields_of(model)
@@ -336,6 +338,7 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
 # --- a run
 
 
+@pytest.mark.long
 def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     rows = [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8) for row in rows_of()]
@@ -398,6 +401,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
+@pytest.mark.long
 def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
     """A process that only restores a checkpoint has weights of private pairs, too."""
 
@@ -435,6 +439,7 @@ def adapted():
 """
 
 
+@pytest.mark.long
 def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     base = partial(lm.transformers().AutoModelForCausalLM.from_pretrained, folder)
@@ -464,6 +469,7 @@ def test_a_beta_that_holds_to_no_reference_is_refused(beta):
         preference_loss(model, fields_of(model), beta=beta)
 
 
+@pytest.mark.long
 def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     rows = [{**row, "rejected": f"no{n}"} for n in range(2) for row in rows_of()]

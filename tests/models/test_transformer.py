@@ -103,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("base", "pool"), CASES)
 def test_clipped_sums_are_those_of_one_example_at_a_time(base, pool):
     model = stirred(make(base, pool=pool)).double()
@@ -132,6 +133,7 @@ def test_how_far_a_document_is_filled_up_says_nothing(base):
 OTHERS = [("none", "bert"), ("ia3", "bert"), ("ia3", "gpt2"), ("alone", "bert"), ("alone", "llama")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "base"), OTHERS)
 def test_other_adapters(kind, base):
     adapter = {"none": None, "ia3": {"kind": "ia3"}, "alone": LORA}[kind]
@@ -232,6 +234,7 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.long
 def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     text = {"length": 24, "tokenizer": str(tokenizer_in(tmp_path))}
     recipe, folder = recipe_of(root, data={"text": text}), RunFolder(tmp_path / "run")
@@ -289,6 +292,7 @@ def saved_base(folder, **more):
     return made.bert.state_dict()
 
 
+@pytest.mark.long
 def test_a_base_from_a_folder(root, tmp_path):
     weights = saved_base(tmp_path / "bert")
     asked = {"options": {"adapter": LORA}, "initial": {"folder": str(tmp_path / "bert")}}

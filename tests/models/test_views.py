@@ -193,6 +193,7 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     assert [int(i) for i in wrong.split()] == np.flatnonzero(answers != test.labels).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mirrored):
     """Every count again: the unit's stream, the noise from it, the network on each view."""

@@ -301,6 +301,7 @@ def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
     return settings.job_spec(subject)._share(SEED)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -364,6 +365,7 @@ def test_mistakes_are_told_before_a_model_is_trained(
     assert done.code == 2 and "no trade-off curve" in done.err
 
 
+@pytest.mark.long
 def test_a_bag_is_trained_on_records_that_its_key_draws(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_epsilon():
     assert "1.13392" in shown and "Poisson" in shown
 
 
+@pytest.mark.long
 def test_noise_steps_and_batch_meet_their_targets():
     noise = answer("noise", "--epsilon", "1", *RUN, "--steps", "3516")
     assert set(noise) >= KEYS
@@ -57,6 +58,7 @@ def test_noise_steps_and_batch_meet_their_targets():
         assert 0.99 * target <= found["epsilon"] <= target
 
 
+@pytest.mark.long
 def test_relation_and_cap():
     setting = [*RUN, "--noise-multiplier", "1.1", "--steps", "1000"]
     plain = answer("epsilon", *setting)
@@ -114,6 +116,7 @@ def test_shuffling():
     )
 
 
+@pytest.mark.long
 def test_claims(monkeypatch):
     monkeypatch.setattr(claims, "published_claims", cache(claims.published_claims))
     rows = answer("claims")
@@ -144,6 +147,7 @@ def test_bad_values_are_one_clear_line(arguments):
     assert str(caught.value).startswith(("account ", "--"))
 
 
+@pytest.mark.long
 def test_epsilon_starts_fast_and_imports_neither_torch_nor_ray():
     """Imports included, within three times the processor time of importing what it stands on."""
     code = (

@@ -27,6 +27,7 @@ def epsilon(**setting: Any) -> float:
     return PrivacyPlan.dp_sgd(**DATA, **setting).guarantee().epsilon
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", SETTINGS)
 def test_noise_meets_the_target_of_the_setting(which):
     setting = {"batch_size": 40, "steps": 3, **which}
@@ -34,6 +35,7 @@ def test_noise_meets_the_target_of_the_setting(which):
     assert 0.99 * 2.0 <= epsilon(noise_multiplier=noise, **setting) <= 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", SETTINGS)
 def test_steps_meet_the_target_of_the_setting(which):
     setting = {"batch_size": 40, "noise_multiplier": 2.5, **which}
@@ -48,6 +50,7 @@ def test_batch_sizes_meet_the_target_of_the_setting(neighbours):
     assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 1, **setting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbours", RELATIONS)
 @pytest.mark.parametrize(
     ("command", "given", "capped"),

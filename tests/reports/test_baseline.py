@@ -49,6 +49,7 @@ def private(runs: Path) -> RunFolder:
     return folder
 
 
+@pytest.mark.long
 def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys):
     pipeline.report_stage(private)
     assert not private.baseline_report.exists()

@@ -372,6 +372,7 @@ def test_a_run_states_its_rates(root, tmp_path):
     assert told["rates"] == "by class 0: 0.1, 1: 0.4" and told["sampling rate"].startswith("0.4 ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [{"name": "dplis", "draws": 2}, {"name": "input-noise", "sigma": 0.05, "draws": 2}],
@@ -432,6 +433,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
     return dpdist.PrivateTraining(model, optimizer, (inputs, labels), **(given | options))
 
 
+@pytest.mark.long
 def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
     first = own_loop(tmp_path / "one", rates=MappingProxyType({0: 1, 1: 4}))
     assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
@@ -482,6 +484,7 @@ def target_of(root: Path, **sections: Any) -> Target:
     return Target(recipe, plan, plan.guarantee())
 
 
+@pytest.mark.long
 def test_the_audited_step_samples_its_records_at_the_largest_rate(root, tmp_path):
     options = MechanismAudit(releases=1000)
     result = run_audit(options, target_of(root), tmp_path / "audit", lambda done, total: None)

@@ -161,7 +161,7 @@ def forge_checkpoint(folder: RunFolder) -> None:
     checkpoint._write(path, tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("release", ["whole", "sharded"])
 def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, release):

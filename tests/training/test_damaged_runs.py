@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "damage", "why"), CASES)
 def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, damage, why):
     shutil.copytree(crashed, tmp_path / "run")
@@ -223,6 +224,7 @@ def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
     assert RunFolder(folder.path).fixed_key_marker.exists() and not folder.run_key.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [b"", b'{"record":{"kind":"pl', b"\0" * 64])
 @pytest.mark.parametrize("anchor", [None, b""])
 def test_a_ledger_whose_first_write_failed_is_begun(tmp_path, left, anchor):

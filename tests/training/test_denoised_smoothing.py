@@ -312,6 +312,7 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
 
 
+@pytest.mark.long
 def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_path):
     """Of a model that is a denoiser before a classifier, the denoiser alone."""
     other = RunFolder(tmp_path / "d")
@@ -344,6 +345,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     assert "none among what it began with: " in rests and "public records of digits" in rests
 
 
+@pytest.mark.long
 def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(public, tmp_path):
     described = with_classifier(public / "classifier") | {
         "method": {"name": "secure-sgd", "redistribution": None}

@@ -147,6 +147,7 @@ def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, 
         prepare(recipe, folder, "test")
 
 
+@pytest.mark.long
 def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeypatch, capsys):
     described = raw(
         weights,

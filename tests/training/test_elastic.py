@@ -25,6 +25,7 @@ def elastic(tmp_path, name: str, reproducible: bool, **resources):
     return make(tmp_path, name, model="linear", training=steps, resources=BETWEEN | resources)
 
 
+@pytest.mark.long
 def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch):
     """2 workers, then 1, then 4, which release in parts; each group dies after a step on its
     ledger."""
@@ -74,6 +75,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     assert "up to 4 steps that were released before are charged again" in said[0]
 
 
+@pytest.mark.long
 def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
     """Of two workers' group that died; one worker would charge its steps again, two replay them."""
     more = {"budget": str(tmp_path / "b"), "budget_ceiling": 30.0}

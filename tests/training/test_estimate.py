@@ -102,6 +102,7 @@ def test_the_model_stays_as_it_is():
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
+@pytest.mark.long
 def test_memory_counts_what_an_optimizer_keeps():
     size = sum(parameter.numel() for parameter in net().parameters())
     momentum = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731

@@ -27,6 +27,7 @@ def flagship(monkeypatch):
     return load_benchmark("flagship", monkeypatch)
 
 
+@pytest.mark.long
 def test_every_row_changes_what_it_says(flagship, tmp_path):
     bench = flagship.Bench(tmp_path, None, quick=False)
     names = [name for row in flagship.ROWS for name in row.runs()]

@@ -290,6 +290,7 @@ def test_a_run_on_a_parquet_file_states_its_groups(root, tmp_path):
     assert told["groups"].startswith(f"{GROUPS} to train")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dp-sgd", "dplis", "input-noise"])
 def test_methods_with_groups_learn(root, tmp_path, name):
     method = {"name": name, **({"sigma": 0.05, "draws": 2} if name == "input-noise" else {})}
@@ -309,6 +310,7 @@ def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
     assert release_ids(whole) == release_ids(killed)
 
 
+@pytest.mark.long
 def test_on_two_workers_a_group_lies_whole(root, tmp_path):
     """Sums are those of one worker, for a worker holds groups; to the bit with canonical shards."""
     for reproducible in (False, True):
@@ -442,6 +444,7 @@ def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
     pq.write_table(table, root / "notes" / f"{split}.parquet")
 
 
+@pytest.mark.long
 def test_texts_are_grouped_by_their_author(tmp_path):
     """Tokens, and the next ones as targets, are of (B, K, T)."""
     write_texts(tmp_path / "data", "train", 12, 0)

@@ -80,6 +80,7 @@ def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
     return load_file(folder.model_folder / "model.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     recipe, folder = make(tmp_path, name)
@@ -216,6 +217,7 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
     assert (spread < 1e-5) == once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["secure-sgd", "paid", "unpaid"])
 def test_neighbour_replay(tmp_path, monkeypatch, name):
     """One record less, same keys: sums differ by at most C, by nothing where it was not drawn.
@@ -273,6 +275,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
         assert worst <= 1 + 1e-6 and untouched == 0.0
 
 
+@pytest.mark.long
 def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, "hgm-pixeldp")
     undisturbed = train(recipe, folder)

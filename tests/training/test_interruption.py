@@ -70,6 +70,7 @@ def prepared(tmp_path, name: str, **resources: Any) -> TrainJob:
     return prepare(recipe, folder, "test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("release", ["whole", "sharded"])
 def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path, release):
     undisturbed = train(*make(tmp_path, "a", model="linear", resources=SELDOM), 2)
@@ -95,6 +96,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path, releas
     assert not job.folder.interruption.exists() and job.folder.training_summary.exists()
 
 
+@pytest.mark.long
 def test_a_method_with_steps_of_its_own_hears_of_a_preemption(tmp_path):
     """DPAL's, whose checkpoints are far apart: without the word all steps were repeated."""
     changes = {
@@ -181,6 +183,7 @@ class Signalled(LocalExecutor):
             super().supervise(work, poll)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2])
 def test_one_sigterm_waits_for_a_checkpoint_and_two_do_not(tmp_path, times):
     undisturbed = train(*make(tmp_path, "a", resources={"checkpoint_seconds": 1e-6}))

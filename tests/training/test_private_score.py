@@ -224,6 +224,7 @@ class Killed(BaseException):
     """As a signal ends a process."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("privacy", [FIXED, FRESH])
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_score_is_taken_again_as_it_was(tmp_path, monkeypatch, privacy, lost):
@@ -382,6 +383,7 @@ def test_after_a_kill_scores_are_the_same_to_the_bit(tmp_path):
 # --- the price
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.8, 40.0])
 def test_the_guarantee_is_the_worse_of_both_sides(tmp_path, noise):
     t = training(tmp_path / "own", privacy=FRESH)
@@ -664,6 +666,7 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
 # --- what is printed
 
 
+@pytest.mark.long
 def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     def halved(module: nn.Module, batch: Any) -> torch.Tensor:
         return (module(batch[0]).argmax(1) == batch[1]) / 2

@@ -111,6 +111,7 @@ def by_hand(folder: RunFolder, model: nn.Module, steps: int, clip: Any = 1.0) ->
     return flat(trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip", CLIPS)
 def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
     inputs, labels = records()
@@ -128,6 +129,7 @@ def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
     assert reports[5].epsilon == t.guarantee.epsilon == t.plan.guarantee().epsilon
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "exact"),
     [
@@ -310,6 +312,7 @@ def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
     return t
 
 
+@pytest.mark.long
 def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeypatch, capsys):
     run = of_the_script.run
     factory = "nets_later:net"
@@ -368,6 +371,7 @@ def test_nothing_is_said_of_a_range_that_nobody_declared(tmp_path, monkeypatch, 
     assert command(monkeypatch, capsys, tmp_path, *verify).code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", OTHER_FACTORIES)
 def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
     old, new, said = OTHER_FACTORIES[case]
@@ -419,6 +423,7 @@ def test_held_out_records_must_not_be_private(tmp_path):
 # --- what a loop may do, and what it may not
 
 
+@pytest.mark.long
 def test_a_change_between_steps_is_on_the_card(tmp_path):
     slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
     t = training(tmp_path / "own", **slow)
@@ -443,6 +448,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
         dpdist.read_facts(t.run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -542,6 +548,7 @@ def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
     assert again.guarantee.kind == "assumed: post-processing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
 def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
     model = Net()
@@ -909,6 +916,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -951,6 +959,7 @@ def scaled() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 4), Scaled(), nn.Linear(4, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -1053,6 +1062,7 @@ def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
     assert "late" not in t.model.state_dict()
 
 
+@pytest.mark.long
 def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
     t = training(tmp_path / "own")
     t.step()
@@ -1143,6 +1153,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("steps", "other", "said"), [(2, *each) for each in OTHERS] + [(6, *OTHERS[0])]
 )
@@ -1293,6 +1304,7 @@ def test_units_of_several_records_need_their_size(tmp_path):
     assert group is not None and group.epsilon > t.guarantee.epsilon
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mse", "huber", "bce"])
 def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     inputs, labels = records()
@@ -1338,6 +1350,7 @@ def charges(tmp: Path) -> list[Charge]:
     return budget.charges
 
 
+@pytest.mark.long
 def test_a_run_over_the_budget_is_refused_before_a_step(tmp_path):
     """By the records, not by their order, their labels or the kind of array."""
     inputs, labels = records()
@@ -1374,6 +1387,7 @@ def test_a_recipe_s_run_and_a_script_s_share_a_budget(tmp_path):
     assert len(budget.charges) == 2 and len(budget.known) == len(set(dataset.hashes.tolist()))
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_stays_charged_and_goes_on(tmp_path):
     private = budgeted(tmp_path)
     t = training(tmp_path / "own", privacy=private)
@@ -1670,6 +1684,7 @@ def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
     assert run.training_summary.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("thing", [PrivateTraining, Privacy])
 def test_its_example_runs(thing, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -89,6 +89,7 @@ PRIVATE_PREDICTION = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("record", [tied, lambda: np.full(WIDTH, 3e38)], ids=["ties", "overflows"])
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
 def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
@@ -229,6 +230,7 @@ SAID = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAID)
 def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> None:
     more, said = SAID[name]

@@ -42,7 +42,7 @@ def small(tmp_path, name: str, training: dict | None = None, **more):
     return make(tmp_path, name, model="linear", training=steps | (training or {}), **more)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "training"),
     [(1, {}), (2, {"ema": 0.9}), (2, ADAM), (3, {"reproducible": True}),
@@ -67,7 +67,7 @@ def test_every_worker_holds_its_part_of_the_optimizer_s_state(tmp_path):
     assert [len(part["slot.ema"]) for part in parts] == [192, 256, 202]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "then"),
     [((1, {}), (2, SHARDED)), ((3, SHARDED), (1, {})), ((3, SHARDED), (2, SHARDED))],

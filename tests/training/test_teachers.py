@@ -105,6 +105,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[byte
         return job, found, TeacherTrainer(shared)._shards
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gone", [0, 7])
 def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> None:
     """The first one, whose leaving moves every other; one of two equal ones."""
@@ -113,6 +114,7 @@ def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> No
     assert changed(before, models_of(job_of(tmp_path, keep))) == [shards[gone]]
 
 
+@pytest.mark.long
 def test_shards_by_place_would_be_found(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

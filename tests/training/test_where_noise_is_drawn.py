@@ -44,6 +44,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setattr(*((private_step, name) if name == "add_noise" else (noise, name)), never)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "more"),
     [(1, {}), (2, {}), (3, {"resources__release": "sharded", "training__reproducible": True})],

@@ -160,7 +160,7 @@ def test_without_the_room_nothing_is_trained(tmp_path, monkeypatch):
         execute(job)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_number_of_workers_gives_the_same_bits_and_nearly_those_of_float64(tmp_path):
     same = {"reproducible": True}
     found = {}

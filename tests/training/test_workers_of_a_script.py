@@ -160,6 +160,7 @@ def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) ->
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_two_workers_are_one(tmp_path, pair, reproducible):
     given = {"reproducible": reproducible, "private_metrics": True}
@@ -239,6 +240,7 @@ def shaken(rank: int, folder: Path, until: int) -> dict[str, Any]:
     return whole(rank, folder, {"data": data, "resources": {"checkpoint_seconds": 1e6}}, until)
 
 
+@pytest.mark.long
 def test_a_replay_with_another_sum_is_a_new_attempt_on_all(tmp_path, pair):
     folder = RunFolder(tmp_path / "own")
     pair.do(shaken, folder.path, 2)
@@ -265,6 +267,7 @@ def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
         t.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -331,6 +334,7 @@ def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[
         t.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("whose", "what", "said"),
     [
@@ -495,6 +499,7 @@ def scored(
         }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "declared"),
     [
@@ -630,6 +635,7 @@ def unpaid(rank: int, folder: Path, what: str) -> tuple[str, list[bytes]]:
     return "", []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["record_query", "record_answer"])
 def test_no_worker_has_a_score_that_is_not_on_record(tmp_path, pair, what):
     first, second = pair.do(unpaid, tmp_path / "own", what)
@@ -874,6 +880,7 @@ class Gone:
         raise RuntimeError(self.said)
 
 
+@pytest.mark.long
 def test_other_errors_of_a_collective_stay_what_they_are():
     reducer, hook = ScriptReducer(2, 4, torch.device("cpu")), sys.excepthook
     try:

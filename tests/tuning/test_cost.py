@@ -69,7 +69,7 @@ def searched(recipe):
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
 def test_training_and_search_together_meet_the_target(searched, law):
     cost = cost_of(searched(law, privacy=TARGET))
@@ -124,7 +124,7 @@ def curve(phases, orders) -> np.ndarray:
 ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
     """What the loop would execute at settings drawn from all over the space (100, seeded; half of
@@ -166,7 +166,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
     """Never above the accounted profile or its floor; less noise for cheaper settings."""
     space = {"training.batch_size": {"choice": [100, 200, 400]}}
@@ -343,7 +343,7 @@ def generated_space(rng: np.random.Generator, target: bool) -> dict:
     return space
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(8)), (0, True)])
 def test_every_trial_of_every_space_is_covered(searched, seed, target):
     """Trials drawn from generated spaces: the search is priced at least as high as the same search
@@ -453,6 +453,7 @@ def test_a_law_says_how_many_trials_are_nearly_certain():
     assert LawRecipe(name="fixed", runs=3).full_description == "fixed, 3 trials"
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
     score = {"noise": 40.0}  # the least that counts no more than training takes a while to find
@@ -550,7 +551,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
 def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
     """Noise and epsilon before any data are read are those that the run executes and states."""

@@ -162,6 +162,7 @@ def test_rates_by_class_are_those_of_every_trial(tmp_path):
         prepare(tmp_path / "two", rare, space={**SPACE, "more": {"choice": [2, 4]}})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
 @pytest.mark.parametrize("kind", ["public", "held_out"])
 def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(tmp_path, coarse_grid, law, kind):
@@ -435,6 +436,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("train", "given", "said"), REFUSED, ids=[said for *_, said in REFUSED])
 def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
     MODELS.clear()
@@ -472,7 +474,7 @@ def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
 # --- a trial ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     """With the keys of the search; another trial, another model and another sum: another noise."""
     search = begin(tmp_path / "own", score={"held_out": SCORED, "noise": 3.0}, law=FIXED)
@@ -496,7 +498,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     assert len(seen) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coarse_grid):
     privacy = {**PRIVATE, "run_key": "7f" * 32}
     search = begin(tmp_path / "own", privacy=privacy)
@@ -527,7 +529,7 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
     assert "lr" in page and searching.ASSUMED[1] in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_grid):
     """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
 
@@ -555,7 +557,7 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         prepare(run.path, heavier, law={"name": "fixed", "runs": 1})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
     pytest.importorskip("optuna")
     from dpdist.tuning.searchers import ManifestSearcher
@@ -622,7 +624,7 @@ def changing(config: Any) -> PrivateTraining:
     [{"bias": 0.5}, {"scale": 2.0}, {"lr": 0.123}, {"steps": 3}, {"steps": 9}, {"env": True}],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypatch, change):
     """A weight, an attribute, a rate, a length or the environment that changed since the draw."""
     CHANGED.clear()
@@ -695,7 +697,7 @@ def test_a_second_training_made_inside_a_step_makes_a_trial_fail(tmp_path, coars
     assert "another was made while it was trained" in state["failed"] and not state["scores"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coarse_grid):
     """In train, in a step and in the score; a failed trial is not tried again."""
     calls = []
@@ -755,7 +757,7 @@ def test_where_all_trials_fail_there_is_no_model(tmp_path, coarse_grid):
         finish(search)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     manifest = search.folder.manifest.read_bytes()
@@ -776,6 +778,7 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
     assert run_trial(search, 0)["failed"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["terms.json", "built.json"])
 def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
     tmp_path, coarse_grid, monkeypatch, name
@@ -803,7 +806,7 @@ def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
     assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid):
     """Broken off inside a step: the same keys, and the scores of a trial that was not."""
     broken = [False]
@@ -881,7 +884,7 @@ def test_a_model_that_changes_between_steps_makes_a_trial_fail(tmp_path, coarse_
     assert run_trial(search, 0, train)["failed"] == "parameters changed between steps"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_grid):
     rates: list[float] = []
 
@@ -988,6 +991,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(line.removeprefix("RESULT "))
 
 
+@pytest.mark.long
 def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatch):
     """The winner's folder holds what the checkpoints of its trial said of the module."""
     text = f"from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Linear({WIDTH}, 2)\n"

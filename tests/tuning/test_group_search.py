@@ -197,6 +197,7 @@ def pictures(model) -> tuple[np.ndarray, np.ndarray]:
     return inputs, (labels + (np.arange(len(WHOM)) % 3 == 0)) % 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: "+".join(s.objectives))
 def test_a_whole_group_moves_a_score_by_one_at_most(tmp_path, model, pictures, settings):
     """Exact neighbour replay: all records of each group are taken away.
@@ -254,6 +255,7 @@ def final_scores(search: Any) -> list[float]:
     return [read_scores(search.folder, number)["scores"][-1] for number in numbers]
 
 
+@pytest.mark.long
 def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tmp_path, run_trials):
     """Neighbour replay of a whole search under fixed keys: each trial trains to the same bits, and
     the noisy sums, and so the best, move by at most the one group that is paid for."""
@@ -311,6 +313,7 @@ def test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for(
     assert max(total for total, _ in found) <= len(scored)
 
 
+@pytest.mark.long
 def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
     privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
     recipe = asked(root, privacy=privacy, certify={"sigma": 0.1, "n": 50, "max_inputs": 3})
@@ -351,6 +354,7 @@ def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
     again.run(LocalExecutor())
 
 
+@pytest.mark.long
 def test_published_scores_are_shares_of_a_public_number_of_groups(root, tmp_path):
     pipeline.tune(asked(root), runs=tmp_path, context="r.yaml", executor="local")
     run = RunFolder(tmp_path / "x")

@@ -188,6 +188,7 @@ PRICES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [counts, pytest.param(votes, marks=pytest.mark.long)])
 def test_a_search_over_splits_stays_within_its_epsilon(parts):
     """2,000 searches on each of two neighbours, against what such a search is priced; the bound is
@@ -202,6 +203,7 @@ def test_a_search_over_splits_stays_within_its_epsilon(parts):
     assert true_delta(law, without.epsilon) > 2 * DELTA
 
 
+@pytest.mark.long
 def test_released_scores_follow_the_exact_law():
     """Kolmogorov-Smirnov on 4,000 searches against G(F(t)); fails by chance once in 10^4 seeds.
     A law with another mean is rejected by the same test."""

@@ -155,6 +155,7 @@ def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_pa
     assert len(after.charges) == 1 and after.spent == before.spent
 
 
+@pytest.mark.long
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
     fixed = {"run_key": "7f" * 32}
@@ -209,6 +210,7 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
         assert row["scores"] == pytest.approx([score * ratio for _, score in report])
 
 
+@pytest.mark.long
 def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     recipe, begin, run_trials
 ):
@@ -269,6 +271,7 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     assert "trials" not in json.loads(secret.run_folder.search_record.read_text())
 
 
+@pytest.mark.long
 def test_of_two_trials_with_the_same_values_one_is_chosen(recipe, begin, run_trials):
     tune = {
         "law": {"name": "fixed", "runs": 3, "mean": None},
@@ -283,6 +286,7 @@ def test_of_two_trials_with_the_same_values_one_is_chosen(recipe, begin, run_tri
     assert [number for number, row in enumerate(rows) if row[4] == "chosen"] == [winner]
 
 
+@pytest.mark.long
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
@@ -298,6 +302,7 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     begin(search.recipe).run(EXECUTOR)  # a finished search does nothing
 
 
+@pytest.mark.long
 def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
@@ -330,6 +335,7 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
         prepare_training(asked, search.run_folder, "r.yaml")
 
 
+@pytest.mark.long
 def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, monkeypatch):
     """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
     law = {"name": "fixed", "runs": 3, "mean": None}
@@ -486,6 +492,7 @@ def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     assert held + recorded.records == 1439
 
 
+@pytest.mark.long
 def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     """Values that cost far more than the recipe's own setting, given as a whole section: what the
     card says covers each trial's own ledger, and the winner's."""
@@ -673,6 +680,7 @@ def test_trials_get_the_packages_of_the_driver(recipe, begin):
     assert os.path.exists(search.folder.manifest)
 
 
+@pytest.mark.long
 def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     recipe, begin, run_trials, tmp_path
 ):

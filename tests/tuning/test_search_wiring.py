@@ -62,6 +62,7 @@ def of_trial(seen: KeyRecorder, keys: list[bytes], trial) -> list[bytes]:
     return [key for key in keys if trial.key in seen.ancestors(key)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("privacy", [FIXED, {}], ids=["fixed-key", "secret-key"])
 def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     recipe, begin, run_trials, monkeypatch, privacy
@@ -96,6 +97,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     assert all(len(found) == 1 for found in callers.values())
 
 
+@pytest.mark.long
 def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monkeypatch):
     """The smoothing noise of a score is fresh at every rung and trial, and for every record."""
     score = {"objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "draws": 10,
@@ -112,6 +114,7 @@ def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monk
     assert len(selecting) == len(counting) == RUNS * 2 * records and not selecting & counting
 
 
+@pytest.mark.long
 def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, monkeypatch):
     """By record: what each trial's training loop reads, and what its score reads, are disjoint and
     together all private records; the plan counts the first."""
@@ -142,6 +145,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     assert {s.start + s.count for s in seen.streams if s.caller == SAMPLING} == {len(trained[0][0])}
 
 
+@pytest.mark.long
 def test_each_score_carries_the_noise_that_was_paid_for(recipe, begin, run_trials, monkeypatch):
     """score = (right ones + std * normal) / records, with the accounted std, at every rung."""
     found = []
@@ -177,6 +181,7 @@ def _phases(phases):
         yield from _phases(inner) if inner else [phase]
 
 
+@pytest.mark.long
 def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
     """Values, noise, steps and rate of each trial's plan are those on record for it."""
     space = {
@@ -210,6 +215,7 @@ def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     assert len(read_scores(search.folder, 1)["scores"]) == 1
 
 
+@pytest.mark.long
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
     search = begin(recipe(privacy=FIXED, tune=ASHA))
@@ -232,6 +238,7 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     assert read_facts(run).has_fixed_key
 
 
+@pytest.mark.long
 def test_what_is_public_does_not_change_with_the_number_of_trials(
     recipe, run_trials, tmp_path, monkeypatch
 ):
@@ -299,6 +306,7 @@ def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatc
     assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
 
 
+@pytest.mark.long
 def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, monkeypatch):
     """Neither of a step nor of a score: the same trial has another model in each. The same noise on
     both counts of held-out records would be none on their difference."""
@@ -316,6 +324,7 @@ def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, 
     assert not noise[0] & noise[1]
 
 
+@pytest.mark.long
 def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     """To score the same again, after a crash, is the same noise; whatever else, another."""
     search = begin(recipe(tune=ASHA))

@@ -116,6 +116,7 @@ def test_the_oracle_knows_the_gaussian_mechanism():
 # --- the recipes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_search_over_a_split_costs_what_its_recipe_says(name, coarse_grid):
     recipe = searched(name)
@@ -132,7 +133,7 @@ def test_a_search_over_a_split_costs_what_its_recipe_says(name, coarse_grid):
 DEAR = ("functional", "secure-sgd", "pate", "dplis")  # seconds each
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in DEAR)) for name in NAMES]
 )
@@ -152,7 +153,7 @@ def test_all_candidates_cost_the_same(name, coarse_grid):
         assert (less > ceiling * (1 + 2e-3)).any(), trial.method
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "own", "other"),
     [

@@ -224,6 +224,7 @@ def test_public_scores_may_not_be_of_the_private_records(begin):
         begin(asked)
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_a_sweep_with_privacy_on_shows_the_total_and_all_its_trials(tmp_path, monkeypatch, capsys):
     """The whole command, its trials in this process: terminal, report and Python say one total."""

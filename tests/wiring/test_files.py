@@ -89,6 +89,7 @@ def key_of(run: Path) -> bytes:
     return bytes.fromhex((run / "private" / "run.key").read_text())
 
 
+@pytest.mark.long
 def test_train_certify_attack_report_release(dpdist, tmp_path):
     recipe = write(tmp_path)
     run = tmp_path / "runs" / "small"
@@ -125,6 +126,7 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     assert leaving == outside(run) - {"run.json"}
 
 
+@pytest.mark.long
 def test_tune(dpdist, tmp_path):
     recipe = write(tmp_path, name="searched", tune=SEARCH, resources={"workers": 1})
     run = tmp_path / "runs" / "searched"
