@@ -117,9 +117,9 @@ def return_freed_memory() -> None:
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
 # What a pass costs besides its rows, in products of an example's forward pass: for each trained
-# layer, and for each parameter that is trained or multiplied with, which every pass reads and packs
-# anew in both directions. Fitted to passes of ViT-Tiny and of adapters in GPT-2, with one thread
-# and two: 1.4 to 2.7 rows, and 0.4 to 0.8.
+# layer; for each parameter that it multiplies with, which is read and packed anew in both
+# directions; and for each that is trained, whose sum it reads and writes. Fitted to passes of
+# ViT-Tiny and of adapters in GPT-2, with one thread and two: 1.4 to 2.7 rows, and 0.4 to 0.8.
 _LAYER_PRODUCTS, _PARAMETER_PRODUCTS = 2_250_000, 60
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
@@ -760,8 +760,8 @@ class GradientEngine:
         kept += sum(gradient.nbytes() for gradient in gradients)
         most = max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
         if self.parameters[0].device.type == "cpu" and any(products):
-            read = sum(used.values()) + sum(p.numel() for p in self.parameters if id(p) not in used)
-            besides = len(self._layers) * _LAYER_PRODUCTS + read * _PARAMETER_PRODUCTS
+            moved = sum(used.values()) + self.size
+            besides = len(self._layers) * _LAYER_PRODUCTS + moved * _PARAMETER_PRODUCTS
             self._pass_overhead = probe * besides / sum(products)
         return most
 

@@ -260,8 +260,7 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
 def _sum_records_apart(values: Tensor, factors: Tensor) -> bool:
     """Return whether positions are added up record by record: in float64, where they cancel, they
     would otherwise round by other records and exceed the slack."""
-    one = len(factors) == 1 and bool(factors == 1)
-    return values.dtype == torch.float64 and not one
+    return values.dtype == torch.float64 and not (len(factors) == 1 and bool(factors == 1))
 
 
 def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
@@ -632,10 +631,17 @@ class PerExampleGradient:
             total = out.new_zeros(self._stored_shape(self._order))
         if self._dense is not None:
             add_rows(self._dense.flatten(1), factors, total.view(-1), run_length)
-        for piece in self._outer:
-            add_products(piece, factors, total)
-        for rows in self._rows:
-            add_embedding_rows(rows, factors, total)
+        if self._outer and self._rows and _sum_records_apart(self._outer[0].left, factors):
+            for place, factor in enumerate(factors):  # the two may cancel
+                own, one = torch.zeros_like(total), torch.ones_like(factors[:1])
+                add_products(self._outer[0].only(place), one, own)
+                add_embedding_rows(self._rows[0].only(place), one, own)
+                total += factor * own
+        else:
+            for piece in self._outer:
+                add_products(piece, factors, total)
+            for rows in self._rows:
+                add_embedding_rows(rows, factors, total)
         if self._order is not None:
             out += total.permute(self._order)
 

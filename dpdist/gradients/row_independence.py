@@ -236,6 +236,8 @@ def find_row_classes(
         The class of each row, int64 (rows,), numbered in the order of their first rows; None where
         all rows are alike.
     """
+    if rows == 1:
+        return None
     compared, seen = _RowComparison(rows), 0
     for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
@@ -246,6 +248,9 @@ def find_row_classes(
             compared.refine(tensor.detach())
             seen += tensor[0].numel()
         del found  # before the next pass needs as much again
+    # What is executed may be other code where nothing looks on, such as compiled parts.
+    for tensor in run(_filled(inputs, 0, rows), _filled(targets, 0, rows)):
+        compared.refine(tensor.detach())
     return compared.classes if compared.classes.any() else None
 
 
@@ -253,8 +258,11 @@ class _RowComparison(TorchDispatchMode):
     """Sorts the rows of a pass by the bits of all that is computed in it.
 
     A dimension as long as the pass may be another one, of channels say: its rows differ by more
-    than rounding, and nothing is learned from it.
+    than rounding, and nothing is learned from it. Views, and tensors without memory of their own in
+    rows (sparse, nested), are not looked at: what they are made of is.
     """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -270,28 +278,41 @@ class _RowComparison(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        unfilled = any(word in func.__name__ for word in ("empty", "resize"))
-        if len(self.classes) > 1 and not (func.is_view or unfilled):
-            for tensor in pytree.tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._compare(tensor.detach())
+        unfilled = any(word in str(func) for word in ("empty", "resize"))
+        if not (getattr(func, "is_view", False) or unfilled):
+            for tensor in filter(_is_plain, pytree.tree_leaves(result)):
+                self._compare(tensor.detach())
         return result
 
     def _compare(self, tensor: Tensor) -> None:
         rows = len(self.classes)
         for dimension, length in enumerate(tensor.shape):
+            if dimension and len(tensor) == rows:  # the pass; another one as long is of heads, say
+                return
             if length == rows or (length and not dimension and length % rows == 0):
                 each = tensor.movedim(dimension, 0).reshape(rows, -1)
                 if _differ_by_rounding(each):
                     self.refine(each)
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a tensor of real numbers with memory of its own for each."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.layout == torch.strided and not value.is_nested
+
+
 def _differ_by_rounding(rows: Tensor) -> bool:
     """Return whether rows differ, and by no more than other orders of summation explain."""
     if not rows.numel() or bool((rows == rows[:1]).all()):
         return False
-    allowed = torch.finfo(rows.dtype).eps ** 0.7 * rows.abs().max()
-    return bool(((rows - rows[:1]).abs() <= allowed).all())
+    kind = torch.finfo(rows.dtype)
+    usual = rows.abs() < kind.max / 2  # what masks an entry is as large as numbers go, or infinite
+    first = rows[:1].expand_as(rows)
+    if not bool((usual | (rows == first)).all()):
+        return False
+    allowed = kind.eps**0.7 * rows.where(usual, 0).abs().max()
+    return bool(((rows - first).abs().where(usual, 0) <= allowed).all())
 
 
 def _filled(examples: Inputs, number: int, rows: int) -> Inputs:

@@ -247,7 +247,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     assert streamed < 0.5e6 and kept > 1e6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["target", "anytime"])
 def test_sequential_modes_are_independent_of_workers_too(
     here: None, model_folder: Path, tmp_path: Path, mode: str
@@ -268,7 +268,7 @@ def test_sequential_modes_are_independent_of_workers_too(
             assert row["radius"] >= 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small-cnn", "mlp"])
 def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, name: str) -> None:
     spec = models.ModelSpec(name, (1, 6, 6), 3)

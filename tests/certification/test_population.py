@@ -46,7 +46,7 @@ def test_nothing_certified_states_nothing() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("robust", [0.0, 0.5])
 def test_a_known_population_is_covered(robust: float) -> None:
     # Half of the population is robust for certain; the rest lies a hair below what 0.5 needs, where

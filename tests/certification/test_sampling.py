@@ -44,7 +44,7 @@ def draw(noise: Noise, count: int, key: bytes = b"k" * 32) -> np.ndarray:
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOISES)
 def test_noise_has_its_distribution_and_no_other(name: str) -> None:
     # Kolmogorov-Smirnov on 400,000 seeded draws: false failure 1e-4; scales 2/3 and 3/2 rejected.

@@ -229,7 +229,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         table_reader.from_arrow(got).size_if_correct("magic", "l2")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -103,7 +103,7 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
     assert gaps[1000][0] < gaps[1000][1] / 2 < gaps[1000][2] / 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}

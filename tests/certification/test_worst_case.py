@@ -183,7 +183,6 @@ class Recorder(units.StreamKeys):
 RECORDED: list[tuple[int | None, str, int, bytes]] = []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mode", BY_MODE)
 def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
     RECORDED.clear()

@@ -184,7 +184,7 @@ def test_a_norm_of_many_examples_is_made_in_pieces(at_once, monkeypatch):
     check(model, torch.randn(7, 1, 3, 3))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 4), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.integers(0, 10**6)
@@ -215,7 +215,7 @@ class _Recurrent(nn.Module):
         return torch.cat([sequence.flatten(1), finals.transpose(0, 1).flatten(1)], dim=1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @hypothesis_settings(20)
 @given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),

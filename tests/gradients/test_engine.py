@@ -142,7 +142,6 @@ class _Exploding(nn.Module):
         return torch.where(inputs > 100, inputs * self.poison, inputs)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("where", ["inputs", "hidden"])
 @pytest.mark.parametrize("kind", ["cnn", "mlp"])
@@ -556,7 +555,7 @@ def test_clipping_mistakes_are_named(model):
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_one_example_never_exceeds_the_sensitivity_in_float32(scale):
     """The norm of what was added, recomputed in float64, is at most C; and not needlessly less."""
@@ -581,7 +580,6 @@ def test_one_example_never_exceeds_the_sensitivity_in_float32(scale):
                     assert float(one.norm()) > 0.1 * (1 - 1e-3)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_positions_that_cancel_do_not_escape_the_clip(seed):
     """A ghost norm is a difference of large numbers here; its rounding error must not free it.
@@ -611,7 +609,6 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("form", list(CONVOLUTION_FORMS))
 @pytest.mark.parametrize(("layer", "sizes", "options", "shape"), CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

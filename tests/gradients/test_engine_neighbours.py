@@ -78,7 +78,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_record_changes_the_sum_by_at_most_c(name):
     engine = GradientEngine(

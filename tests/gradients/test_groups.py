@@ -361,7 +361,6 @@ def without_one_group(most: int) -> Iterator[tuple[GroupedRecords, GroupedRecord
         )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [*PERTURBATIONS, "isolated"])
 def test_a_whole_group_changes_a_sum_by_the_clip_at_most(name: str):
     kind, isolate = ("none", True) if name == "isolated" else (name, False)

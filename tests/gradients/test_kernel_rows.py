@@ -124,7 +124,6 @@ def on_a_kink(model: nn.Sequential, rows: int) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("width", "hidden"), [(10, 3), (13, 8), (30, 4)])
 @pytest.mark.parametrize("isolate", [False, True])
 def test_records_on_a_kink_move_the_sum_by_one_clip_norm(width, hidden, isolate) -> None:
@@ -286,3 +285,31 @@ def test_a_paid_redistribution_lays_its_records_so_too() -> None:
     whole = row_of(np.arange(1, 31))
     assert sorted(whole) == list(range(1, 31)) and len(set(whole.values())) == 2
     assert row_of(np.arange(2, 31)).items() <= whole.items()
+
+
+def test_masks_heads_and_sparse_numbers_tell_nothing_of_rows():
+    """As many heads as rows, and numbers as large as they go where nothing is attended to."""
+    weight = torch.randn(4, 3, 3)
+    mask = torch.full((3, 3), torch.finfo(torch.float32).min).triu(1)
+    sparse = torch.randn(3, 3).to_sparse()
+
+    def run(inputs, _):
+        scores = inputs[:, None] @ weight + mask  # (4 rows, 4 heads, 3, 3)
+        return [(scores.softmax(3) @ sparse.to_dense()).flatten(1)]
+
+    some = torch.randn(3, 1, 3, 3).expand(3, 1, 3, 3)[:, 0], torch.zeros(3, dtype=torch.int64)
+    assert row_independence.find_row_classes(run, *some, 4) is None
+    far = torch.tensor([[1.0, -3e38], [2.0, -3e38]])
+    assert not row_independence._differ_by_rounding(far)
+    near = torch.tensor([[1.0, -3e38], [1.0 + 1e-7, -3e38]])
+    assert row_independence._differ_by_rounding(near)
+    assert not row_independence._differ_by_rounding(torch.tensor([[1.0], [torch.inf]]))
+    for other in (sparse, torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])):
+        assert not row_independence._is_plain(other)
+
+
+def test_one_row_is_alike_without_a_pass():
+    def run(*_):
+        raise AssertionError("nothing to compare")
+
+    assert row_independence.find_row_classes(run, torch.rand(3, 2), torch.zeros(3), 1) is None

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping, sum_slack
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.per_example import PerExampleGradient
+from dpdist.gradients.per_example import (
+    EmbeddingGradient,
+    OuterProductGradient,
+    PerExampleGradient,
+    add_embedding_rows,
+    add_products,
+)
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
 
@@ -156,3 +162,29 @@ def test_factors_too_small_for_float32_do_not_exceed_a_tiny_clip(clip_norm):
     """At 1e-26 factors were one of two numbers."""
     made = engine(blocks=Blocks(1, 200))
     assert 0.9 < largest_change(made, clip_norm, scale=5e17) <= 1.0
+
+
+def test_a_float64_table_used_twice_is_summed_record_by_record():
+    """What its look-ups and its outputs add may cancel: no other record rounds in between."""
+    rows, width = 600, 512
+    gradient = PerExampleGradient(torch.Size((rows, width)), shared=True)
+    generator = torch.Generator().manual_seed(3)
+    left = torch.randn(2, 2, rows, dtype=torch.float64, generator=generator)
+    right = torch.randn(2, 2, width, dtype=torch.float64, generator=generator)
+    ids = torch.tensor([[1, 5], [5, 7]])
+    outer, looked_up = OuterProductGradient(left, right), EmbeddingGradient(ids, -right, rows)
+    gradient.add(outer)
+    gradient.add(looked_up)
+    gradient.squared_norms()
+    factors, found = (
+        torch.tensor([0.3, 0.7], dtype=torch.float64),
+        torch.zeros(rows, width).double(),
+    )
+    gradient.add_weighted_sum(factors, found, 1)
+    wanted = torch.zeros_like(found)
+    for place in range(2):
+        own, one = torch.zeros_like(found), torch.ones(1, dtype=torch.float64)
+        add_products(outer.only(place), one, own)
+        add_embedding_rows(looked_up.only(place), one, own)
+        wanted += factors[place] * own
+    assert torch.equal(found, wanted)

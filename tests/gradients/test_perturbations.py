@@ -112,7 +112,6 @@ ALL_DRAWS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("draws", ALL_DRAWS, ids=lambda d: f"{type(d).__name__}-{d.aggregate}")
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
 @pytest.mark.parametrize("micro_batch", [2, 8])
@@ -139,7 +138,6 @@ FIRST_LAYERS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", FIRST_LAYERS)
 @pytest.mark.parametrize(
     "draws", [ParameterPerturbation(5, 0.1), InputPerturbation(3, 0.5)], ids=["same", "own"]

@@ -111,7 +111,7 @@ def test_the_library_ignores_a_count_that_we_apply():
     assert ours.get_epsilon_for_delta(1e-9) == pytest.approx(10 * math.log(3), abs=2e-2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("neighbours", BOTH)
 @pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
 def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
@@ -128,7 +128,7 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("neighbours", BOTH)
 @pytest.mark.parametrize("cap", [20, 26, 40])
 def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
@@ -242,7 +242,7 @@ def test_no_noise_costs_infinity():
     assert compute_epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-4, 0.05, 1.0])
 def test_epsilon_is_no_negative_number_and_falls_as_noise_rises(rate):
     """From epsilon in the thousands to none; with full batches it is the exact one throughout."""
@@ -325,7 +325,6 @@ def test_coarse_bounds_are_bounds():
     assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
 
 
-@pytest.mark.long
 @pytest.mark.whole
 def test_neither_torch_nor_ray_is_imported():
     code = (

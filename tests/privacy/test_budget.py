@@ -133,7 +133,7 @@ def adaptive_delta(epsilon, first, gaussian, rate, shift):
     return float(weight @ np.maximum(one, two)), float(weight @ one), float(weight @ two)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_chosen_by_results_break_a_composed_epsilon_and_not_the_filter(folder):
     """After the first run either of two goes with it within (2, 1e-5); chosen by its result, they
     reach delta 1.9e-5. The filter's ceiling refuses both, and those it admits stay within it."""

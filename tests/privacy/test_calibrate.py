@@ -31,7 +31,7 @@ def assert_met(value: float, target: float) -> None:
     assert 0.99 * target <= value <= target
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [1e-3, 0.1, 1.0, 8.0, 50.0])
 def test_noise_meets_the_target(target):
     setting = {"batch_size": 256, "steps": 3516}
@@ -76,7 +76,7 @@ def test_noise_of_full_batches_is_the_analytic_gaussian():
     assert doubled == pytest.approx(2 * 3.7306, rel=2e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.3, 2.0, 10.0])
 def test_steps_meet_the_target(target):
     setting = {"batch_size": 256, "noise_multiplier": 1.1}

@@ -25,7 +25,7 @@ def table():
     return published_claims()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_system_is_in_the_table(table):
     names = " ".join(claim.system for claim in table)
     for system in (

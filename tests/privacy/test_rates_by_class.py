@@ -149,7 +149,6 @@ def test_one_step_of_a_record_of_any_rate_is_within_the_price(noise):
     assert hockey_stick(with_it, without, epsilon, cell) > 0.02
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.6, 1.0, 2.0])
 def test_one_step_of_two_records_of_different_rates_is_within_the_price_of_replacing(noise):
     plan, cell = plan_of(RARE, noise, neighbours="replace-one"), X[1] - X[0]
@@ -220,7 +219,6 @@ DATA_SETS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_every_sample_of_a_small_data_set_is_within_the_printed_epsilon(relation, steps):

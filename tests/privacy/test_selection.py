@@ -45,7 +45,6 @@ def test_law_sums_to_one_and_has_its_mean(shape, mean):
         assert law.tail_probability(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shape", [math.inf, 50.0, 1.0, 0.5, 0.0, -0.5, -0.9])
 @pytest.mark.parametrize("excess", [2.3e-16, 1e-12, 1e-6, 1e-3, 0.05])
 def test_means_a_little_above_one(shape, excess):
@@ -123,7 +122,7 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
     return best
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mean", "shape", "published"),
     [
@@ -188,7 +187,7 @@ def test_the_accountants_agree_where_both_have_a_bound():
         np.testing.assert_allclose(ours, best.rdp, rtol=1e-9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_worst_of_is_the_pointwise_maximum():
     """Two curves that cross: neither alone is the bound, and a floor only loosens it."""
     many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)

@@ -34,7 +34,7 @@ def test_one_batch_is_the_gaussian_mechanism():
         assert shuffled_delta_lower_bound(1.0, sigma, 1) == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_bound_is_reached_by_simulation():
     """P - e^eps Q of the best event, estimated; 5 standard errors: once in 1.7e6 correct runs."""
     rng = np.random.default_rng(1)

@@ -42,7 +42,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
@@ -100,7 +100,7 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     assert len(set(batches)) > 1, "Poisson batches vary"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     undisturbed = train(*make(tmp_path, "a"))
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
@@ -112,7 +112,7 @@ def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     assert ledger.num_superseded == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypatch):
     for name, extra in [("sgd", {}), ("adam", {"training__optimizer": "adam"})]:
         extra = {**extra, "training__momentum": 0.0, "training__ema": 0.9}
@@ -123,7 +123,7 @@ def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypat
         assert torch.equal(train(recipe, folder), undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
     train_and_crash(recipe, folder, monkeypatch, 5)
@@ -186,14 +186,14 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         train(*make(tmp_path), 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
     first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
     assert torch.equal(first, second)
     assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
     keys: list[bytes] = []
@@ -289,7 +289,7 @@ def test_nothing_private_lies_outside_private(tmp_path):
     assert folder.run_key.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

@@ -59,7 +59,7 @@ def _work(rank: int, folder: str, answers) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

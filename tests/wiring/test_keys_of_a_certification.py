@@ -100,7 +100,7 @@ def test_expected_scores_select_by_draws_of_their_own(certify):
     assert not (selecting | estimating) & {s.key for s in units if s.kind.startswith("check")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_draws_depend_on_seed_model_data_and_noise(certify):
     units, _ = certify()
     again, _ = certify()

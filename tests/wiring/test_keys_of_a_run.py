@@ -118,7 +118,7 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
         assert [(s.start, s.count) for s in seen.streams if s.key == key] == [(0, 650)] * 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_keys_depend_on_all_that_they_must(tmp_path, monkeypatch):
     """Plan, data and run key; the same everything gives the same keys."""
     changes: dict[str, dict[str, Any]] = {

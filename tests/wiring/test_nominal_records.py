@@ -54,7 +54,7 @@ def trained_on(tmp: Path, records: int) -> RunFolder:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_record_more_changes_nothing_that_is_published(tmp_path):
     published = []
     for records in (120, 121):

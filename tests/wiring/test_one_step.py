@@ -121,7 +121,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
@@ -137,7 +137,7 @@ TARGETS: dict[str, tuple[str, int, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_loss(tmp_path, monkeypatch, name):
     targets, count, loss = TARGETS[name]
@@ -174,7 +174,7 @@ PRIVACIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIVACIES)
 def test_every_clip_and_noise(tmp_path, monkeypatch, name):
     sizes = follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
@@ -214,13 +214,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **METHODS[name]), monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
     models.save(models.initialise(spec, 3), spec, tmp_path / "classifier")
@@ -272,7 +272,7 @@ def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
     assert 0 in follow(job, monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_several_workers(tmp_path, monkeypatch, workers):
     """Expected batch 2 over 3 workers: some shares are empty."""
@@ -280,7 +280,7 @@ def test_several_workers(tmp_path, monkeypatch, workers):
     follow(job, monkeypatch, workers)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -125,7 +125,7 @@ class TwoPhases(Method):
         return (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monkeypatch):
     """Two phases; what was superseded lies in the first, the dear one."""
     job = job_of(tmp_path, method=f"{__name__}:TwoPhases")
