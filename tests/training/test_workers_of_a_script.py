@@ -761,6 +761,8 @@ if __name__ == "__main__":
         if how == "torchrun":
             torch.distributed.init_process_group("gloo")
         train_loop_per_worker(config)
+        if how == "torchrun":
+            torch.distributed.destroy_process_group()
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 
@@ -823,6 +825,7 @@ def dying(self, buffer):
     reduce(self, buffer)
 ScriptReducer.all_reduce = dying
 t.run_all()
+dist.destroy_process_group()  # else its threads may abort a process that ends
 """
 
 
