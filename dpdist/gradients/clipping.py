@@ -65,9 +65,9 @@ def sum_slack(dtype: torch.dtype) -> float:
 
     In float64 each record's positions are summed apart, so that they round by (T + 2) 2^-53 2^21 /
     T <= 2^-31 at most and alike in both sums. Adding N records of a batch rounds by 2 N^2 2^-53:
-    together below 2^-20 for N <= 2^15, whatever its blocks.
+    together below 2^-24 for N <= 2^13, whatever its blocks.
     """
-    return 2.0**-20 if dtype == torch.float64 else 2.0**-9
+    return 2.0**-24 if dtype == torch.float64 else 2.0**-9
 
 
 def _positive(name: str, value: float) -> None:
