@@ -32,7 +32,7 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 2.0**-40 if dtype == torch.float64 else 2.0**-16
 
 
-# Of a smaller sensitivity, float32 factors are off by too much: by 2^-150 at worst, times a finite
+# Below this sensitivity, float32 factors are off by too much: by 2^-150 at worst, times a finite
 # norm of at most 2^75 (2^64 for each 128 entries, of 2^28), for each of a block's 2^10 records.
 _LEAST_FLOAT32_SENSITIVITY = 2.0**-48
 
@@ -40,7 +40,8 @@ _LEAST_FLOAT32_SENSITIVITY = 2.0**-48
 def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
-    1: none. Bounds run * rows by 2^13, hence the sum's rounding.
+    1: none. Bounds run * rows by 2^13, hence the sum's rounding. rows: of clipped gradients that
+    one sum adds. sensitivity: largest norm of one.
     """
     if sensitivity < _LEAST_FLOAT32_SENSITIVITY:
         return 1

@@ -230,12 +230,6 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
         factors: float64 (B,).
         total: float64, o * i numbers, contiguous.
     """
-    if _sum_records_apart(piece.left, factors):
-        for place, factor in enumerate(factors):
-            own = torch.zeros_like(total)
-            add_products(piece.only(place), torch.ones_like(factors[:1]), own)
-            total += factor * own
-        return
     left, right = piece.left, piece.right
     matrix = total.view(left.shape[2], right.shape[2])
     step = max(1, _WIDE_BYTES // (8 * left.shape[1] * (left.shape[2] + right.shape[2])))
@@ -257,12 +251,6 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
                 target += part @ other
 
 
-def _sum_records_apart(values: Tensor, factors: Tensor) -> bool:
-    """Return whether positions are added up record by record: in float64, where they cancel, they
-    would otherwise round by other records and exceed the slack."""
-    return values.dtype == torch.float64 and not (len(factors) == 1 and bool(factors == 1))
-
-
 def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
     """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
 
@@ -273,12 +261,6 @@ def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor)
         factors: float64 (B,).
         total: float64 (rows, d).
     """
-    if _sum_records_apart(piece.values, factors):
-        for number, factor in enumerate(factors):
-            own = torch.zeros_like(total)
-            add_embedding_rows(piece.only(number), torch.ones_like(factors[:1]), own)
-            total += factor * own
-        return
     live = piece.ids >= 0
     ids, place = piece.ids[live].unique(return_inverse=True)
     values = (piece.values.double() * factors[:, None, None])[live]
@@ -631,19 +613,26 @@ class PerExampleGradient:
             total = out.new_zeros(self._stored_shape(self._order))
         if self._dense is not None:
             add_rows(self._dense.flatten(1), factors, total.view(-1), run_length)
-        if self._outer and self._rows and _sum_records_apart(self._outer[0].left, factors):
-            for place, factor in enumerate(factors):  # the two may cancel
+        factored = [piece.left for piece in self._outer] + [rows.values for rows in self._rows]
+        if any(values.dtype == torch.float64 for values in factored):
+            # Positions that cancel, in one form or between two, round by their own record alone.
+            for place, factor in enumerate(factors):
                 own, one = torch.zeros_like(total), torch.ones_like(factors[:1])
-                add_products(self._outer[0].only(place), one, own)
-                add_embedding_rows(self._rows[0].only(place), one, own)
+                self._add_factored(slice(place, place + 1), one, own)
                 total += factor * own
-        else:
-            for piece in self._outer:
-                add_products(piece, factors, total)
-            for rows in self._rows:
-                add_embedding_rows(rows, factors, total)
+        elif factored:
+            self._add_factored(slice(None), factors, total)
         if self._order is not None:
             out += total.permute(self._order)
+
+    def _add_factored(self, some: slice, factors: Tensor, total: Tensor) -> None:
+        """Add what is kept as factors, of some examples."""
+        for piece in self._outer:
+            chosen = replace(piece, left=piece.left[some], right=piece.right[some])
+            add_products(chosen, factors, total)
+        for rows in self._rows:
+            taken = replace(rows, ids=rows.ids[some], values=rows.values[some])
+            add_embedding_rows(taken, factors, total)
 
     def nbytes(self) -> int:
         """Bytes held after all draws, from what one draw left: to choose the micro-batch."""

@@ -222,9 +222,9 @@ def find_row_classes(
 
     Each example fills a whole pass, so rows that round alike have equal results. Kernels choose
     their code by shapes and addresses and not by values, so a few examples of many numbers tell:
-    two rows of different code agree on all of them with negligible probability, not never. All that
-    is computed on the way is compared too: a step, such as the gradient of a hinge, hides last bits
-    from what follows it, and yet falls otherwise by them.
+    two rows of different code agree on all of them with negligible probability, not never. Numbers
+    that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
+    last bits from what follows it, and yet falls otherwise by them.
 
     Args:
         run: executes a pass: inputs (rows, ...), targets (rows, ...) to tensors (rows, ...), all
@@ -255,7 +255,7 @@ def find_row_classes(
 
 
 class _RowComparison(TorchDispatchMode):
-    """Sorts the rows of a pass by the bits of all that is computed in it.
+    """Sorts the rows of a pass by the bits of the real numbers that are computed in it.
 
     A dimension as long as the pass may be another one, of channels say: its rows differ by more
     than rounding, and nothing is learned from it. Views, and tensors without memory of their own in
@@ -287,8 +287,6 @@ class _RowComparison(TorchDispatchMode):
     def _compare(self, tensor: Tensor) -> None:
         rows = len(self.classes)
         for dimension, length in enumerate(tensor.shape):
-            if dimension and len(tensor) == rows:  # the pass; another one as long is of heads, say
-                return
             if length == rows or (length and not dimension and length % rows == 0):
                 each = tensor.movedim(dimension, 0).reshape(rows, -1)
                 if _differ_by_rounding(each):

@@ -313,3 +313,28 @@ def test_one_row_is_alike_without_a_pass():
         raise AssertionError("nothing to compare")
 
     assert row_independence.find_row_classes(run, torch.rand(3, 2), torch.zeros(3), 1) is None
+
+
+def test_records_in_another_dimension_are_compared_where_the_first_is_as_long():
+    """Columns of inputs.t() are records, though there are as many features; a step hides it."""
+
+    def run(inputs, _):
+        odd = torch.arange(4) % 2 == 1
+        columns = inputs.t() * (1 + 2.0**-23 * odd)
+        return [(columns > 100).t().float()]
+
+    examples = torch.rand(64, 4, generator=torch.Generator().manual_seed(0)) + 1
+    found = row_independence.find_row_classes(run, examples, torch.zeros(64), 4)
+    assert found.tolist() == [0, 1, 0, 1]
+
+
+def test_what_runs_unobserved_is_compared_too():
+    """Compiled code may fall back to other kernels while somebody looks on."""
+
+    def run(inputs, _):
+        observed = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        odd = torch.arange(4) % 2 == 1
+        return [inputs if observed else inputs * (1 + 2.0**-23 * odd[:, None])]
+
+    found = row_independence.find_row_classes(run, torch.rand(64, 6) + 1, torch.zeros(64), 4)
+    assert found.tolist() == [0, 1, 0, 1]

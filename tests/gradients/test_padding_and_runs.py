@@ -165,7 +165,7 @@ def test_factors_too_small_for_float32_do_not_exceed_a_tiny_clip(clip_norm):
 
 
 def test_a_float64_table_used_twice_is_summed_record_by_record():
-    """What its look-ups and its outputs add may cancel: no other record rounds in between."""
+    """A look-up and an output may cancel in one record; no other record is added in between."""
     rows, width = 600, 512
     gradient = PerExampleGradient(torch.Size((rows, width)), shared=True)
     generator = torch.Generator().manual_seed(3)

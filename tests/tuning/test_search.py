@@ -140,7 +140,7 @@ def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
 
 
 def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_path):
-    """What is on record already fits; another that does not is refused, and nothing is charged."""
+    """A search that was charged already passes; a second one that does not fit is refused."""
     ceiling = 3 * begin(recipe(name="alone")).cost.guarantee.epsilon
     budget = {"budget": str(tmp_path / "b"), "budget_ceiling": ceiling}
     first, second = (begin(recipe(name=name, privacy=budget)) for name in ("first", "second"))
