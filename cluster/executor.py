@@ -46,7 +46,7 @@ from dpdist.cluster.session import (
     is_session_lost,
     secure_staging_folder,
 )
-from dpdist.cluster.versions import check_nodes
+from dpdist.cluster.versions import NEW_BACKENDS, backend_of_torch, check_nodes
 from dpdist.cluster.work import (
     MAX_PREEMPTIONS,
     Chunk,
@@ -313,13 +313,6 @@ def _own_interrupts_heard(errors: list[BaseException]) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-# Settings of torch.backends that change bits, as a new process has them.
-_NEW_BACKENDS = {
-    "mkldnn": {"enabled": True},
-    "cudnn": {"deterministic": False, "benchmark": False, "allow_tf32": True},
-}
-
-
 @contextlib.contextmanager
 def _torch_as_in_a_new_process() -> Iterator[None]:
     """Compute as a new process would, whatever the program around the work set in torch.
@@ -366,20 +359,23 @@ class _SharedSettings:
         after = self._after
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        after.callback(
-            torch.use_deterministic_algorithms,
-            torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        torch.use_deterministic_algorithms(False)
-        if (precision := torch.get_float32_matmul_precision()) != "highest":
-            after.callback(torch.set_float32_matmul_precision, precision)
-            torch.set_float32_matmul_precision("highest")
-        for name, settings in _NEW_BACKENDS.items():
-            backend = getattr(torch.backends, name)
+        if torch.are_deterministic_algorithms_enabled():  # to switch it loads torch's compiler
+            after.callback(
+                torch.use_deterministic_algorithms,
+                True,
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            torch.use_deterministic_algorithms(False)
+        with contextlib.suppress(RuntimeError):  # parts set apart have no precision in common
+            if (precision := torch.get_float32_matmul_precision()) != "highest":
+                after.callback(torch.set_float32_matmul_precision, precision)
+                torch.set_float32_matmul_precision("highest")
+        for name, settings in NEW_BACKENDS.items():
+            backend = backend_of_torch(name)
             for key, value in settings.items():
-                after.callback(setattr, backend, key, getattr(backend, key))
-                setattr(backend, key, value)
+                if (given := getattr(backend, key)) != value:
+                    after.callback(setattr, backend, key, given)
+                    setattr(backend, key, value)
 
 
 _SETTINGS = _SharedSettings()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from dpdist.core.errors import ClusterError
 
@@ -128,3 +129,47 @@ def _check_node(
             "hosts share (--runs)",
             see="how-to/cluster.md#what-every-cluster-needs",
         )
+
+
+# --- what else the bits depend on -------------------------------------------------------------
+
+
+# Settings of torch.backends that change bits, as a new process has them; the whole before its
+# parts.
+NEW_BACKENDS: dict[str, dict[str, Any]] = {
+    "mkldnn": {"enabled": True},
+    "cudnn": {"deterministic": False, "benchmark": False},
+    "": {"fp32_precision": "none"},
+    **{
+        f"{library}.{operation}": {"fp32_precision": "tf32" if library == "cudnn" else "none"}
+        for library, operations in (("mkldnn", ("matmul", "conv", "rnn")), ("cudnn", ("conv", "rnn")))
+        for operation in operations
+    },
+    "cuda.matmul": {"fp32_precision": "none"},
+}
+
+
+def backend_of_torch(name: str) -> Any:
+    """Return the part of torch.backends of a name in `NEW_BACKENDS`."""
+    import torch
+
+    found: Any = torch.backends
+    for part in filter(None, name.split(".")):
+        found = getattr(found, part)
+    return found
+
+
+def torch_settings() -> list[Any]:
+    """Return all that a program may set in torch that changes the bits of what it computes."""
+    import torch
+
+    blocks = [
+        (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)))
+        for device in ("cpu", "cuda")
+    ]
+    found = [
+        getattr(backend_of_torch(name), key)
+        for name, settings in NEW_BACKENDS.items()
+        for key in settings
+    ]
+    return [torch.are_deterministic_algorithms_enabled(), *found, *blocks]

@@ -341,8 +341,7 @@ class GradientEngine:
         def classes(rows: int) -> np.ndarray | None:
             return self._row_classes(rows, *like)
 
-        length = self.rows_per_pass(blocked) if blocked else self.micro_batch
-        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes, length):
+        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
@@ -367,7 +366,6 @@ class GradientEngine:
         draw_key: bytes,
         record_ids: Tensor | None,
         find_classes: Callable[[int], np.ndarray | None],
-        length: int | None = None,
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
         """Yield the physical passes over a batch: its rows, and which of them are real; the others
         repeat one that is.
@@ -376,16 +374,15 @@ class GradientEngine:
             find_classes: tells which rows of a pass of so many round alike
                 (`row_independence.find_row_classes`),
                 of what will be executed.
-            length: rows of a pass, `rows_per_pass`; None: a whole block, or the whole batch.
         """
         blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
-            step = length or max(1, batch)
+            step = self.micro_batch or max(1, batch)
             yield from (
                 (rows, slice(len(rows))) for rows in torch.arange(batch).split(step) if batch
             )
             return
-        rows, ids = length or blocks.capacity, np.asarray(record_ids.cpu())
+        rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
         alike = find_classes(rows) if batch else None
         if alike is not None:
             alike = blocks.choose_rows(alike)
@@ -399,7 +396,7 @@ class GradientEngine:
 
     def _row_classes(self, rows: int, inputs: Inputs, targets: Tensor) -> np.ndarray | None:
         """Return which rows of a pass give a record's gradient the same bits; asked once a shape,
-        of invented examples, and of other parameters where they are zero and round to nothing."""
+        of invented examples."""
 
         def run(some: Inputs, labels: Tensor) -> list[Tensor]:
             ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
@@ -408,13 +405,9 @@ class GradientEngine:
                 members = GroupMembers.filled(rows, count, ids.device)
                 some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
                 labels = torch.stack([labels] * count, 1)
-            self._zeros_replaced = True
-            try:
-                gradients, _ = self._per_example_gradients(
-                    some, labels, SYNTHETIC_KEY, ids, {}, members
-                )
-            finally:
-                self._zeros_replaced = False
+            gradients, _ = self._per_example_gradients(
+                some, labels, SYNTHETIC_KEY, ids, {}, members
+            )
             return [piece for gradient in gradients for piece in gradient.stored_tensors()]
 
         return self.cached_row_classes("gradients", run, rows, inputs, targets)
@@ -428,7 +421,7 @@ class GradientEngine:
         targets: Tensor,
     ) -> np.ndarray | None:
         """Return `row_independence.find_row_classes` of invented examples, found once for each kind
-        of pass.
+        of pass, with other parameters where they are zero and round to nothing.
 
         Args:
             name: of `run`.
@@ -450,7 +443,13 @@ class GradientEngine:
         if kind not in self._row_classes_cache:
             with _preserve_random_state(device_of(inputs)):
                 examples = self._invented(inputs, targets, MAX_EXAMPLES)
-                self._row_classes_cache[kind] = find_row_classes(run, *examples, rows)
+                own = [*self.model.parameters(), *self.model.buffers()]
+                self._zeros_replaced = True
+                try:
+                    found = find_row_classes(run, *examples, rows, own)
+                finally:
+                    self._zeros_replaced = False
+                self._row_classes_cache[kind] = found
             return_freed_memory()
         return self._row_classes_cache[kind]
 
@@ -617,6 +616,14 @@ class GradientEngine:
                 raise UserError("augmentation needs record_ids: it is drawn for each record")
             inputs = self.augmentation(inputs, record_ids, draw_key, draw)
         return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the model makes of them, with other parameters where rows are compared."""
+        if self._zeros_replaced:
+            found: Tensor = torch.func.functional_call(self.model, self._trainable(), (inputs,))
+        else:
+            found = self.model(inputs)
+        return found
 
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -965,7 +972,7 @@ def consistency_targets(
 
     def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
         copies = [
-            engine.model(engine.perturb_inputs(some, ids, key, k)).softmax(1)
+            engine.outputs(engine.perturb_inputs(some, ids, key, k)).softmax(1)
             for k in range(engine.perturbation.count)
         ]
         return torch.stack(copies).mean(0)

@@ -189,15 +189,17 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
 
 
 def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
-    """Return what a script may set in torch that changes the bits of float32 products there."""
+    """Return what a script may set in torch that changes the bits of float32 products there: first
+    autocast and the products' precision."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    chosen = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
     autocast = torch.is_autocast_enabled(device.type)
-    return autocast, backend.matmul.fp32_precision, torch.get_num_threads()
+    return autocast, backend.matmul.fp32_precision, torch.get_num_threads(), *chosen
 
 
 def rounds_factors(device: torch.device) -> bool:
     """Return whether float32 products round their factors there: by autocast, TF32 or bfloat16."""
-    autocast, precision, _ = arithmetic_of(device)
+    autocast, precision, *_ = arithmetic_of(device)
     return autocast or precision not in ("none", "ieee")
 
 

@@ -25,6 +25,7 @@ into classes of equal bits, and a record's class follows from its own id
 from __future__ import annotations
 
 import dis
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ from dpdist.gradients.hooks import (
     run_pass,
     tensors_of,
 )
-from dpdist.gradients.per_example import LayerCall
+from dpdist.gradients.per_example import LayerCall, arithmetic_of
 from dpdist.gradients.row_operations import (
     METADATA,
     PUBLIC,
@@ -212,11 +213,16 @@ MAX_EXAMPLES = 64  # most that are tried
 SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
 _LEAST = 4
 _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
+_SETTINGS = (int, float, str, torch.dtype, torch.memory_format, torch.device, torch.layout)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def find_row_classes(
-    run: Callable[[Any, Tensor], Sequence[Tensor]], inputs: Inputs, targets: Tensor, rows: int
+    run: Callable[[Any, Tensor], Sequence[Tensor]],
+    inputs: Inputs,
+    targets: Tensor,
+    rows: int,
+    public: Iterable[Tensor] = (),
 ) -> np.ndarray | None:
     """Sort the rows of a pass into classes that give one example the same bits.
 
@@ -226,11 +232,16 @@ def find_row_classes(
     that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
     last bits from what follows it, and yet falls otherwise by them.
 
+    What an earlier pass of the same operations on the same shapes has told in this process is
+    known: two more passes are compared, where one alone might take as many as there are examples.
+
     Args:
         run: executes a pass: inputs (rows, ...), targets (rows, ...) to tensors (rows, ...), all
             that a record's clipped vector is computed from.
         inputs, targets: (count, ...), invented: they hold nothing private.
         rows: of the pass.
+        public: tensors of the model. What follows from them alone holds no example, and nothing is
+            learned from its rows: they are others in a training that continues.
 
     Returns:
         The class of each row, int64 (rows,), numbered in the order of their first rows; None where
@@ -238,7 +249,7 @@ def find_row_classes(
     """
     if rows == 1:
         return None
-    compared, seen = _RowComparison(rows), 0
+    compared, seen = _RowComparison(rows, public, arithmetic_of(device_of(inputs))), 0
     for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
             break
@@ -248,9 +259,12 @@ def find_row_classes(
             compared.refine(tensor.detach())
             seen += tensor[0].numel()
         del found  # before the next pass needs as much again
+        if compared.knows_operations():
+            break
     # What is executed may be other code where nothing looks on, such as compiled parts.
     for tensor in run(_filled(inputs, 0, rows), _filled(targets, 0, rows)):
         compared.refine(tensor.detach())
+    compared.remember()
     return compared.classes if compared.classes.any() else None
 
 
@@ -260,7 +274,14 @@ class _RowComparison(TorchDispatchMode):
     A dimension as long as the pass may be another one, of channels say: its rows differ by more
     than rounding, and nothing is learned from it. Views, and tensors without memory of their own in
     rows (sparse, nested), are not looked at: what they are made of is.
+
+    Args:
+        rows: of the pass.
+        public: as of `find_row_classes`.
+        arithmetic: what the bits of a product depend on besides shapes (`arithmetic_of`).
     """
+
+    _known: ClassVar[dict[bytes, np.ndarray]] = {}  # by all that the first pass executed
 
     supports_higher_order_operators = True
 
@@ -268,21 +289,63 @@ class _RowComparison(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, public: Iterable[Tensor], arithmetic: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
+        self._model = {_memory(tensor) for tensor in public if _is_dense(tensor)}
+        self._public: Any = WeakTensorKeyDictionary()  # made of the model's alone
+        self._operations: Any = hashlib.blake2b(repr((rows, arithmetic)).encode())
+        self._name: bytes | None = None  # of all operations of the first pass
 
     def refine(self, tensor: Tensor) -> None:
         """Split classes whose rows (rows, ...) differ in a bit."""
         self.classes = _refine_classes(self.classes, tensor)
 
+    def knows_operations(self) -> bool:
+        """Return whether rows of the first pass' operations were compared before; asked once each
+        pass."""
+        if self._name is not None:
+            return False
+        self._name = self._operations.digest()
+        known = self._known.get(self._name)
+        if known is not None:
+            self.classes = _join_classes(self.classes, known)
+        return known is not None
+
+    def remember(self) -> None:
+        """Keep the classes for passes of the same operations."""
+        if self._name is not None:
+            self._known[self._name] = self.classes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        if self._name is None:
+            self._operations.update(
+                repr((str(func), [_described(each) for each in given])).encode()
+            )
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        public = bool(tensors) and all(map(self._is_public, tensors))
         result = func(*args, **(kwargs or {}))
+        made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+        if public:
+            self._public.update((each, True) for each in made)
+            return result
+        for each in made:
+            self._forget(each)
         unfilled = any(word in str(func) for word in ("empty", "resize"))
         if not (getattr(func, "is_view", False) or unfilled):
-            for tensor in filter(_is_plain, pytree.tree_leaves(result)):
+            for tensor in filter(_is_plain, made):
                 self._compare(tensor.detach())
         return result
+
+    def _is_public(self, tensor: Tensor) -> bool:
+        return tensor in self._public or (_is_dense(tensor) and _memory(tensor) in self._model)
+
+    def _forget(self, tensor: Tensor) -> None:
+        """Take note that it holds examples, if it was written to."""
+        self._public.pop(tensor, None)
+        if _is_dense(tensor):
+            self._model.discard(_memory(tensor))
 
     def _compare(self, tensor: Tensor) -> None:
         rows = len(self.classes)
@@ -293,11 +356,21 @@ class _RowComparison(TorchDispatchMode):
                     self.refine(each)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Return whether it is a tensor of real numbers with memory of its own for each."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return False
-    return value.layout == torch.strided and not value.is_nested
+    return tensor.is_floating_point() and _is_dense(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _described(argument: Any) -> Any:
+    """Return what an operation chooses its code by in one of its arguments."""
+    if isinstance(argument, Tensor):
+        laid = (argument.stride(), argument.storage_offset()) if _is_dense(argument) else ()
+        return tuple(argument.shape), str(argument.dtype), argument.device.type, *laid
+    return argument if isinstance(argument, _SETTINGS) else type(argument).__name__
 
 
 def _differ_by_rounding(rows: Tensor) -> bool:
@@ -331,9 +404,13 @@ def _refine_classes(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
         return classes
     flat = np.ascontiguousarray(bits.flatten(1).cpu().numpy())
     whole = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).ravel()
-    _, labels = np.unique(whole, return_inverse=True)
+    return _join_classes(classes, np.unique(whole, return_inverse=True)[1])
+
+
+def _join_classes(classes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the classes of rows that are alike by both."""
     _, first, both = np.unique(
-        np.stack([classes, labels]), axis=1, return_index=True, return_inverse=True
+        np.stack([classes, others]), axis=1, return_index=True, return_inverse=True
     )
     # By their first rows: the order of values is another one for other parameters, and a training
     # that continues from a checkpoint would put its records into other rows.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -375,7 +376,7 @@ def _pointwise(call: Operation) -> TensorMark:
         tensors = call.argument_tensors("src")
         call.mark(call["self"])
     shape = tuple(call.results[0].shape)
-    if tensors and torch.broadcast_shapes(*map(call.shape, call.tensors)) != shape:
+    if tensors and np.broadcast_shapes(*map(call.shape, call.tensors)) != shape:
         raise MixesRecords("has a result of another shape")
     return TensorMark(_common_location(call, tensors, len(shape)))
 

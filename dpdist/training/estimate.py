@@ -213,10 +213,10 @@ def _measured(
     one = take(inputs, slice(1)), targets[:1]
     with kept_buffers(model):
         each = bytes_per_example(model, lambda: checked_losses(model, objective, *one))
-        rate = examples_per_second(engine, TrainingObjective(), inputs, targets)
-    blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
-    held = extra_bytes(engine) + min(blocks.capacity, most or PROBE_EXAMPLES) * each
+        blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
+        rate = examples_per_second(engine, TrainingObjective(), inputs, targets, blocks)
     rows = engine.rows_per_pass(blocks)
+    held = extra_bytes(engine) + rows * each
     executed = blocks.rows_per_batch(plan.records, step.mean_rate, rows, step.batch_cap)
     return executed / rate + _noise_seconds(engine.size, step.noise_std), held
 

@@ -424,13 +424,13 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     engine.perturbation = execution.perturbation(step, rate, state)
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     most, engine.records_per_example = engine.records_per_example, 1  # records are timed
+    blocks = Blocks.for_batches(_records_of_shard(recipe, plan), step.mean_rate, step.batch_cap)
     rate = examples_per_second(
-        engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token)
+        engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token), blocks
     )
-    blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
-    alone = plan.steps * _rows_per_step(recipe, plan, engine) * most / rate
+    rows = engine.rows_per_pass(blocks)
+    alone = plan.steps * _rows_per_step(recipe, plan, blocks, rows) * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
-    rows = min(blocks.capacity, engine.micro_batch or PROBE_EXAMPLES)
     one = torch.zeros(1, *dataset.input_shape)
     activations = rows * bytes_per_example(module, lambda: module(one))
     return [
@@ -451,19 +451,25 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
-        ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
+        ("rows of a pass", f"{rows}, filled up where fewer records are drawn"),
         *_memory(recipe, plan, engine, activations + extra_bytes(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
 
-def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine) -> float:
+def _shards(recipe: Recipe) -> int:
+    """Return in how many parts a batch is summed."""
+    return CANONICAL_SHARDS if recipe.training.reproducible else 1
+
+
+def _records_of_shard(recipe: Recipe, plan: PrivacyPlan) -> int:
+    return -(-plan.records // _shards(recipe))
+
+
+def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, blocks: Blocks, rows: int) -> float:
     """Return the rows of a step's passes, those included that fill passes up: all are computed."""
-    step, shards = plan.step(0), CANONICAL_SHARDS if recipe.training.reproducible else 1
-    records = -(-plan.records // shards)
-    blocks = Blocks.for_batches(records, step.mean_rate, step.batch_cap)
-    rows = engine.rows_per_pass(blocks)
-    return shards * blocks.rows_per_batch(records, step.mean_rate, rows, step.batch_cap)
+    step, records = plan.step(0), _records_of_shard(recipe, plan)
+    return _shards(recipe) * blocks.rows_per_batch(records, step.mean_rate, rows, step.batch_cap)
 
 
 def _counts(recipe: Recipe) -> list[int]:
@@ -536,18 +542,25 @@ def _made_up(dataset: data.Dataset, following: bool) -> tuple[Tensor, Tensor]:
 
 
 def examples_per_second(
-    engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor
+    engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor, blocks: Blocks
 ) -> float:
-    """Measure how many of these made-up examples the engine clips and adds up in a second."""
-    ids = torch.arange(len(labels))
-    best = float("inf")
-    for _ in range(4):  # the first pass warms up
-        began = time.perf_counter()
-        targets = task.target_function(engine, inputs, labels, _PROBE_KEY, ids)
-        summed = engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
+    """Measure how many of these made-up examples the engine clips and adds up in a second, in
+    passes of as many rows as those over the blocks have."""
+
+    def seconds(some: Inputs, classes: Tensor) -> float:
+        ids, began = torch.arange(len(classes)), time.perf_counter()
+        targets = task.target_function(engine, some, classes, _PROBE_KEY, ids)
+        summed = engine.clipped_sum(some, targets, draw_key=_PROBE_KEY, record_ids=ids)
         summed.flat[:1].tolist()  # a device has then computed it
-        best = min(best, time.perf_counter() - began)
-    return len(labels) / best
+        return time.perf_counter() - began
+
+    seconds(inputs, labels)  # warms up, and chooses the most rows of a pass
+    chosen, rows = engine.micro_batch, engine.rows_per_pass(blocks)
+    whole = torch.arange(-(-len(labels) // rows) * rows, device=labels.device) % len(labels)
+    engine.micro_batch = rows
+    best = min(seconds(take(inputs, whole), labels[whole]) for _ in range(3))
+    engine.micro_batch = chosen
+    return len(whole) / best
 
 
 def bytes_per_example(module: torch.nn.Module, one_pass: Callable[[], object]) -> int:

@@ -31,7 +31,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.cluster.versions import check_same_versions, code_digest
+from dpdist.cluster.versions import check_same_versions, code_digest, torch_settings
 from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.fields import SCREENED
@@ -152,12 +152,7 @@ def _digest(value: Any) -> str:
 
 def _environment() -> str:
     """Return a digest of how torch was built, and of how it computes in this process."""
-    settings = [
-        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32, torch.backends.mkldnn.enabled,
-    ]  # fmt: skip
-    return _digest([torch.__config__.show(), *settings])
+    return _digest([torch.__config__.show(), *torch_settings()])
 
 
 def replay_fingerprint(

@@ -173,6 +173,7 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
             (ones @ ones).dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
             torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark,
+            torch.backends.mkldnn.matmul.fp32_precision,
         )  # fmt: skip
 
     def found() -> list[Any]:
@@ -200,10 +201,24 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
         torch.use_deterministic_algorithms(False)
         torch.backends.mkldnn.enabled = True
         torch.backends.cudnn.benchmark = False
     assert now() == new
+
+
+def test_a_precision_of_one_library_alone_is_set_aside() -> None:
+    """torch then has no precision of all products, and says so by an error."""
+    matmul = torch.backends.mkldnn.matmul
+    try:
+        matmul.fp32_precision = "bf16"
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        found = LocalExecutor().run_once(lambda _: matmul.fp32_precision, None, "failed")
+        assert found == "none" and matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = "none"
 
 
 def test_one_that_ends_leaves_the_settings_of_the_others() -> None:

@@ -133,7 +133,7 @@ def test_small_batches_run_in_small_passes_where_a_record_is_much_work():
     sums, seen, made = [], [], []
 
     def executed(engine: GradientEngine) -> list[int]:
-        passes = engine.iter_passes(9, KEY, ids, lambda _: None, engine.rows_per_pass(blocks))
+        passes = engine.iter_passes(9, KEY, ids, lambda _: None)
         return [len(rows) for rows, _ in passes]
 
     for micro_batch in (None, 7, 100):

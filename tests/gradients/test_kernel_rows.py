@@ -338,3 +338,95 @@ def test_what_runs_unobserved_is_compared_too():
 
     found = row_independence.find_row_classes(run, torch.rand(64, 6) + 1, torch.zeros(64), 4)
     assert found.tolist() == [0, 1, 0, 1]
+
+
+class Offset(nn.Module):
+    """An offset for each row of a pass of four; its inputs are seen to be run."""
+
+    def __init__(self, odd: float) -> None:
+        super().__init__()
+        self.offset, self.runs = torch.tensor([0.0, odd, 0.0, odd])[:, None], 0
+
+    def forward(self, inputs: Tensor, _: Tensor) -> list[Tensor]:
+        self.runs += 1
+        return [(inputs + self.offset).tanh()]
+
+
+def test_operations_that_were_compared_take_two_more_passes() -> None:
+    """And what was said of them is no more than a bound: rows that differ are seen again."""
+    examples = torch.rand(64, 3), torch.zeros(64)
+    found = []
+    for odd in (0.0, 0.0, 2.0**-20, 0.0):
+        module = Offset(odd)
+        classes = row_independence.find_row_classes(module, *examples, 4)
+        found.append((module.runs, None if classes is None else classes.tolist()))
+    several, *others = found
+    assert several == (65, None)
+    assert others == [(2, None), (2, [0, 1, 0, 1]), (2, [0, 1, 0, 1])]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_was_compared_under_other_settings_is_compared_again(threads: int) -> None:
+    module, before = Offset(0.0), torch.get_num_threads()
+    try:
+        for count in (threads, 3, threads):
+            torch.set_num_threads(count)
+            row_independence.find_row_classes(
+                module.double(), torch.rand(7, threads), torch.ones(7), 4
+            )
+        assert module.runs == 8 + 8 + 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_of_parameters_tell_nothing_of_records() -> None:
+    """A weight near 1 of as many numbers as a pass has rows; a buffer holds what is written."""
+    weight = 1 + 1e-6 * torch.arange(4.0)
+
+    def scaled(inputs: Tensor, _: Tensor) -> list[Tensor]:
+        return [inputs * (weight.clone() * 1.0)]
+
+    examples = torch.rand(64, 4) + 1, torch.zeros(64)
+    assert row_independence.find_row_classes(scaled, *examples, 4, [weight]) is None
+    buffer = torch.zeros(4, 4)
+
+    def kept(inputs: Tensor, _: Tensor) -> list[Tensor]:
+        odd = torch.arange(4)[:, None] % 2 == 1
+        buffer.copy_(inputs * (1 + 2.0**-23 * odd))
+        return [(buffer * 1.0 > 100).float()]
+
+    found = row_independence.find_row_classes(kept, *examples, 4, [buffer])
+    assert found is not None and found.tolist() == [0, 1, 0, 1]
+
+
+class Halves(nn.Module):
+    """Answers that begin at zero, of inputs rounded by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded, self.head = RoundedByRow(), nn.Linear(3, 2)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rounded(x))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_agreed_targets_are_made_in_the_passes_of_gradients(micro_batch: int | None) -> None:
+    """Also where a head that begins at zero would hide how rows round, until it moves."""
+    engine, seen = in_blocks(Halves()), []
+    engine.perturbation, engine.micro_batch = InputPerturbation(2, 0.3), micro_batch
+    inputs = torch.rand(30, 3, generator=torch.Generator().manual_seed(0))
+    labels, ids = torch.zeros(30, dtype=torch.int64), torch.arange(30)
+    first = consistency_targets(engine, inputs, labels, KEY, ids, 1.0)
+    assert torch.equal(first, torch.tensor([1.5, 0.5]).expand(30, 2))
+    with torch.no_grad():
+        engine.model.head.weight.copy_(torch.tensor([[1.0, -2.0, 3.0], [0.5, 1.5, -1.0]]))
+    engine.model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    whole = consistency_targets(engine, inputs, labels, KEY, ids, 1.0)
+    assert set(seen) == {engine.rows_per_pass(engine.blocks)}
+    for gone in range(5):
+        keep = ids != gone
+        rest = consistency_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
+        assert torch.equal(rest, whole[keep])

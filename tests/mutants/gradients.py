@@ -718,7 +718,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/row_independence.py", "gradients/test_kernel_rows",
         ("    if bool((bits == bits[:1]).all()):", "    if True:", "all rows are taken to round alike"),
-        ("        np.stack([classes, labels]), axis=1, return_index=True, return_inverse=True\n",
+        ("        np.stack([classes, others]), axis=1, return_index=True, return_inverse=True\n",
          "        classes, return_index=True, return_inverse=True\n", "what differs is forgotten"),
         ("return np.argsort(np.argsort(first))[both.ravel()].astype", "return both.ravel().astype",
          "a checkpoint's parameters number the rows anew"),
@@ -796,10 +796,20 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/engine.py", "gradients/test_kernel_rows",
         ("self._zeros_replaced = True", "pass", "parameters that begin at zero round no row otherwise"),
+        ("found: Tensor = torch.func.functional_call(self.model, self._trainable(), (inputs,))",
+         "found: Tensor = self.model(inputs)", "a head that begins at zero makes all targets agree"),
+        ("        rows, ids = self.rows_per_pass(blocks), np.asarray", "        rows, ids = blocks.capacity, np.asarray",
+         "passes have the rows of a block"),
     ),
     *group(
         "dpdist/gradients/row_independence.py", "gradients/test_kernel_rows",
         ("self._compare(tensor.detach())", "pass", "rows are compared behind steps alone"),
+        ("            self.classes = _join_classes(self.classes, known)", "            pass",
+         "rows of known operations are forgotten"),
+        ("repr((rows, arithmetic))", "repr(rows)", "what one thread computes is known of two"),
+        ("            self._model.discard(_memory(tensor))", "            pass",
+         "what examples were written to is the model's"),
+        ("        if public:\n", "        if False:\n", "rows of parameters are taken for records"),
     ),
     *group(
         "dpdist/gradients/per_example.py", "gradients/test_padding_and_runs",

@@ -1928,7 +1928,7 @@ FAULTS: list[Fault] = [
             "slots, objective = 0,",
             "optimizers keep nothing",
         ),
-        ("min(blocks.capacity, most or PROBE_EXAMPLES) * each", "0", "memory has no activations"),
+        ("extra_bytes(engine) + rows * each", "extra_bytes(engine)", "memory has no activations"),
         (
             "executed / rate + _noise_seconds(engine.size, step.noise_std)",
             "executed / rate",
