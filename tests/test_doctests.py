@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("here")]
 ORDER = ("run", "write_release")
 # As they are before `here` replaces what starts Ray.
 PUBLIC = {name: getattr(dpdist, name) for name in dpdist.__all__}
-NAMES = [*ORDER, *sorted(set(dpdist.__all__) - {*ORDER, "__version__"})]
+ON_RAY = ("connect", "tune")  # seconds each
+NAMES = [*ORDER, *sorted(set(dpdist.__all__) - {*ORDER, *ON_RAY, "__version__"})]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +49,9 @@ def sections_missing(function: Callable[..., object]) -> list[str]:
     return [name for name in wanted if not re.search(rf"^({name}):$", text, flags=re.M)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(each, marks=pytest.mark.long) for each in ON_RAY)]
+)
 def test_a_public_docstring_is_complete_and_its_example_runs(
     name: str, _found: dict[str, str]
 ) -> None:

@@ -243,19 +243,16 @@ def _read_source(spec: ModuleSpec) -> bytes | None:
         return None
 
 
-# By a source's digest, name, top-level package and form: an installed package has thousands.
+# By a source's digest, name, top-level package and form.
 _IMPORTS: dict[tuple[bytes, str, str, bool], tuple[str, ...]] = {}
 
 
 def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterable[str]:
-    """Return the modules that a source may import; those of an installed package are found once."""
+    """Return the modules that a source may import, found once for each writing of it."""
     key = hashlib.blake2b(raw, digest_size=16).digest(), name, top, package
-    if key in _IMPORTS:
-        return _IMPORTS[key]
-    found = tuple(_find_imports(raw, name, top, package))
-    if not _root_folders(top):
-        _IMPORTS[key] = found
-    return found
+    if key not in _IMPORTS:
+        _IMPORTS[key] = tuple(_find_imports(raw, name, top, package))
+    return _IMPORTS[key]
 
 
 def _find_imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:

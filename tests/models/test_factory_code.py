@@ -410,5 +410,6 @@ def test_threads_make_syntax_trees_one_after_the_other(tmp_path, use, monkeypatc
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(4) as threads:
         patch.setattr(ast, "parse", watched)
+        patch.setattr("dpdist.models.factory_code._IMPORTS", {})
         found = list(threads.map(lambda _: FactoryCode.from_factories(("mine:net",)), range(4)))
     assert max(most) == 1 and all(code == found[0] for code in found)
