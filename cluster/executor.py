@@ -46,7 +46,7 @@ from dpdist.cluster.session import (
     is_session_lost,
     secure_staging_folder,
 )
-from dpdist.cluster.versions import NEW_BACKENDS, backend_of_torch, check_nodes
+from dpdist.cluster.versions import NEW_BACKENDS, backend_setting, check_nodes
 from dpdist.cluster.work import (
     MAX_PREEMPTIONS,
     Chunk,
@@ -371,9 +371,9 @@ class _SharedSettings:
                 after.callback(torch.set_float32_matmul_precision, precision)
                 torch.set_float32_matmul_precision("highest")
         for name, settings in NEW_BACKENDS.items():
-            backend = backend_of_torch(name)
             for key, value in settings.items():
-                if (given := getattr(backend, key)) != value:
+                backend, given = backend_setting(name, key)
+                if given not in (None, value):
                     after.callback(setattr, backend, key, given)
                     setattr(backend, key, value)
 

@@ -137,39 +137,39 @@ def _check_node(
 # Settings of torch.backends that change bits, as a new process has them; the whole before its
 # parts.
 NEW_BACKENDS: dict[str, dict[str, Any]] = {
-    "mkldnn": {"enabled": True},
-    "cudnn": {"deterministic": False, "benchmark": False},
     "": {"fp32_precision": "none"},
-    **{
-        f"{library}.{operation}": {"fp32_precision": "tf32" if library == "cudnn" else "none"}
-        for library, operations in (("mkldnn", ("matmul", "conv", "rnn")), ("cudnn", ("conv", "rnn")))
-        for operation in operations
+    "mkldnn": {"enabled": True, "deterministic": False, "fp32_precision": "none"},
+    "cudnn": {
+        "enabled": True, "deterministic": False, "benchmark": False, "allow_tf32": True,
+        "fp32_precision": "none",
     },
     "cuda.matmul": {"fp32_precision": "none"},
-}
+    **{f"mkldnn.{each}": {"fp32_precision": "none"} for each in ("matmul", "conv", "rnn")},
+    **{f"cudnn.{each}": {"fp32_precision": "tf32"} for each in ("conv", "rnn")},
+}  # fmt: skip
 
 
-def backend_of_torch(name: str) -> Any:
-    """Return the part of torch.backends of a name in `NEW_BACKENDS`."""
+def backend_setting(name: str, key: str) -> tuple[Any, Any]:
+    """Return the part of torch.backends of a name in `NEW_BACKENDS`, and its setting: None where
+    torch refuses to name one of parts that differ."""
     import torch
 
     found: Any = torch.backends
     for part in filter(None, name.split(".")):
         found = getattr(found, part)
-    return found
+    try:
+        return found, getattr(found, key)
+    except RuntimeError:
+        return found, None
 
 
 def torch_settings() -> list[Any]:
-    """Return all that a program may set in torch that changes the bits of what it computes."""
+    """Return what a program may set in torch that changes the bits of what it computes."""
     import torch
 
     blocks = [
         (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)))
         for device in ("cpu", "cuda")
     ]
-    found = [
-        getattr(backend_of_torch(name), key)
-        for name, settings in NEW_BACKENDS.items()
-        for key in settings
-    ]
+    found = [backend_setting(name, key)[1] for name, keys in NEW_BACKENDS.items() for key in keys]
     return [torch.are_deterministic_algorithms_enabled(), *found, *blocks]

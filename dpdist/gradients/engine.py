@@ -620,7 +620,8 @@ class GradientEngine:
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of them, with other parameters where rows are compared."""
         if self._zeros_replaced:
-            found: Tensor = torch.func.functional_call(self.model, self._trainable(), (inputs,))
+            values = {name: without_zeros(parameter) for name, parameter in self._named.items()}
+            found: Tensor = torch.func.functional_call(self.model, values, (inputs,))
         else:
             found = self.model(inputs)
         return found

@@ -191,10 +191,14 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
 def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
     """Return what a script may set in torch that changes the bits of float32 products there: first
     autocast and the products' precision."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    chosen = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
-    autocast = torch.is_autocast_enabled(device.type)
-    return autocast, backend.matmul.fp32_precision, torch.get_num_threads(), *chosen
+    backends: Any = torch.backends
+    cuda, mkldnn, cudnn = backends.cuda, backends.mkldnn, backends.cudnn
+    products = cuda.matmul if device.type == "cuda" else mkldnn.matmul
+    other = cudnn if device.type == "cuda" else mkldnn
+    chosen = torch.are_deterministic_algorithms_enabled(), mkldnn.enabled, cudnn.enabled
+    precisions = products.fp32_precision, other.conv.fp32_precision, other.rnn.fp32_precision
+    ways = torch.get_num_threads(), *chosen, cudnn.deterministic, cudnn.benchmark
+    return torch.is_autocast_enabled(device.type), *precisions, *ways
 
 
 def rounds_factors(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dis
 import hashlib
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,7 +214,13 @@ MAX_EXAMPLES = 64  # most that are tried
 SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
 _LEAST = 4
 _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
-_SETTINGS = (int, float, str, torch.dtype, torch.memory_format, torch.device, torch.layout)
+_REMEMBERED = 1 << 20  # most numbers of a model and examples that are remembered
+_SETTINGS = (
+    int, float, complex, str, type(None), torch.dtype, torch.memory_format, torch.device,
+    torch.layout,
+)  # fmt: skip
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_UNKNOWN = (f"unknown {number}" for number in itertools.count())
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -222,7 +229,7 @@ def find_row_classes(
     inputs: Inputs,
     targets: Tensor,
     rows: int,
-    public: Iterable[Tensor] = (),
+    model: Sequence[Tensor] = (),
 ) -> np.ndarray | None:
     """Sort the rows of a pass into classes that give one example the same bits.
 
@@ -232,16 +239,15 @@ def find_row_classes(
     that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
     last bits from what follows it, and yet falls otherwise by them.
 
-    What an earlier pass of the same operations on the same shapes has told in this process is
-    known: two more passes are compared, where one alone might take as many as there are examples.
+    What is compared twice in one process is remembered: the same operations on a model and examples
+    of the same numbers. Two passes are compared then, where there may be as many as examples.
 
     Args:
         run: executes a pass: inputs (rows, ...), targets (rows, ...) to tensors (rows, ...), all
             that a record's clipped vector is computed from.
         inputs, targets: (count, ...), invented: they hold nothing private.
         rows: of the pass.
-        public: tensors of the model. What follows from them alone holds no example, and nothing is
-            learned from its rows: they are others in a training that continues.
+        model: all of its tensors; without them nothing is remembered.
 
     Returns:
         The class of each row, int64 (rows,), numbered in the order of their first rows; None where
@@ -249,7 +255,9 @@ def find_row_classes(
     """
     if rows == 1:
         return None
-    compared, seen = _RowComparison(rows, public, arithmetic_of(device_of(inputs))), 0
+    given = [*tensors_of(inputs), targets, *model]
+    small = bool(model) and sum(tensor.numel() for tensor in given) <= _REMEMBERED
+    compared, seen = _RowComparison(rows, given if small else None), 0
     for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
             break
@@ -277,8 +285,7 @@ class _RowComparison(TorchDispatchMode):
 
     Args:
         rows: of the pass.
-        public: as of `find_row_classes`.
-        arithmetic: what the bits of a product depend on besides shapes (`arithmetic_of`).
+        given: all numbers that a pass begins with; None: nothing is remembered.
     """
 
     _known: ClassVar[dict[bytes, np.ndarray]] = {}  # by all that the first pass executed
@@ -289,24 +296,29 @@ class _RowComparison(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, rows: int, public: Iterable[Tensor], arithmetic: tuple[Any, ...]) -> None:
+    def __init__(self, rows: int, given: Sequence[Tensor] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
-        self._model = {_memory(tensor) for tensor in public if _is_dense(tensor)}
-        self._public: Any = WeakTensorKeyDictionary()  # made of the model's alone
-        self._operations: Any = hashlib.blake2b(repr((rows, arithmetic)).encode())
-        self._name: bytes | None = None  # of all operations of the first pass
+        self._operations: Any = None  # of the first pass, being hashed
+        self._name: bytes | None = None  # of them all
+        if given is not None:
+            settings = [arithmetic_of(tensor.device) for tensor in given[:1]]
+            self._operations = hashlib.blake2b(repr((rows, settings)).encode())
+            for tensor in given:
+                self._operations.update(repr(_described(tensor)).encode())
+                self._operations.update(
+                    tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
 
     def refine(self, tensor: Tensor) -> None:
         """Split classes whose rows (rows, ...) differ in a bit."""
         self.classes = _refine_classes(self.classes, tensor)
 
     def knows_operations(self) -> bool:
-        """Return whether rows of the first pass' operations were compared before; asked once each
-        pass."""
-        if self._name is not None:
+        """Return whether all that the first pass executed was compared before; asked after each."""
+        if self._operations is None:
             return False
-        self._name = self._operations.digest()
+        self._name, self._operations = self._operations.digest(), None
         known = self._known.get(self._name)
         if known is not None:
             self.classes = _join_classes(self.classes, known)
@@ -315,37 +327,19 @@ class _RowComparison(TorchDispatchMode):
     def remember(self) -> None:
         """Keep the classes for passes of the same operations."""
         if self._name is not None:
-            self._known[self._name] = self.classes
+            self._known[self._name] = self.classes.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        if self._name is None:
-            self._operations.update(
-                repr((str(func), [_described(each) for each in given])).encode()
-            )
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        public = bool(tensors) and all(map(self._is_public, tensors))
+        if self._operations is not None:
+            given, form = pytree.tree_flatten((args, kwargs))
+            described = str(func), [_described(each) for each in given], str(form)
+            self._operations.update(repr(described).encode())
         result = func(*args, **(kwargs or {}))
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
-        if public:
-            self._public.update((each, True) for each in made)
-            return result
-        for each in made:
-            self._forget(each)
         unfilled = any(word in str(func) for word in ("empty", "resize"))
         if not (getattr(func, "is_view", False) or unfilled):
-            for tensor in filter(_is_plain, made):
+            for tensor in filter(_is_plain, pytree.tree_leaves(result)):
                 self._compare(tensor.detach())
         return result
-
-    def _is_public(self, tensor: Tensor) -> bool:
-        return tensor in self._public or (_is_dense(tensor) and _memory(tensor) in self._model)
-
-    def _forget(self, tensor: Tensor) -> None:
-        """Take note that it holds examples, if it was written to."""
-        self._public.pop(tensor, None)
-        if _is_dense(tensor):
-            self._model.discard(_memory(tensor))
 
     def _compare(self, tensor: Tensor) -> None:
         rows = len(self.classes)
@@ -356,21 +350,21 @@ class _RowComparison(TorchDispatchMode):
                     self.refine(each)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(value: Any) -> bool:
     """Return whether it is a tensor of real numbers with memory of its own for each."""
-    return tensor.is_floating_point() and _is_dense(tensor)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.layout == torch.strided and not value.is_nested
 
 
 def _described(argument: Any) -> Any:
-    """Return what an operation chooses its code by in one of its arguments."""
-    if isinstance(argument, Tensor):
-        laid = (argument.stride(), argument.storage_offset()) if _is_dense(argument) else ()
-        return tuple(argument.shape), str(argument.dtype), argument.device.type, *laid
-    return argument if isinstance(argument, _SETTINGS) else type(argument).__name__
+    """Return what an operation chooses its code by in one of its arguments; of what that may be
+    anything, what was never returned before."""
+    if type(argument) in _PLAIN_TENSORS and not argument.is_nested:
+        shape, kind = tuple(argument.shape), (str(argument.dtype), str(argument.device))
+        if argument.layout == torch.strided:
+            return shape, kind, argument.stride(), argument.storage_offset()
+    return argument if isinstance(argument, _SETTINGS) else next(_UNKNOWN)
 
 
 def _differ_by_rounding(rows: Tensor) -> bool:

@@ -557,9 +557,11 @@ def examples_per_second(
     seconds(inputs, labels)  # warms up, and chooses the most rows of a pass
     chosen, rows = engine.micro_batch, engine.rows_per_pass(blocks)
     whole = torch.arange(-(-len(labels) // rows) * rows, device=labels.device) % len(labels)
-    engine.micro_batch = rows
-    best = min(seconds(take(inputs, whole), labels[whole]) for _ in range(3))
-    engine.micro_batch = chosen
+    try:
+        engine.micro_batch = rows
+        best = min(seconds(take(inputs, whole), labels[whole]) for _ in range(3))
+    finally:
+        engine.micro_batch = chosen
     return len(whole) / best
 
 

@@ -221,6 +221,26 @@ def test_a_precision_of_one_library_alone_is_set_aside() -> None:
         matmul.fp32_precision = "none"
 
 
+def test_precisions_of_wholes_and_old_switches_are_set_aside() -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+
+    def now(_: Any) -> tuple[Any, ...]:
+        return matmul.fp32_precision, cudnn.allow_tf32, cudnn.conv.fp32_precision
+
+    new = LocalExecutor().run_once(now, None, "failed")
+    try:
+        cudnn.allow_tf32 = False
+        assert LocalExecutor().run_once(now, None, "failed") == new == ("none", True, "tf32")
+        assert not cudnn.allow_tf32
+        cudnn.allow_tf32, cudnn.fp32_precision, matmul.fp32_precision = True, "tf32", "none"
+        assert matmul.fp32_precision == "tf32"  # which it takes from there
+        assert LocalExecutor().run_once(now, None, "failed") == new
+        assert cudnn.fp32_precision == "tf32"
+    finally:
+        cudnn.allow_tf32, cudnn.fp32_precision = True, "none"
+        matmul.fp32_precision = "none"
+
+
 def test_one_that_ends_leaves_the_settings_of_the_others() -> None:
     """Two threads work at once; the program around them has a number format of its own."""
     entered, left = threading.Event(), threading.Event()

@@ -341,62 +341,64 @@ def test_what_runs_unobserved_is_compared_too():
 
 
 class Offset(nn.Module):
-    """An offset for each row of a pass of four; its inputs are seen to be run."""
+    """An offset for each row of a pass of four; its runs are counted."""
 
     def __init__(self, odd: float) -> None:
         super().__init__()
-        self.offset, self.runs = torch.tensor([0.0, odd, 0.0, odd])[:, None], 0
+        self.register_buffer("offset", torch.tensor([0.0, odd, 0.0, odd])[:, None])
+        self.runs, self.hidden = 0, torch.zeros(4, 1)
 
     def forward(self, inputs: Tensor, _: Tensor) -> list[Tensor]:
         self.runs += 1
-        return [(inputs + self.offset).tanh()]
+        return [(inputs + self.offset + self.hidden).tanh()]
+
+    def compared(self, inputs: Tensor) -> tuple[int, list[int] | None]:
+        """How many passes it took, and the classes of rows."""
+        before, labels = self.runs, torch.zeros(len(inputs))
+        found = row_independence.find_row_classes(self, inputs, labels, 4, [*self.buffers()])
+        return self.runs - before, None if found is None else found.tolist()
 
 
-def test_operations_that_were_compared_take_two_more_passes() -> None:
-    """And what was said of them is no more than a bound: rows that differ are seen again."""
-    examples = torch.rand(64, 3), torch.zeros(64)
-    found = []
-    for odd in (0.0, 0.0, 2.0**-20, 0.0):
-        module = Offset(odd)
-        classes = row_independence.find_row_classes(module, *examples, 4)
-        found.append((module.runs, None if classes is None else classes.tolist()))
-    several, *others = found
-    assert several == (65, None)
-    assert others == [(2, None), (2, [0, 1, 0, 1]), (2, [0, 1, 0, 1])]
+def test_what_was_compared_is_compared_twice_more() -> None:
+    """Of other numbers nothing is known: zero weights, say, round no row otherwise."""
+    examples, odd = torch.rand(64, 3), [0, 1, 0, 1]
+    module = Offset(0.0)
+    assert [module.compared(examples) for _ in range(2)] == [(65, None), (2, None)]
+    assert Offset(2.0**-20).compared(examples) == (65, odd)
+    assert Offset(2.0**-20).compared(examples) == (2, odd)
+    assert module.compared(examples + 1) == (65, None)
+    # What its tensors do not tell is seen in the two passes, and from then on.
+    module.hidden = Offset(2.0**-20).offset
+    assert module.compared(examples) == (2, odd)
+    module.hidden = torch.zeros(4, 1)
+    assert module.compared(examples) == (2, odd)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_was_compared_under_other_settings_is_compared_again(threads: int) -> None:
-    module, before = Offset(0.0), torch.get_num_threads()
+    module, examples, before = Offset(0.0), torch.rand(7, threads), torch.get_num_threads()
     try:
+        runs = []
         for count in (threads, 3, threads):
             torch.set_num_threads(count)
-            row_independence.find_row_classes(
-                module.double(), torch.rand(7, threads), torch.ones(7), 4
-            )
-        assert module.runs == 8 + 8 + 2
+            runs.append(module.compared(examples)[0])
+        assert runs == [8, 8, 2]
     finally:
         torch.set_num_threads(before)
 
 
-def test_rows_of_parameters_tell_nothing_of_records() -> None:
-    """A weight near 1 of as many numbers as a pass has rows; a buffer holds what is written."""
-    weight = 1 + 1e-6 * torch.arange(4.0)
+def test_what_cannot_be_described_is_compared_anew() -> None:
+    class Marked(Tensor):
+        pass
 
-    def scaled(inputs: Tensor, _: Tensor) -> list[Tensor]:
-        return [inputs * (weight.clone() * 1.0)]
-
-    examples = torch.rand(64, 4) + 1, torch.zeros(64)
-    assert row_independence.find_row_classes(scaled, *examples, 4, [weight]) is None
-    buffer = torch.zeros(4, 4)
-
-    def kept(inputs: Tensor, _: Tensor) -> list[Tensor]:
-        odd = torch.arange(4)[:, None] % 2 == 1
-        buffer.copy_(inputs * (1 + 2.0**-23 * odd))
-        return [(buffer * 1.0 > 100).float()]
-
-    found = row_independence.find_row_classes(kept, *examples, 4, [buffer])
-    assert found is not None and found.tolist() == [0, 1, 0, 1]
+    module, examples = Offset(0.0), torch.rand(7, 2).as_subclass(Marked)
+    assert module.compared(examples)[0] == module.compared(examples)[0] == 8
+    large = torch.rand(1, row_independence._REMEMBERED)
+    assert module.compared(large)[0] == module.compared(large)[0] == 2
+    for _ in range(2):
+        before = module.runs
+        row_independence.find_row_classes(module, torch.rand(7, 5), torch.zeros(7), 4)
+        assert module.runs - before == 8
 
 
 class Halves(nn.Module):
