@@ -448,6 +448,7 @@ def test_an_archive_that_everybody_can_read_gets_no_private_state(
     assert Archive.claim(folder, "s3://bucket/open", False) is not None
 
 
+@pytest.mark.long
 def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     first, second = (make(tmp_path, name)[1] for name in ("first", "second"))
     for name in ("first", "second"):
@@ -500,6 +501,7 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     folder = make(tmp_path)[1]
     folder.private.mkdir(parents=True)
@@ -572,6 +574,7 @@ def test_a_store_that_does_not_answer_is_named_without_secrets(url, monkeypatch)
     assert url in str(error.value) and SECRET not in str(error.value)
 
 
+@pytest.mark.long
 def test_objects_are_whole(url, tmp_path) -> None:
     store = ObjectStore(url)
     (tmp_path / "in").write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB: in several parts
@@ -655,6 +658,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.long
 def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
     tmp_path, monkeypatch
 ) -> None:

@@ -108,7 +108,7 @@ def test_nightly_tests_wait_and_dear_files_go_first(pytestconfig, monkeypatch, a
     assert "DPDIST_NIGHTLY=1 $(TESTS) -m nightly" in (TESTS.parent / "Makefile").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_run_starts_no_other_process():
     """In the test function itself; a helper that starts one is not seen."""
     found = []
@@ -123,7 +123,7 @@ def test_what_is_run_starts_no_other_process():
     assert found == []
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_a_slow_test_is_named_and_does_not_fail(tmp_path):
     (tmp_path / "least.py").write_text("import conftest\nconftest.MOST = 0.05\n")
     (tmp_path / "test_it.py").write_text(

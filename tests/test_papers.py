@@ -44,7 +44,7 @@ def test_the_page_is_what_the_generator_prints():
     assert PAGE.read_text() == papers["page"](), "python benchmarks/papers.py --write"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_recipe_named_loads_and_makes_a_plan():
     """With the change beside it; with epsilon as given, so noise is not sought here."""
     sizes = RECORDS | {
@@ -64,7 +64,7 @@ def test_every_recipe_named_loads_and_makes_a_plan():
         papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_heads_of_recipes_say_what_is_proved():
     """The epsilon that a recipe asks for, or that of its noise, to the last digit that is told."""
     proved: dict[Any, float] = {}
@@ -199,7 +199,7 @@ def test_intervals():
     assert math.isinf(interval([3.0], None).high)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypatch):
     benchmark = vars(load_benchmark("dplis"))
     module = benchmark["main"].__globals__

@@ -604,6 +604,7 @@ def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
     assert refused > 60
 
 
+@pytest.mark.long
 def test_the_phases_of_a_card_may_be_anything(copied):
     for change in (
         at("accounted", "phases", to=[{"kind": "worst-of", "choices": [], "floor": 0.0}]),
@@ -841,6 +842,7 @@ def test_what_differs_by_rounding_is_said_and_little(copied):
         assert count_difference(row | more | {"alpha": 0.5}, row, stated.schema) == 0
 
 
+@pytest.mark.long
 def test_a_small_file_that_names_more_than_memory_holds_is_not_read(copied, call):
     """Ten million rows that are all alike are a few kilobytes."""
     numbers = pa.array(np.zeros(10**7, dtype=np.int64))

@@ -57,7 +57,7 @@ def test_the_page_goes_from_the_install_to_an_answer():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_is_the_one_printed(dpdist, tmp_path):
     (tmp_path / "first.yaml").write_text(FILES["first.yaml"])
     ((command, printed),) = [each for each in COMMANDS if "--dry-run" in each[0]]

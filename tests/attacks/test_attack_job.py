@@ -70,6 +70,7 @@ def references(
     return outputs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_attack_size_and_input_is_there(references, kind: str, model_folder: Path) -> None:
     settings, output = KINDS[kind], references[kind]
@@ -97,6 +98,7 @@ def test_every_attack_size_and_input_is_there(references, kind: str, model_folde
     assert accuracy["pgd", 1.0] <= accuracy["pgd", 0.2] <= accuracy["none", 0.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_path: Path) -> None:
     settings, output = KINDS[kind], references[kind]
@@ -104,6 +106,7 @@ def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_pa
     assert raw(tmp_path) == raw(output)
 
 
+@pytest.mark.long
 def test_an_interrupted_attack_computes_only_what_is_missing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.whole
 SETTINGS = {"sigma": 0.25, "n": 200, "n0": 20, "max_inputs": 20, "alpha": 0.01}
 
 
+@pytest.mark.long
 def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeypatch, capsys):
     recipe, folder = make(
         tmp_path / "runs", "x", model="linear", training__steps=30, certify=SETTINGS

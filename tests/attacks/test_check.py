@@ -68,6 +68,7 @@ def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_pa
     assert stored["plausible"] and stored["certified"] == len(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [1.3, 3.0])
 def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: float) -> None:
     # Counted where the points lie so many times as far from the plane.

@@ -99,6 +99,7 @@ def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypa
         )
 
 
+@pytest.mark.long
 def test_of_a_recipe(dpdist, tmp_path):
     done = dpdist("audit", "digits", "--runs", tmp_path, *FEW)
     assert done.code == 0, done.err

@@ -106,6 +106,7 @@ def scores_of(job: TrainJob) -> np.ndarray:
     return state.slots[SLOT].numpy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbours", ["add-or-remove-one", "replace-one"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, neighbours):
@@ -136,6 +137,7 @@ def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, ne
     assert joined > 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("canary", ["mislabelled", "blank"])
 def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
     """Those that are in train the model; those that are out are dropped once sampled."""
@@ -185,6 +187,7 @@ def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
     assert 100 < (other != draw_coins(b"\x5a" * 32, CANARIES)).sum() < 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_restart_counts_every_step_once(tmp_path, monkeypatch, at):
     whole = job_of(tmp_path, "whole")
@@ -281,6 +284,7 @@ def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
             assert done.code == 2 and "audit: was changed since canaries" in done.err, done.err
 
 
+@pytest.mark.long
 def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypatch):
     real = private_step.add_noise
     monkeypatch.setattr(
@@ -292,6 +296,7 @@ def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypa
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 
+@pytest.mark.long
 def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
     """Trained on for long, and hardly noised: many coins are seen in the model's answers."""
     recipe, folder = make(
@@ -324,6 +329,7 @@ def test_bad_input(dpdist_without_ray, tmp_path, section, words):
     assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_without_a_target(dpdist_without_ray, tmp_path):
     free = {"noise_multiplier": 0, "delta": 1e-4}
     for audit in ({"kind": "canaries"}, {"kind": "canaries", "canary": "blank"}):
@@ -339,6 +345,7 @@ def test_without_a_target(dpdist_without_ray, tmp_path):
     assert (tmp_path / "runs" / "small-canaries" / "audit").is_dir()
 
 
+@pytest.mark.long
 def test_the_benchmark_makes_its_table():
     benchmark = vars(load_benchmark("canary_audits"))
     training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}

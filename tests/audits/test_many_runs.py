@@ -42,6 +42,7 @@ pytestmark = pytest.mark.whole
 SEED = "5b" * 32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> None:
     """The same keys give the same batches and noise; gradients agree up to rounding."""
@@ -127,6 +128,7 @@ def test_the_records_part_of_a_sum_is_known(
     assert times == pytest.approx(np.round(times), abs=1e-6) and 4 < times.sum() < 13
 
 
+@pytest.mark.long
 def test_thousands_of_trainings_show_most_of_epsilon() -> None:
     """Sampled sums of a canary: more than four fifths of epsilon, and never more than it."""
     plan = PrivacyPlan.dp_sgd(

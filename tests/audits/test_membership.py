@@ -69,6 +69,7 @@ def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path:
     assert contents(tmp_path / HOME) == before
 
 
+@pytest.mark.long
 def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     assert plan.records == free.records == 27 and not plan.nominal
 
 
+@pytest.mark.long
 def test_a_shadow_is_the_recipes_own_training(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_docs_list_what_was_drawn() -> None:
         assert f"| `{kind.settings.mode_name()}` | {names} |" in lines
 
 
+@pytest.mark.long
 def test_every_listed_column_is_one_that_an_edit_passes(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

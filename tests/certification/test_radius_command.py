@@ -41,6 +41,7 @@ def test_impossible_counts_are_a_user_error() -> None:
     assert "11 of 10" in str(result.exception)
 
 
+@pytest.mark.long
 def test_starts_fast_without_torch_and_ray() -> None:
     code = (
         "import sys, dpdist.cli.certify;"

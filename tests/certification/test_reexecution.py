@@ -98,6 +98,7 @@ def test_a_model_with_experts_is_not_certified(here: None, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", ["input", "bank", "hidden"])
 def test_copies_have_the_noise_that_is_executed(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
@@ -148,7 +149,7 @@ def test_what_no_check_input_shows_stops_the_counting(
     assert not (tmp_path / "out" / job.TABLE).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_it_each_of_them_is_certified(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +243,7 @@ def test_the_chosen_rows_follow_from_the_key_alone_and_from_nothing_that_a_model
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_chosen_alike_from_all_blocks_and_as_many_as_are_stated() -> None:
     # 100 keys: the mean of a sum of independent roundings, variance at most LEAST_ROWS; 5 standard
     # deviations are wrong with probability 6e-7. Each place: Poisson, 5 of its deviations, 1e-4 for

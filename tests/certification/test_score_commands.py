@@ -148,6 +148,7 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     assert answer["abstain"] or answer["radius"] > 0
 
 
+@pytest.mark.long
 def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> None:
     with pytest.raises(UserError, match="not private"):
         write_release(RunFolder(runs / "noisy"))

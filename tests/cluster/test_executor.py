@@ -279,6 +279,7 @@ def test_the_only_worker_of_a_group_is_this_process(tmp_path: Path) -> None:
             LocalExecutor().run_workers(group_of(lambda *_: None, tmp_path, workers=workers))
 
 
+@pytest.mark.long
 def test_work_is_polled_meanwhile_and_after_it() -> None:
     main, threads = threading.current_thread(), []
     polled = threading.Event()
@@ -333,6 +334,7 @@ def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
     assert failed.is_set()
 
 
+@pytest.mark.long
 def test_a_poll_that_failed_once_is_told_where_ctrl_c_does_not_reach() -> None:
     failed = threading.Event()
 
@@ -438,6 +440,7 @@ def test_gpus_are_asked_of_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert auto.place(True) is auto.ray()
 
 
+@pytest.mark.long
 def test_only_small_trainings_of_one_worker_stay_here(
     auto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,6 +604,7 @@ def test_a_training_in_this_process_has_the_threads_of_its_recipe(
     assert seen == [1, 3, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["model.name", "method.name", "training.loss"])
 def test_own_code_that_was_edited_since_its_import_is_not_executed(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -658,6 +662,7 @@ def test_a_full_disk_ends_the_training(
         train_with(tmp_path, monkeypatch, error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [ReplayConflict("other bits"), RuntimeError("a flaky disk")])
 def test_what_a_restart_may_mend_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -117,6 +117,7 @@ def server(monkeypatch):
     reload_ray_environment()
 
 
+@pytest.mark.long
 def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     server.drop = 2
     said: list[str] = []
@@ -125,6 +126,7 @@ def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     assert ended.done and ended.state == "SUCCEEDED" and ended.metadata == {"run": "my"}
 
 
+@pytest.mark.long
 def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
     monkeypatch.setattr(submission, "_MAX_SILENCE_SECONDS", 0.1)
     server.drop = 1000
@@ -132,6 +134,7 @@ def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
         JobClient(server.address).follow("run-1", lambda text: None)
 
 
+@pytest.mark.long
 def test_submit_list_and_stop(server):
     jobs = JobClient(server.address)
     jobs.submit("run-1", "dpdist run digits", metadata={"run": "digits"})
@@ -144,6 +147,7 @@ def test_submit_list_and_stop(server):
         jobs.stop("none")
 
 
+@pytest.mark.long
 def test_a_wrong_token_is_refused(server, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
     with pytest.raises(ClusterError, match="refuses this machine's token"):
@@ -157,6 +161,7 @@ def test_nobody_there_and_nonsense(monkeypatch):
         JobClient("http://127.0.0.1:1")
 
 
+@pytest.mark.long
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
     """A recipe outside of what is sent, or in a folder that is never sent."""
     from dpdist.cli.main import app

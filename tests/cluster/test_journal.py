@@ -55,6 +55,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert read(path) == [1]
 
 
+@pytest.mark.long
 def test_entries_are_read_one_by_one(tmp_path: Path) -> None:
     """A journal of 5,000 entries (1.3 MB) passes through a tenth of that."""
     path = tmp_path / "journal"

@@ -82,6 +82,7 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
 
 
+@pytest.mark.long
 def test_a_stream_of_chunks_is_read_only_a_little_ahead() -> None:
     """A million chunks would not fit in memory with their inputs."""
 
@@ -172,6 +173,7 @@ def test_chunks_that_grow_long_are_shared_out() -> None:
     assert len(shares) == 2 and min(shares) >= 4
 
 
+@pytest.mark.long
 def test_a_chunk_waits_for_the_actor_that_has_yet_to_start(tmp_path: Path) -> None:
     """Two long chunks are worked on by two actors, though one of these starts late."""
 
@@ -292,6 +294,7 @@ def test_a_chunk_that_always_fails_is_named() -> None:
         collect(factory, None, chunks_of(4), actors=1)
 
 
+@pytest.mark.long
 def test_a_factory_that_fails_says_why() -> None:
     def factory(_: None) -> Any:
         raise ValueError("weights damaged")

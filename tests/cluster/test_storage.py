@@ -230,7 +230,7 @@ def _written_in_place(tree: ast.AST) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_result_is_written_where_it_is_read():
     """A disk that is full, or a kill, left half a table at the path that a user named."""
     found = {}
@@ -346,7 +346,7 @@ def _clock_readings(tree: ast.AST) -> list[str]:
     return [name for name in dotted if ".".join(name.split(".")[-2:]) in names]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_rests_on_the_time_of_day():
     """A clock that jumps changes the date of a page and what a session of Ray is called, and no
     wait, order or decision."""

@@ -16,7 +16,7 @@ from dpdist.data.registry import SYNTHETIC
 BOTH = pytest.mark.parametrize("name", sorted(SYNTHETIC))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @BOTH
 def test_they_follow_from_the_seed_alone(name, monkeypatch):
     made = SYNTHETIC[name]
@@ -70,6 +70,7 @@ def test_the_classes_are_the_same_for_every_seed(name, least):
     assert (distances.argmin(1) == labels[:400]).mean() > least  # chance: 0.05
 
 
+@pytest.mark.long
 @BOTH
 def test_they_are_a_data_set_by_name(name, monkeypatch, tmp_path):
     made = SYNTHETIC[name]

@@ -212,6 +212,7 @@ def test_split_by_id_never_moves_other_records():
     assert 200 < sides.sum() < 400
 
 
+@pytest.mark.long
 def test_real_mnist(data_root):
     test = load(DataSource("mnist", 10, data_root), "test")
     assert len(test) == 10_000 and test.input_shape == (1, 28, 28)

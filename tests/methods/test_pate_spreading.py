@@ -151,6 +151,7 @@ def given_to(job: TrainJob) -> Any:
     return recorder.jobs[0].records()
 
 
+@pytest.mark.long
 def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_nothing_private_flows_into_it_but_released_labels(
     assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
 
 
+@pytest.mark.long
 def test_a_crash_before_they_spread_asks_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

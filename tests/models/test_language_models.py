@@ -187,6 +187,7 @@ def test_the_own_head_of_a_recipe_s_model(family):
     assert find_mixing_operation(model, cross_entropy, rows, targets) is None
 
 
+@pytest.mark.long
 def test_a_classifier_of_documents():
     model = lm.make("bert", "BertForSequenceClassification", num_labels=3)
     model = lm.stirred(lm.with_lora(model)).double()
@@ -205,6 +206,7 @@ def test_isolated_documents(family):
     assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trained", ["adapters", "all"])
 def test_checkpoints_of_activations_change_nothing(trained):
     model = lm.make("llama")
@@ -312,6 +314,7 @@ def test_eval_mode_keeps_nothing_off(tmp_path):
     assert bool(sums[0].any()) and torch.equal(*sums)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", ["scaled by 0", "switched off", "frozen"])
 def test_adapters_that_would_learn_nothing_are_refused(why):
     model = lm.with_lora(lm.make("llama"))
@@ -804,6 +807,7 @@ def test_prompts_and_answers_of_a_table(tmp_path):
     assert torch.equal(found[0].batch(slice(None)), found[1].batch(slice(None)))
 
 
+@pytest.mark.long
 def test_answers_that_are_cut_away_are_counted_or_refused(tmp_path):
     base = lm.save_model(tmp_path / "base")
     rows = [

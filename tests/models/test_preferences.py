@@ -147,6 +147,7 @@ def test_prompts_and_padding_do_not_count():
     assert clipped(model, nothing).norm() == 0
 
 
+@pytest.mark.long
 def test_one_pair_moves_the_sum_by_its_own_clipped_gradient():
     model = tiny()
     fields = fields_of(model)
@@ -228,6 +229,7 @@ def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
     assert macs[0] == macs[1] and len(set(macs[0])) == 3  # a budget knows them again
 
 
+@pytest.mark.long
 def test_pairs_that_are_refused():
     secret = [{"prompt": "SECRET", "chosen": "SECRET", "rejected": "b"}]
     for rows, more, said in (

@@ -120,6 +120,7 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", TEXT)
 def test_how_far_a_document_is_filled_up_says_nothing(base):
     short, long = (stirred(make(base, length)).double() for length in (7, 12))
@@ -146,6 +147,7 @@ def test_other_adapters(kind, base):
     assert (layers == {"head"}) == (kind == "none")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", [LORA, {"kind": "ia3"}])
 def test_a_base_in_bfloat16_with_adapters_in_float32(adapter):
     model = make("bert", dtype="bfloat16", adapter=adapter)
@@ -325,6 +327,7 @@ def test_weights_under_the_names_that_the_library_saves(tmp_path):
     torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
 
 
+@pytest.mark.long
 def test_folders_that_are_no_base(root, tmp_path):
     folder = tmp_path / "bert"
     saved_base(folder)

@@ -176,6 +176,7 @@ PLAIN = {"name": "small-cnn", "options": {"width": 4}}
 PIXELDP = {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
 
 
+@pytest.mark.long
 def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     mine = train(raw(), tmp_path / "mine")
     plain = train(raw(model=PLAIN), tmp_path / "plain")
@@ -300,6 +301,7 @@ def test_images_that_are_too_small_are_told_before_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_release_answers_by_it_and_says_so(tmp_path):
     run = train(raw(privacy=raw()["privacy"] | {"run_key": None}), tmp_path / "run")
     evaluate_stage(run.read_recipe(), run)
@@ -316,6 +318,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("views", "said"),
     [

@@ -73,6 +73,7 @@ def test_no_noise_is_valid_json():
     assert found["epsilon"] == "inf"
 
 
+@pytest.mark.long
 def test_search():
     rows = answer("search", *RUN, "--noise-multiplier", "1.1", "--steps", "3516", "--runs", "10")
     cost = {row["law"]: row["epsilon"] for row in rows}
@@ -96,6 +97,7 @@ def test_mechanisms(tmp_path):
         text("mechanisms", "--plot", str(tmp_path / "no" / "figure.png"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["pdf", "svg", "png"])
 def test_a_date_of_pictures_that_is_none_is_refused(tmp_path, monkeypatch, form):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "x")
@@ -108,6 +110,7 @@ def test_a_date_of_pictures_that_is_none_is_refused(tmp_path, monkeypatch, form)
     assert picture.exists()
 
 
+@pytest.mark.long
 def test_shuffling():
     found = answer("shuffling", "--noise-multiplier", "0.4", "--steps", "10000", "--delta", "1e-5")
     assert found["shuffled_epsilon_at_least"] > 2 * found["poisson_epsilon_at_most"] > 0

@@ -85,7 +85,7 @@ def read_back(described: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(described))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_card_is_made_again_from_its_phases(tmp_path):
     """Superseded steps and groups included."""
     phases = (LaplaceReleases(4.0), GaussianSteps(2, 3.0, 0.1))

@@ -176,6 +176,7 @@ def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
     assert row.comparison.anytime < 0.01 < row.comparison.p_value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

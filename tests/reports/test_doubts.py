@@ -77,6 +77,7 @@ def test_the_range_stands_beside_sigma() -> None:
     assert range_words(0, 3234, None) == "inputs lie in 0 to 3234"
 
 
+@pytest.mark.long
 def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> None:
     """A table of values to 3,000 and a model that always says one class, as a new user had it."""
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,7 @@ def test_a_figure_has_the_same_bytes_each_time(tmp_path, monkeypatch, kind):
     assert b"<dc:date>" not in drawn[0] and b"CreationDate" not in drawn[0]
 
 
+@pytest.mark.long
 def test_a_date_that_is_asked_for_is_kept(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     assert b"<dc:date>2023-11-14" in plot_noise_scales(1e-5, 1.0, "svg")

@@ -180,6 +180,7 @@ def check_page(text: str) -> Page:
     return page
 
 
+@pytest.mark.long
 def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
     text = run.report_file.read_text()
     page = check_page(text)

@@ -62,6 +62,7 @@ def facts(tmp_path_factory):
     return read_facts(folder)
 
 
+@pytest.mark.long
 def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(facts):
     kept = Kept()
     Tracker(kept).log_run(facts)

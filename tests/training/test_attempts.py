@@ -44,6 +44,7 @@ def epochs_after(tmp: Path, change: Any = None) -> int:
     return len(ledger.attempts)
 
 
+@pytest.mark.long
 def test_other_code_is_a_new_attempt(tmp_path, monkeypatch):
     """And the same code is none: an exact replay is charged once."""
     assert epochs_after(tmp_path / "same") == 1

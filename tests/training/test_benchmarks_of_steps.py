@@ -63,6 +63,7 @@ def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
         ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="reads /proc")
 def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     for name in ("_announce", "add_noise"):  # which are wrapped for good

@@ -137,6 +137,7 @@ def test_a_checkpoint_is_that_of_its_step(crashed, tmp_path):
         train(recipe, folder)
 
 
+@pytest.mark.long
 def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     """Every component of the hidden noise, which the first steps were taken with."""
     recipe, folder = make(tmp_path, **HIDDEN)

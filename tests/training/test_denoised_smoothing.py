@@ -121,6 +121,7 @@ def dpdist(here, monkeypatch, capsys) -> Callable[..., str]:
 # ---- a frozen denoiser before a private classifier --------------------------------------------
 
 
+@pytest.mark.long
 def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, tmp_path):
     folder = RunFolder(tmp_path / "run")
     model = train(with_denoiser(public / "denoiser"), folder)
@@ -296,6 +297,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.long
 def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     folder = RunFolder(tmp_path / "c")
     train(raw(model=CNN), folder)
@@ -487,6 +489,7 @@ def check_body(folder: Path, tensors: dict[str, Tensor]) -> None:
     assert set(found) - set(same) == {"classifier.1.weight", "classifier.1.bias"}
 
 
+@pytest.mark.long
 def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     tensors = published()
     (tmp_path / "weights.safetensors").write_bytes(save_tensors(tensors))

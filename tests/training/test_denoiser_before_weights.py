@@ -66,6 +66,7 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model.get_submodule(models.DENOISER), model.get_submodule(models.CLASSIFIER)
 
 
+@pytest.mark.long
 def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
     spec, recipe = models.read_spec(weights), parse_recipe(raw(weights), "test")
     assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
@@ -108,6 +109,7 @@ def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_
     assert second == ("initial", 6, 12, recipe.public, public)
 
 
+@pytest.mark.long
 def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     recipe = parse_recipe(raw(weights), "test")
     folder = RunFolder(tmp_path / "run")
@@ -134,6 +136,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"saw": "others"}, {"denoiser": False}], ids=repr)
 def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
     recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")

@@ -194,6 +194,7 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
         assert torch.allclose(got[name], parameter.detach(), atol=1e-5), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "once"), [("secure-sgd", False), ("unpaid", True)])
 def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name, once):
     noises: list[Tensor] = []

@@ -124,6 +124,7 @@ def weights(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_path):
     recipe = parse_recipe(raw(weights, certify={"sigma": 0.25}), "test")
     folder = RunFolder(tmp_path / "run")
@@ -323,6 +324,7 @@ def test_a_run_without_a_public_section_makes_nothing(tmp_path):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [pipeline.run, pipeline.train_only, pipeline.tune])
 def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monkeypatch):
     class Reached(Exception):
@@ -357,6 +359,7 @@ def transfer(folder: Path, **model) -> dict:
     )
 
 
+@pytest.mark.long
 def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     recipe, folder = (
         parse_recipe(transfer(tmp_path / "public"), "test"),

@@ -64,6 +64,7 @@ def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
     return request.param, recipe, folder
 
 
+@pytest.mark.long
 def test_targets_are_read_as_they_are_stored(finished):
     kind, recipe, _ = finished
     records = records_with_canaries(recipe, data_source(recipe))
@@ -244,6 +245,7 @@ def test_a_loss_that_cannot_be_is_refused_before_the_run_begins(tmp_path, loss, 
 # --- the code of a loss is part of what is replayed ----------------------------------------------
 
 
+@pytest.mark.long
 def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()

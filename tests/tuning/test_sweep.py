@@ -317,6 +317,7 @@ def test_a_searcher_that_is_not_installed_is_told(tmp_path, monkeypatch):
 # --- progress ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     """Begun, in the middle of its training, trained and not scored yet; nothing of the others."""
     search = begin(recipe(tune={"law": {"name": "binomial", "mean": 4, "runs": 4}}))
@@ -354,6 +355,7 @@ def test_the_rate_of_a_search_that_goes_on_is_that_of_this_session(begin, recipe
     assert [each[2] > 0 for each in seen] == [False, False, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", ["fixed", "binomial"])
 def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, monkeypatch):
     more = {"runs": 2} if law == "fixed" else {"runs": 2, "mean": 2}

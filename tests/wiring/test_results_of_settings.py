@@ -79,6 +79,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [save_small_cnn(tmp_path / name, seed) for seed, name in enumerate("ab")]
 
 
+@pytest.mark.long
 def test_half_done_work_is_not_taken_over_by_another_model(work, folders, tmp_path) -> None:
     a, b = folders
     output = tmp_path / "out"
@@ -116,6 +117,7 @@ def test_finished_work_is_of_its_model_and_data(work, folders, tmp_path) -> None
         work(b, output)
 
 
+@pytest.mark.long
 def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path) -> None:
     for name, model in zip("xy", folders, strict=True):
         work(model, tmp_path / name)
