@@ -196,6 +196,7 @@ SHAPES: dict[str, dict[str, int]] = {
     r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE
 )
 EXPERIMENTS = set(LISTED.replace("\\", "").split())
+NIGHTLY = (EXPERIMENTS - {"speed"}) | {"scaling", "training_phases"}  # the last two on Ray
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
@@ -251,7 +252,7 @@ def before() -> dict[Path, int]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in EXPERIMENTS - {"speed"}))
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY))
         for name in SCRIPTS
     ],
 )

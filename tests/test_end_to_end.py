@@ -238,6 +238,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
     """StoBatch as its paper means it, trained and certified on Ray: each worker attacks its share
     of the batch with the whole ensemble. Bit by bit what two workers make without Ray, and what one

@@ -63,7 +63,17 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# They open what the others do.
+LIKE_OTHERS = ("attack", "poison", "tune")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS))
+        for each in COMMANDS
+    ],
+)
 def test_nothing_listens_beyond_loopback(place, command):
     if command == "serve":
         needs_serve()

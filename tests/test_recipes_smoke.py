@@ -70,7 +70,7 @@ LARGE = {
     "transdenoiser-cifar10", "transdenoiser-mnist-full", "transdenoiser-mnist-secure-sgd",
 }  # fmt: skip
 PATHS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in LARGE else [])
+    pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LARGE else [])
     for path in sorted(RECIPES_FOLDER.glob("*.yaml"))
 ]
 

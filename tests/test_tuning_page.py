@@ -30,6 +30,7 @@ def run(folder: Path, name: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_the_script_for_ray_tune_runs_as_printed(tmp_path):
     assert re.search(r"^\{'lr': .*, 'width': (8|16)\}$", run(tmp_path, "before.py"), flags=re.M)
 

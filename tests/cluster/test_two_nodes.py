@@ -131,6 +131,7 @@ def tell(nodes: subprocess.Popen, word: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
     """The pool begins on one node and goes on with the second; the workers of a run lie on both."""
     address = wait_for(nodes.stdout.readline).strip()

@@ -35,6 +35,7 @@ def colour_images(root: Path, records: int = 60) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
     """pretrain, train, evaluate, certify, report: a few steps of the recipe that comes along."""
     small = {

@@ -1040,6 +1040,7 @@ def test_a_file_that_the_search_did_not_write_is_never_unpickled(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
+@pytest.mark.nightly
 def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
     """kill -9 of the driver inside the second trial; the script again. Each trial in its own
     process, which sees nothing of another one, and ends with the driver."""

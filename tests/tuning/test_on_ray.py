@@ -88,6 +88,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_trials_of_two_workers(recipe, tune, tmp_path):
     """Each trial a Ray Train job inside Ray Tune, on a session that has just their CPUs."""
     asked = recipe(

@@ -47,6 +47,7 @@ def sweep(monkeypatch, capsys, folder: Path, *more: object) -> Done:
     return command(monkeypatch, capsys, folder, "sweep", "r.yaml", "--space", "space.yaml", *more)
 
 
+@pytest.mark.nightly
 def test_not_private_stands_everywhere_and_a_killed_sweep_goes_on(
     tmp_path, monkeypatch, capsys, request
 ):
