@@ -72,9 +72,11 @@ WIDEST = "mnist-flagship-widest"
 PUBLIC, PUBLIC_SEARCH = "mnist-flagship-public", "mnist-flagship-public-search"
 CIFAR, SCENES = "cifar10-flagship-no-public", "cifar10-flagship-scenes"
 PHOTOGRAPHS = (CIFAR, SCENES)
-BEGUN = dict.fromkeys((RECIPE, SEARCH), "strokes-")  # what lies in the folder of initial weights
+# What lies in the folder of initial weights, by recipe or row.
+BEGUN = dict.fromkeys((RECIPE, SEARCH), "strokes-")
 BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-")
-BEGUN |= {WIDEST: "unet-cnn-strokes-", SCENES: "scenes-"}
+PLAIN = "scenes-plain"  # a row, whose weights are others than those of its recipe
+BEGUN |= {WIDEST: "unet-cnn-strokes-", SCENES: "scenes-white-", PLAIN: "scenes-"}
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,18 @@ ROWS = [
         recipe=SCENES,
     ),
     Row(
+        PLAIN,
+        "the same, features not whitened",
+        changes={
+            "method.sigma": 0.25,
+            "model.options": {"groups": 8},
+            "model.trained": ["12"],
+            "training.learning_rate": 64.0,
+        },
+        repeats=3,
+        recipe=SCENES,
+    ),
+    Row(
         "no-public",
         "random initial weights",
         changes={"model.initial": None, "public": None},
@@ -350,7 +364,7 @@ class Bench:
         changes: dict[str, Any] = dict(QUICK) if self.quick else {}
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
-        begun = f"{BEGUN.get(row.recipe, '')}sigma"
+        begun = f"{BEGUN.get(row.name, BEGUN.get(row.recipe, ''))}sigma"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma
