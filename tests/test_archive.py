@@ -434,6 +434,7 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     assert code == 2 and "claimed by another run folder" in said
 
 
+@pytest.mark.long
 def test_an_archive_that_everybody_can_read_gets_no_private_state(
     tmp_path, server, monkeypatch
 ) -> None:

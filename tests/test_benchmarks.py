@@ -251,10 +251,7 @@ def before() -> dict[Path, int]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY))
-        for name in SCRIPTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in SCRIPTS],
 )
 def test_the_script_runs(name, before, runs):
     """A new script needs `--quick` (`_common.parse_arguments`) and its shapes above."""

@@ -222,6 +222,7 @@ def test_every_condition_has_a_case():
     assert "conditions" not in Method.model_fields
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted(RECIPES_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_come_along_say_nothing_in_vain(path):
     refuse_unused(load_recipe(path), str(path))

@@ -12,6 +12,7 @@ from support import sources
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", sorted({fault.file for fault in FAULTS}))
 def test_every_fault_can_be_planted(file):
     text = (ROOT / file).read_text()
@@ -23,7 +24,7 @@ def test_every_fault_can_be_planted(file):
             compile(text.replace(fault.old, fault.new), file, "exec")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_test_named_is_there():
     for name in sorted({test for fault in FAULTS for test in fault.tests}):
         path, _, test = name.partition("::")

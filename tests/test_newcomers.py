@@ -143,6 +143,7 @@ def test_a_table_has_one_population_statement_whoever_prints_it(run):
 # --- a release --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_release_prints_itself_in_about_ten_lines(run):
     release = dpdist.load(run / "release")
     lines = repr(release).splitlines()

@@ -100,6 +100,7 @@ def spent(rate: float, noise: float, steps: int, delta: float = 1e-5) -> float:
     return best
 
 
+@pytest.mark.long
 def test_the_steps_of_each_budget_spend_what_is_printed():
     recipes = {
         (recipe.data.name, recipe.privacy.noise_multiplier, recipe.training.batch_size)

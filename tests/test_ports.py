@@ -69,10 +69,7 @@ LIKE_OTHERS = ("attack", "poison", "tune")
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS))
-        for each in COMMANDS
-    ],
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS)) for each in COMMANDS],
 )
 def test_nothing_listens_beyond_loopback(place, command):
     if command == "serve":

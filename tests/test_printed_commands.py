@@ -210,6 +210,7 @@ def check(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_script(words, monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PRINTED)
 def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkeypatch):
     wrong = []

@@ -198,6 +198,7 @@ def test_what_is_in_it(made):
         assert (b"unlucky-7" in path.read_bytes()) == (path.name == table_name(1))
 
 
+@pytest.mark.long
 def test_the_model_card_has_the_block_that_hubs_read(made):
     page = (made / "README.md").read_text()
     _, block, text = page.split("---\n", 2)
@@ -769,6 +770,7 @@ def test_half_a_table_is_noticed(copied, call):
     assert call("verify", copied).code == 0  # a smaller certification, and it says so
 
 
+@pytest.mark.long
 def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch):
     assert "not re-drawn" in call("verify", copied).out
     done = call("verify", copied, "--redraw", 3)

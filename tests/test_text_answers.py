@@ -113,6 +113,7 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     assert shares == pytest.approx([float(wanted[place]) for place in order])
 
 
+@pytest.mark.long
 def test_files_of_texts_are_answered_too(following, tmp_path):
     (tmp_path / "one.txt").write_text("the cat\n")
     of_file = said("predict", following.path, tmp_path / "one.txt")
@@ -120,6 +121,7 @@ def test_files_of_texts_are_answered_too(following, tmp_path):
     assert of_file.partition(": ")[2] == of_text.partition(": ")[2] and " %" in of_text
 
 
+@pytest.mark.long
 def test_a_label_is_that_of_the_bytes(labelled):
     answer = json.loads(said("predict", labelled.release_folder, "--text", "cat", "--json"))
     row = torch.full((1, LENGTH), -1.0)
@@ -275,6 +277,7 @@ def test_a_text_is_served(following):
     assert reply.status == 400 and "1 to 8 tokens" in reply.body["error"]
 
 
+@pytest.mark.long
 def test_images_have_no_text(tmp_path):
     recipe, folder = make(tmp_path, "digits", training__steps=1)
     train(recipe, folder)

@@ -104,6 +104,7 @@ def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) 
     assert shown.notes == ["certified sigma-0.3-fixed-n-1000: 20 of these inputs"]
 
 
+@pytest.mark.long
 def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> None:
     table = read_attack(next((attacked[0] / "attacks").glob("l2-*/attacks.parquet")))
     for size in table.sizes:

@@ -133,6 +133,7 @@ def test_an_interrupted_attack_computes_only_what_is_missing(
     assert raw(tmp_path) == raw(output)
 
 
+@pytest.mark.long
 def test_sizes_and_attacks_can_be_added_and_change_nothing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 
+@pytest.mark.long
 def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
     def searched(folder: RunFolder) -> Facts:
         found = read_facts(folder)
@@ -128,6 +129,7 @@ def test_bad_input(dpdist, tmp_path, options, words):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_what_stays_private_is_not_written_among_public_files(dpdist, tmp_path):
     """Nor into another run's folder, whatever is audited."""
     other = tmp_path / "other"

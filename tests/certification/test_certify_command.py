@@ -108,6 +108,7 @@ def test_tables_of_a_removed_mode_are_refused(here: None, runs: Path) -> None:
     assert sorted(path.parent.parent.glob("*/*.parquet")) == sorted([path, old])
 
 
+@pytest.mark.long
 def test_certify_export_rebound(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"

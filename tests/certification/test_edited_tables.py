@@ -227,6 +227,7 @@ def test_counts_that_no_draws_can_have_are_refused(
         table_reader.read(follows(made[name], target, place, **change(rows[place])))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_VOTES)
 def test_other_counts_that_draws_can_have_are_read(
     made: dict[str, Path], tmp_path: Path, name: str

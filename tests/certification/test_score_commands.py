@@ -137,6 +137,7 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
         call("compare", "noisy", "--runs", runs, "--l2", "0")
 
 
+@pytest.mark.long
 def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 

@@ -137,7 +137,7 @@ def test_anytime_error_is_exact_and_below_alpha(p0: float) -> None:
     assert mixture_error(p0, p0, 2 * ALPHA, 600) > error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_anytime_simulated() -> None:
     # 4,000 seeded walks of 500 draws watched after every draw. At most alpha = 1 % may ever
     # exclude the truth: more than 66 (4 standard deviations) has probability below 1e-4.

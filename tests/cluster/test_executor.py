@@ -681,6 +681,7 @@ def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
     assert "RuntimeError: secret 1" in RunFolder(tmp_path / "run").errors.read_text()
 
 
+@pytest.mark.long
 def test_ctrl_c_goes_through_and_the_same_command_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_no_chunks_need_no_actor() -> None:
     assert collect(None, None, []) == {}
 
 
+@pytest.mark.long
 def test_lower_priority_goes_first(tmp_path: Path) -> None:
     def factory(log: Path) -> Any:
         def work(payload: int) -> None:
@@ -127,6 +128,7 @@ def test_a_call_stops_at_its_time_and_before_an_error() -> None:
     assert runner.run([1, 2], 0.0)[0] == [1]
 
 
+@pytest.mark.long
 def test_a_failure_among_thousands_is_blamed_on_its_own_chunk() -> None:
     def factory(_: None) -> Any:
         def work(payload: int) -> int:
@@ -281,6 +283,7 @@ def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
     assert got == {f"c{i}": i for i in range(6)}
 
 
+@pytest.mark.long
 def test_a_chunk_that_always_fails_is_named() -> None:
     def factory(_: None) -> Any:
         def work(payload: int) -> int:

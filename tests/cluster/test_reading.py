@@ -40,6 +40,7 @@ def largest(tmp_path_factory) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

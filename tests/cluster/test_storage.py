@@ -431,7 +431,7 @@ def _files_named(tree: ast.AST) -> list[str]:
     return [name for name in named if name in words]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("package", sources.PACKAGES)
 def test_nothing_read_back_is_unpickled(package):
     for path in sources.product_files():

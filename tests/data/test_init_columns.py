@@ -374,6 +374,7 @@ def test_ranges_are_checked():
             resolve_recipe(base, changes={"data.columns": columns})
 
 
+@pytest.mark.long
 def test_predict_and_a_release_take_raw_features():
     write_csv()
     said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pulse=40,180")

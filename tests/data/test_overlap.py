@@ -179,6 +179,7 @@ def test_records_of_a_pretraining_must_not_be_private(root):
         pretrain(pretraining(root, name="other"), "test")
 
 
+@pytest.mark.long
 def test_what_could_not_be_compared_is_assumed_on_the_card(root):
     write_images(root / "other", "train", pixels(0, 80, side=5))
     described = pretraining(root, name="other")
@@ -223,6 +224,7 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
         assert not any("no private record is among" in line for line in card["assumptions"])
 
 
+@pytest.mark.long
 def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     first = RunFolder(root / "first")
     trained(recipe(root), first.path)

@@ -344,6 +344,7 @@ def test_positions_that_cancel_add_no_rounding(records):
     assert float(total(inputs, 1).norm()) <= 1e-6
 
 
+@pytest.mark.long
 def test_positions_that_cancel_in_float64_add_no_rounding_beyond_the_slack():
     """With a slack of 2^-38 for float64 models, a change was above C by 2e-11 C."""
     model = nn.Linear(2, 2, bias=False).double()

@@ -414,6 +414,7 @@ class Halves(nn.Module):
         return self.head(self.rounded(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_agreed_targets_are_made_in_the_passes_of_gradients(micro_batch: int | None) -> None:
     """Also where a head that begins at zero would hide how rows round, until it moves."""

@@ -52,7 +52,7 @@ ZOO = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_s_classifiers_are_alone_by_structure(name: str) -> None:
     model = models.initialise(ModelSpec(name, ZOO[name], 3, mean=(0.4,), std=(0.3,)), 0)
@@ -156,6 +156,7 @@ ALONE: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_treat_each_record_alone_are_known(name: str) -> None:
     torch.manual_seed(0)
@@ -434,6 +435,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_is_not_shown_to_be_alone(name: str) -> None:
     assert why(Of(MIXES[name]), images(6)) is not None

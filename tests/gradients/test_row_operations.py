@@ -269,7 +269,7 @@ CASES = list(cases())
 ORDER = [2, 0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_accepted_treats_each_record_alone() -> None:
     accepted, refused = set(), 0
     for name, (func, arguments, arrange) in CASES:
@@ -327,7 +327,7 @@ def test_what_is_accepted_treats_each_record_alone() -> None:
     assert refused > 500 and len(accepted) > 55
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_said_to_be_the_same_for_all_records_is() -> None:
     """Of results of no record: their parts at a place are equal."""
     seen = 0
@@ -394,6 +394,7 @@ def arguments_for(func: Any, shape: tuple[int, ...], whole: bool) -> list[Any] |
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_operations_take_each_number_alone(name: str) -> None:
     """Numbers in another order give the same results in that order; one at a time does so too."""

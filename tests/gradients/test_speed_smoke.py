@@ -38,6 +38,7 @@ def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     assert ratio is not None and float(ratio[1]) <= 2.5
 
 
+@pytest.mark.long
 def test_step_costs_no_more_than_three_ordinary_ones():
     """Processor time, one thread; near 1 in the benchmark."""
     torch.manual_seed(0)

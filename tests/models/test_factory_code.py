@@ -132,6 +132,7 @@ def test_the_modules_beside_a_factory_are_covered_and_no_others(
     assert FactoryCode.from_factories(("mine:net",)) == code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in SOURCES if n.removesuffix(".py") != "unused"])
 def test_changed_code_is_another_model(
     tmp_path: Path, use: Callable[[Path], None], name: str

@@ -86,6 +86,7 @@ def test_search():
     )
 
 
+@pytest.mark.long
 def test_mechanisms(tmp_path):
     rows = {row["epsilon"]: row for row in answer("mechanisms")}
     assert rows[1.0]["analytic"] == pytest.approx(3.7306, abs=1e-4)

@@ -43,6 +43,7 @@ def test_steps_meet_the_target_of_the_setting(which):
     assert epsilon(steps=steps, **setting) <= 3.0 < epsilon(steps=steps + 1, **setting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbours", RELATIONS)
 def test_batch_sizes_meet_the_target_of_the_setting(neighbours):
     setting = {"steps": 3, "noise_multiplier": 2.5, "neighbours": neighbours}

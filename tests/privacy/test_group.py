@@ -43,7 +43,7 @@ def test_laplace_scales_the_sensitivity():
     assert found.epsilon == pytest.approx(0.25, abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sampled_groups_by_sampling_the_privacy_loss():
     """Three records joining independently, 5 steps; 5 standard errors: once in 1.7e6 runs."""
     rng = np.random.default_rng(3)

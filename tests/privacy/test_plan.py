@@ -186,7 +186,7 @@ def test_no_noise_is_no_privacy():
     assert PrivacyPlan.dp_sgd(**{**MNIST, "noise_multiplier": 0.0}).guarantee().epsilon == math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_capped_batches_cover_an_added_and_a_removed_record():
     step = GaussianSteps(30, 0.8, 0.1, 12)
     worst = PrivacyPlan(100, (step,), 1e-4).guarantee().epsilon

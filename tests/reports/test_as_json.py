@@ -95,6 +95,7 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
 
 
+@pytest.mark.long
 def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch, capsys):
     """One set of radii, so one share of the error for each of them."""
     answer("run", "small.yaml")

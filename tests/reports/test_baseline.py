@@ -71,6 +71,7 @@ def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys)
     assert not private.baseline_report.exists()
 
 
+@pytest.mark.long
 def test_nothing_of_it_may_leave(runs, private):
     def leaving() -> dict[str, bytes]:
         return {

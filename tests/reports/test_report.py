@@ -199,6 +199,7 @@ def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
     assert len(drawn.findall("{*}svg")) == 1 and HOSTILE.split()[0] in " ".join(drawn.itertext())
 
 
+@pytest.mark.long
 def test_what_is_secret_stays_secret(run: RunFolder) -> None:
     text = run.report_file.read_text()
     assert run.run_key.read_text().strip() not in text

@@ -75,6 +75,7 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
     }
 
 
+@pytest.mark.long
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
     searched = [
         f for f in iter_metrics(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]

@@ -7,6 +7,9 @@ import os
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from support.sources import marks_of
 
@@ -14,6 +17,14 @@ NIGHTLY = "nightly"  # marker of what `make nightly` alone runs
 IS_NIGHT = bool(os.environ.get("DPDIST_NIGHTLY"))
 LEFT_OUT = {"whole", "slow", "long", NIGHTLY}  # markers of what `make check` leaves out
 GUARANTEE = "guarantee"
+
+
+def first_cases(values: Iterable[Any], kept: int) -> list[Any]:
+    """Return the cases of a parameter, of which those behind the first `kept` are long."""
+    return [
+        value if place < kept else pytest.param(value, marks=pytest.mark.long)
+        for place, value in enumerate(values)
+    ]
 
 
 @cache

@@ -56,6 +56,7 @@ def test_other_code_is_a_new_attempt(tmp_path, monkeypatch):
     assert epochs_after(tmp_path / "other", other) == 2
 
 
+@pytest.mark.long
 def test_another_number_of_threads_is_a_new_attempt(tmp_path):
     before = torch.get_num_threads()
     try:

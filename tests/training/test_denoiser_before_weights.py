@@ -165,6 +165,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
     assert card["frozen denoiser"] == "came with the initial weights"
 
 
+@pytest.mark.long
 def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
     recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
     with pytest.raises(UserError, match=r"private records .* are among the public ones"):

@@ -119,6 +119,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     assert ("Claimed by the paper, not the guarantee" in text) == (claim is not None)
 
 
+@pytest.mark.long
 def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tmp_path):
     """In another shape nothing could be compared; the card says so."""
     recipe, folder = make(tmp_path, "secure-sgd")
@@ -133,6 +134,7 @@ def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tm
     )
 
 
+@pytest.mark.long
 def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):
     recipe, folder = make(tmp_path, "paid")
     plan = prepare(recipe, folder, "test").plan
@@ -159,6 +161,7 @@ def test_plans_know_what_cannot_be_proved():
         PrivacyPlan(100, (steps,), 1e-3, math.inf)
 
 
+@pytest.mark.long
 def test_without_privacy_the_update_is_plain_sgd(tmp_path):
     """Two steps against an own loop on the same batches and the same noise."""
     recipe, folder = make(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import write_split
+from support.selection import first_cases
 from support.training import (
     Interrupt,
     ThreadReducer,
@@ -48,10 +49,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     [
         ("dp-sgd", 100),
         ({"name": "input-noise", "sigma": 0.2, "draws": 2}, 30),
-        ({"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, 30),
+        pytest.param(
+            {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, 30,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["dp-sgd", "input-noise", "secure-sgd"],
-)
+)  # fmt: skip
 def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method, steps):
     """Under a fixed key; expected batch 4 over 4 workers, so many local batches are empty."""
     results = [
@@ -299,7 +303,7 @@ def test_nothing_private_lies_outside_private(tmp_path):
     ],
     ids=["dp-sgd", "dplis", "input-noise"],
 )
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", first_cases([3, 1], 1))
 def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
     """D and D' differ in one record; same keys, same state: every pre-noise sum differs by at most
     C, and by exactly nothing when the record was not drawn."""

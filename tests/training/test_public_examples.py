@@ -123,6 +123,7 @@ def raising(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Raising(classes)
 
 
+@pytest.mark.long
 def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
     """As the sharp edges say: nothing else than the model knows what to do then."""
     for name, first in (("one", None), ("other", tied())):
@@ -246,6 +247,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     assert any("Custom model" in note for note in card["notes"]) == ("own" in name)
 
 
+@pytest.mark.long
 def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch) -> None:
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
@@ -260,6 +262,7 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
     assert read_facts(folder).record_independence == SCREENED
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2)
     train(recipe, folder)
@@ -303,6 +306,7 @@ def test_every_shape_of_a_plan_counts(rates: tuple[float, ...]) -> None:
     assert said == (SCREENED if 0.1 in rates else BY_STRUCTURE)
 
 
+@pytest.mark.long
 def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
     """By the plan's sampling rate and the micro-batch; rows that fill a pass up count."""
     sizes, executed = [], set()

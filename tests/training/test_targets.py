@@ -77,6 +77,7 @@ def test_targets_are_read_as_they_are_stored(finished):
     assert half.targets(slice(None)).shape == (len(half), records.classes)
 
 
+@pytest.mark.long
 def test_the_measures_are_those_of_the_model(finished):
     kind, recipe, folder = finished
     written = json.loads(folder.evaluation.read_text())

