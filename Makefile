@@ -20,7 +20,7 @@ TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-load
 help:
 	@echo "make demo    train privately, certify and report on built-in data (a minute and a half after the install)"
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
-	@echo "make test    lint, types and every test but the long and nightly ones (eight minutes on two cores)"
+	@echo "make test    lint, types and every test but the long and nightly ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
 	@echo "make lint    ruff, import-linter, mypy and long sentences of the documentation only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"

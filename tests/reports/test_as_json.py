@@ -57,7 +57,6 @@ def names(value) -> set[str]:
     return set(value) | names(list(value.values()))
 
 
-@pytest.mark.long
 def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     assert set(answer("run", "small.yaml", "--dry-run")["plan"]) >= {"guarantee", "steps"}
     ran = answer(
