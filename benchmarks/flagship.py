@@ -75,7 +75,7 @@ PHOTOGRAPHS = (CIFAR, SCENES)
 # What lies in the folder of initial weights, by recipe or row.
 BEGUN = dict.fromkeys((RECIPE, SEARCH), "strokes-")
 BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-")
-PLAIN = "scenes-plain"  # a row, whose weights are others than those of its recipe
+PLAIN = "scenes-plain"  # a row with initial weights of its own
 BEGUN |= {WIDEST: "unet-cnn-strokes-", SCENES: "scenes-white-", PLAIN: "scenes-"}
 
 

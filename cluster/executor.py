@@ -46,7 +46,7 @@ from dpdist.cluster.session import (
     is_session_lost,
     secure_staging_folder,
 )
-from dpdist.cluster.versions import NEW_BACKENDS, backend_setting, check_nodes
+from dpdist.cluster.versions import NEW_BACKENDS, backend_setting, check_nodes, set_backend
 from dpdist.cluster.work import (
     MAX_PREEMPTIONS,
     Chunk,
@@ -359,23 +359,39 @@ class _SharedSettings:
         after = self._after
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        if torch.are_deterministic_algorithms_enabled():  # to switch it loads torch's compiler
-            after.callback(
-                torch.use_deterministic_algorithms,
-                True,
-                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-            torch.use_deterministic_algorithms(False)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        after.callback(_set_deterministic, deterministic, warn_only)
+        _set_deterministic(False, False)
         with contextlib.suppress(RuntimeError):  # parts set apart have no precision in common
-            if (precision := torch.get_float32_matmul_precision()) != "highest":
-                after.callback(torch.set_float32_matmul_precision, precision)
-                torch.set_float32_matmul_precision("highest")
+            precision = torch.get_float32_matmul_precision()
+            after.callback(_set_precision, precision)
+            _set_precision("highest")
         for name, settings in NEW_BACKENDS.items():
             for key, value in settings.items():
-                backend, given = backend_setting(name, key)
-                if given not in (None, value):
-                    after.callback(setattr, backend, key, given)
-                    setattr(backend, key, value)
+                given = backend_setting(name, key)
+                if given is not None:
+                    after.callback(set_backend, name, key, given)
+                    set_backend(name, key, value)
+
+
+def _set_deterministic(mode: bool, warn_only: bool) -> None:
+    """Set it unless it is so: to set it loads torch's compiler."""
+    import torch
+
+    now = torch.are_deterministic_algorithms_enabled()
+    if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def _set_precision(precision: str) -> None:
+    """Set it unless it is so: to set it sets each library's."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        if torch.get_float32_matmul_precision() == precision:
+            return
+    torch.set_float32_matmul_precision(precision)
 
 
 _SETTINGS = _SharedSettings()

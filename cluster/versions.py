@@ -149,18 +149,28 @@ NEW_BACKENDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def backend_setting(name: str, key: str) -> tuple[Any, Any]:
-    """Return the part of torch.backends of a name in `NEW_BACKENDS`, and its setting: None where
-    torch refuses to name one of parts that differ."""
+def backend_setting(name: str, key: str) -> Any:
+    """Return a setting of `NEW_BACKENDS` as it is now; None where its parts differ, and torch
+    refuses to name one."""
+    try:
+        return getattr(_backend(name), key)
+    except RuntimeError:
+        return None
+
+
+def set_backend(name: str, key: str, value: Any) -> None:
+    """Set a setting of `NEW_BACKENDS`, unless it is so: to set a whole would set its parts."""
+    if backend_setting(name, key) != value:
+        setattr(_backend(name), key, value)
+
+
+def _backend(name: str) -> Any:
     import torch
 
     found: Any = torch.backends
     for part in filter(None, name.split(".")):
         found = getattr(found, part)
-    try:
-        return found, getattr(found, key)
-    except RuntimeError:
-        return found, None
+    return found
 
 
 def torch_settings() -> list[Any]:
@@ -171,5 +181,5 @@ def torch_settings() -> list[Any]:
         (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)))
         for device in ("cpu", "cuda")
     ]
-    found = [backend_setting(name, key)[1] for name, keys in NEW_BACKENDS.items() for key in keys]
+    found = [backend_setting(name, key) for name, keys in NEW_BACKENDS.items() for key in keys]
     return [torch.are_deterministic_algorithms_enabled(), *found, *blocks]

@@ -239,15 +239,16 @@ def find_row_classes(
     that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
     last bits from what follows it, and yet falls otherwise by them.
 
-    What is compared twice in one process is remembered: the same operations on a model and examples
-    of the same numbers. Two passes are compared then, where there may be as many as examples.
+    The classes are remembered in this process, by the executed operations and all numbers of a
+    small model and of the examples. When these return, two passes are compared, not one for each
+    example.
 
     Args:
         run: executes a pass: inputs (rows, ...), targets (rows, ...) to tensors (rows, ...), all
             that a record's clipped vector is computed from.
         inputs, targets: (count, ...), invented: they hold nothing private.
         rows: of the pass.
-        model: all of its tensors; without them nothing is remembered.
+        model: all tensors of the model; without them nothing is remembered.
 
     Returns:
         The class of each row, int64 (rows,), numbered in the order of their first rows; None where
@@ -256,8 +257,9 @@ def find_row_classes(
     if rows == 1:
         return None
     given = [*tensors_of(inputs), targets, *model]
-    small = bool(model) and sum(tensor.numel() for tensor in given) <= _REMEMBERED
-    compared, seen = _RowComparison(rows, given if small else None), 0
+    plain = bool(model) and all(map(_is_described, given))
+    remembered = plain and sum(tensor.numel() for tensor in given) <= _REMEMBERED
+    compared, seen = _RowComparison(rows, given if remembered else None), 0
     for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
             break
@@ -302,13 +304,12 @@ class _RowComparison(TorchDispatchMode):
         self._operations: Any = None  # of the first pass, being hashed
         self._name: bytes | None = None  # of them all
         if given is not None:
-            settings = [arithmetic_of(tensor.device) for tensor in given[:1]]
+            settings = arithmetic_of(given[0].device)
             self._operations = hashlib.blake2b(repr((rows, settings)).encode())
             for tensor in given:
                 self._operations.update(repr(_described(tensor)).encode())
-                self._operations.update(
-                    tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                )
+                numbers = tensor.detach().cpu().contiguous().view(-1)
+                self._operations.update(numbers.view(torch.uint8).numpy())
 
     def refine(self, tensor: Tensor) -> None:
         """Split classes whose rows (rows, ...) differ in a bit."""
@@ -357,13 +358,19 @@ def _is_plain(value: Any) -> bool:
     return value.layout == torch.strided and not value.is_nested
 
 
+def _is_described(value: Any) -> bool:
+    """Return whether shape, type and layout are all that tells this tensor's kernels apart."""
+    if type(value) not in _PLAIN_TENSORS or value.layout != torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized)
+
+
 def _described(argument: Any) -> Any:
-    """Return what an operation chooses its code by in one of its arguments; of what that may be
-    anything, what was never returned before."""
-    if type(argument) in _PLAIN_TENSORS and not argument.is_nested:
-        shape, kind = tuple(argument.shape), (str(argument.dtype), str(argument.device))
-        if argument.layout == torch.strided:
-            return shape, kind, argument.stride(), argument.storage_offset()
+    """Return by what an operation may choose its kernel in one argument; for an argument of an
+    unknown kind, a word that is never returned twice."""
+    if _is_described(argument):
+        laid_out = argument.stride(), argument.storage_offset()
+        return tuple(argument.shape), str(argument.dtype), str(argument.device), *laid_out
     return argument if isinstance(argument, _SETTINGS) else next(_UNKNOWN)
 
 

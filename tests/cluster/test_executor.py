@@ -221,6 +221,29 @@ def test_a_precision_of_one_library_alone_is_set_aside() -> None:
         matmul.fp32_precision = "none"
 
 
+def test_what_work_sets_in_torch_ends_with_it() -> None:
+    """As a certification on a GPU does: it makes the process' kernels deterministic."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+
+    def now() -> tuple[Any, ...]:
+        return (
+            torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(), mkldnn.matmul.fp32_precision in ("none", "ieee"),
+            cudnn.benchmark, cudnn.allow_tf32, mkldnn.conv.fp32_precision,
+        )  # fmt: skip
+
+    def sets(_: Any) -> None:
+        torch.use_deterministic_algorithms(True)
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        cudnn.benchmark, cudnn.allow_tf32, mkldnn.conv.fp32_precision = True, False, "bf16"
+
+    before = now()
+    assert before == (False, torch.float32, "highest", True, False, True, "none")
+    LocalExecutor().run_once(sets, None, "failed")
+    assert now() == before
+
+
 def test_precisions_of_wholes_and_old_switches_are_set_aside() -> None:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
 

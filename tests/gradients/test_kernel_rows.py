@@ -360,7 +360,7 @@ class Offset(nn.Module):
 
 
 def test_what_was_compared_is_compared_twice_more() -> None:
-    """Of other numbers nothing is known: zero weights, say, round no row otherwise."""
+    """Other weights are compared anew: weights of zero hide how rows round."""
     examples, odd = torch.rand(64, 3), [0, 1, 0, 1]
     module = Offset(0.0)
     assert [module.compared(examples) for _ in range(2)] == [(65, None), (2, None)]
@@ -393,12 +393,16 @@ def test_what_cannot_be_described_is_compared_anew() -> None:
 
     module, examples = Offset(0.0), torch.rand(7, 2).as_subclass(Marked)
     assert module.compared(examples)[0] == module.compared(examples)[0] == 8
-    large = torch.rand(1, row_independence._REMEMBERED)
-    assert module.compared(large)[0] == module.compared(large)[0] == 2
+    large = torch.rand(3, row_independence._REMEMBERED // 2)
+    assert module.compared(large)[0] == module.compared(large)[0] == 4
     for _ in range(2):
         before = module.runs
         row_independence.find_row_classes(module, torch.rand(7, 5), torch.zeros(7), 4)
         assert module.runs - before == 8
+    # A model may hold what has no memory of its own for each number.
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    some = torch.rand(7, 3)
+    assert module.compared(some)[0] == module.compared(some)[0] == 8
 
 
 class Halves(nn.Module):

@@ -807,9 +807,10 @@ FAULTS: list[Fault] = [
         ("            self.classes = _join_classes(self.classes, known)", "            pass",
          "rows of known operations are forgotten"),
         ("repr((rows, settings))", "repr(rows)", "what one thread computes is known of two"),
-        (".view(torch.uint8).numpy().tobytes()", ".view(torch.uint8).numpy().tobytes()[:0]",
+        ("numbers.view(torch.uint8).numpy()", "numbers[:0].view(torch.uint8).numpy()",
          "other weights are known by their shapes"),
         ("sum(tensor.numel() for tensor in given) <= _REMEMBERED", "bool(given)", "the largest model is remembered"),
+        ("bool(model) and all(map(_is_described, given))", "bool(model)", "sparse tensors are remembered"),
     ),
     *group(
         "dpdist/gradients/per_example.py", "gradients/test_padding_and_runs",

@@ -80,6 +80,21 @@ FAULTS: list[Fault] = [
             "what comes after a job has one thread",
         ),
         (
+            "                    after.callback(set_backend, name, key, given)\n",
+            "",
+            "what work sets in torch's libraries stays set behind it",
+        ),
+        (
+            "        after.callback(_set_deterministic, deterministic, warn_only)\n",
+            "",
+            "deterministic kernels stay switched on behind a job",
+        ),
+        (
+            "            after.callback(_set_precision, precision)\n",
+            "",
+            "a precision of products stays set behind a job",
+        ),
+        (
             "            after.enter_context(torch.autocast(device, enabled=False))\n",
             "            pass\n",
             "a notebook's autocast reaches what runs in its process",

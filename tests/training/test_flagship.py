@@ -48,10 +48,10 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     assert behind.public.denoiser.name == "unet" and plain.public.denoiser is None
     assert behind.model.initial.folder.name == "denoised-strokes-sigma-0.5"
     assert plain.model.initial.folder.name == "strokes-sigma-0.5"
-    scenes, dull = found["scenes"], found["scenes-plain"]
+    scenes, unwhitened = found["scenes"], found["scenes-plain"]
     assert scenes.model.initial.folder.name == "scenes-white-sigma-0.25" and scenes.model.mirrored
-    assert dull.model.initial.folder.name == "scenes-sigma-0.25"
-    assert scenes.model.options["whiten"] and "whiten" not in dull.model.options
+    assert unwhitened.model.initial.folder.name == "scenes-sigma-0.25"
+    assert scenes.model.options["whiten"] and "whiten" not in unwhitened.model.options
     assert scenes.method.sigma == scenes.public.sigma == scenes.certify.sigma == 0.25
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 

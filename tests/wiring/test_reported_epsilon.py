@@ -202,6 +202,14 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     assert "NOT private" in (folder.release_folder / "privacy_card.md").read_text()
 
 
+def test_a_marked_key_is_fixed_whatever_the_recipe_says(tmp_path):
+    job = job_of(tmp_path, privacy__run_key=None)
+    execute(job)
+    assert read_facts(job.folder).privacy_card()["private"] is True
+    job.folder.fixed_key_marker.touch()
+    assert read_facts(job.folder).privacy_card()["private"] is False
+
+
 def test_a_run_without_noise_proves_nothing(tmp_path):
     job = job_of(tmp_path, privacy={"noise_multiplier": 0, "clipping": "none", "delta": DELTA})
     execute(job)
