@@ -363,16 +363,26 @@ class _SharedSettings:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         after.callback(_set_deterministic, deterministic, warn_only)
         _set_deterministic(False, False)
-        with contextlib.suppress(RuntimeError):  # parts set apart have no precision in common
+        precision = None  # parts set apart have none in common
+        with contextlib.suppress(RuntimeError):
             precision = torch.get_float32_matmul_precision()
-            after.callback(_set_precision, precision)
-            _set_precision("highest")
-        for name, settings in NEW_BACKENDS.items():
-            for key, value in settings.items():
-                given = backend_setting(name, key)
-                if given is not None:
-                    after.callback(set_backend, name, key, given)
-                    set_backend(name, key, value)
+        given = [
+            (name, key, backend_setting(name, key))
+            for name, settings in NEW_BACKENDS.items()
+            for key in settings
+        ]
+        after.callback(_set_backends, precision, given)
+        new = [(name, key, NEW_BACKENDS[name][key]) for name, key, had in given if had is not None]
+        _set_backends("highest" if precision else None, new)
+
+
+def _set_backends(precision: str | None, settings: Iterable[tuple[str, str, Any]]) -> None:
+    """Set the products' precision, then each setting, of which a whole sets its parts."""
+    if precision is not None:
+        _set_precision(precision)
+    for name, key, value in settings:
+        if value is not None:
+            set_backend(name, key, value)
 
 
 def _set_deterministic(mode: bool, warn_only: bool) -> None:

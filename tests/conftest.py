@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer.main
@@ -96,13 +96,22 @@ def _file(nodeid: str) -> str:
     return nodeid.split("::")[0]
 
 
+def _torch_settings() -> list[Any] | None:
+    versions = sys.modules.get("dpdist.cluster.versions")
+    return versions.torch_settings() if versions and "torch" in sys.modules else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if "torch" in sys.modules:  # what a test draws does not depend on the tests before it
         sys.modules["torch"].manual_seed(0)
     began, loaded = time.process_time(), len(sys.modules)
+    settings = _torch_settings()
     result = yield
     took = time.process_time() - began
+    left = _torch_settings()
+    # They are part of a training's identity: the noise of a later test would be another one.
+    assert settings in (None, left), f"torch's settings are {left} after the test, not {settings}"
     first = len(sys.modules) - loaded > 20  # who uses a library first, loads it for all others
     if item.config.option.check and took > MOST and not first:
         # No failure: under coverage, or another processor, it may take as long.

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.local_execution import command
 from support.recipes import write_recipe
+from support.threads import new_settings_after
 from support.training import make, train
 from support.training import prepare_job as job_of
 
@@ -184,7 +185,7 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
 
     new = now()
     assert found() == [new] * 3
-    try:
+    with new_settings_after():
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("medium")
         torch.use_deterministic_algorithms(True)
@@ -198,27 +199,18 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
             with pytest.raises(UserError):
                 LocalExecutor().run_once(raising(ZeroDivisionError()), None, "failed")
             assert now() == own
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
-        torch.use_deterministic_algorithms(False)
-        torch.backends.mkldnn.enabled = True
-        torch.backends.cudnn.benchmark = False
     assert now() == new
 
 
 def test_a_precision_of_one_library_alone_is_set_aside() -> None:
     """torch then has no precision of all products, and says so by an error."""
     matmul = torch.backends.mkldnn.matmul
-    try:
+    with new_settings_after():
         matmul.fp32_precision = "bf16"
         with pytest.raises(RuntimeError):
             torch.get_float32_matmul_precision()
         found = LocalExecutor().run_once(lambda _: matmul.fp32_precision, None, "failed")
         assert found == "none" and matmul.fp32_precision == "bf16"
-    finally:
-        matmul.fp32_precision = "none"
 
 
 def test_what_work_sets_in_torch_ends_with_it() -> None:
@@ -228,7 +220,7 @@ def test_what_work_sets_in_torch_ends_with_it() -> None:
     def now() -> tuple[Any, ...]:
         return (
             torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(), mkldnn.matmul.fp32_precision in ("none", "ieee"),
+            torch.get_float32_matmul_precision(), mkldnn.matmul.fp32_precision,
             cudnn.benchmark, cudnn.allow_tf32, mkldnn.conv.fp32_precision,
         )  # fmt: skip
 
@@ -239,7 +231,7 @@ def test_what_work_sets_in_torch_ends_with_it() -> None:
         cudnn.benchmark, cudnn.allow_tf32, mkldnn.conv.fp32_precision = True, False, "bf16"
 
     before = now()
-    assert before == (False, torch.float32, "highest", True, False, True, "none")
+    assert before == (False, torch.float32, "highest", "none", False, True, "none")
     LocalExecutor().run_once(sets, None, "failed")
     assert now() == before
 
@@ -251,7 +243,7 @@ def test_precisions_of_wholes_and_old_switches_are_set_aside() -> None:
         return matmul.fp32_precision, cudnn.allow_tf32, cudnn.conv.fp32_precision
 
     new = LocalExecutor().run_once(now, None, "failed")
-    try:
+    with new_settings_after():
         cudnn.allow_tf32 = False
         assert LocalExecutor().run_once(now, None, "failed") == new == ("none", True, "tf32")
         assert not cudnn.allow_tf32
@@ -259,9 +251,6 @@ def test_precisions_of_wholes_and_old_switches_are_set_aside() -> None:
         assert matmul.fp32_precision == "tf32"  # which it takes from there
         assert LocalExecutor().run_once(now, None, "failed") == new
         assert cudnn.fp32_precision == "tf32"
-    finally:
-        cudnn.allow_tf32, cudnn.fp32_precision = True, "none"
-        matmul.fp32_precision = "none"
 
 
 def test_one_that_ends_leaves_the_settings_of_the_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.threads import new_settings_after
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping, sum_slack
@@ -149,14 +150,11 @@ def test_no_record_exceeds_the_clip_under_autocast():
 def test_no_float32_product_is_made_where_torch_rounds_its_factors(precision, monkeypatch):
     """TF32 on a GPU and bfloat16 on some CPUs, which a script may allow."""
     made = engine(blocks=Blocks(1, 200))
-    before = torch.get_float32_matmul_precision()
     assert 0.9 < largest_change(made, 1.0) <= 1.0  # looks at the model
     monkeypatch.setattr(torch, "bmm", None)
-    torch.set_float32_matmul_precision(precision)
-    try:
+    with new_settings_after():
+        torch.set_float32_matmul_precision(precision)
         assert 0.9 < largest_change(made, 1.0) <= 1.0
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("clip_norm", [1e-14, 1e-25, 1e-26])

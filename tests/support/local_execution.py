@@ -40,7 +40,8 @@ class TestExecutor(LocalExecutor):
 
     def run_workers(self, group: WorkerGroup) -> None:
         job = group.argument["job"]
-        execute(job, job.recipe.resources.workers, group.argument["until"])
+        with executor._torch_as_in_a_new_process():
+            execute(job, job.recipe.resources.workers, group.argument["until"])
 
 
 class JobRecorder(LocalExecutor):
@@ -62,7 +63,8 @@ class ThreadExecutor(LocalExecutor):
         self._workers = workers
 
     def run_workers(self, group: WorkerGroup) -> None:
-        execute(group.argument["job"], self._workers, group.argument["until"])
+        with executor._torch_as_in_a_new_process():
+            execute(group.argument["job"], self._workers, group.argument["until"])
 
 
 def run_without_ray(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""One thread of torch's, for tests whose workers are threads already."""
+"""One thread of torch's, for tests whose workers are threads already; torch's settings after a test
+that changes them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,22 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
+from dpdist.cluster.versions import NEW_BACKENDS, set_backend
+
+
+@contextmanager
+def new_settings_after() -> Iterator[None]:
+    """torch computes as in a new process afterwards, whatever is set meanwhile."""
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        for name, settings in NEW_BACKENDS.items():
+            for key, value in settings.items():
+                set_backend(name, key, value)
 
 
 @contextmanager
