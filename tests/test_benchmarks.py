@@ -196,7 +196,7 @@ SHAPES: dict[str, dict[str, int]] = {
     r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE
 )
 EXPERIMENTS = set(LISTED.replace("\\", "").split())
-NIGHTLY = (EXPERIMENTS - {"speed"}) | {"scaling", "training_phases"}  # the last two on Ray
+NIGHTLY = (EXPERIMENTS - {"speed"}) | {"scaling", "training", "training_phases", "training_ray"}
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 

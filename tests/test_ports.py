@@ -64,7 +64,7 @@ COMMANDS = {
 
 
 # They open what the others do.
-LIKE_OTHERS = ("attack", "poison", "tune")
+LIKE_OTHERS = ("attack", "poison", "run", "train", "tune")
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,7 @@ main()
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, capsys):
     """Two workers, one when a node is lost, two when another comes, in float32 on the wire: the
     bits of one undisturbed worker, each step on the ledger once."""

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.nightly
 def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     """4 x 2048, batch 512: per-example gradients would need 34 GB. An ordinary step holds
     weights and gradients, 8 bytes a parameter; ours weights and a float64 sum, 12. Seen: 1.6 to

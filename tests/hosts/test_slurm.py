@@ -162,6 +162,7 @@ sleep 600 & wait $!
 }
 
 
+@pytest.mark.nightly
 def test_the_script_goes_back_into_the_queue_unless_it_is_cancelled(slurm):
     room, one, two = slurm.room, *slurm.nodes
     tools = room.shared / "tools" / "bin"

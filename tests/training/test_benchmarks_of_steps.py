@@ -88,6 +88,7 @@ def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_seconds_before_the_first_step_of_a_training_on_ray():
     command = [sys.executable, str(BENCHMARKS / "training_ray.py"), "--start", *FEW]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})

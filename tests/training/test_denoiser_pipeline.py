@@ -73,6 +73,7 @@ def benchmark(monkeypatch) -> ModuleType:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path, monkeypatch):
     """Rows of three kinds on the digits: no run, a run, and one put together."""
     asked = []

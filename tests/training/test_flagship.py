@@ -114,6 +114,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_all_images_are_of_every_run_that_is_named(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)

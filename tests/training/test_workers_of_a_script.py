@@ -784,7 +784,10 @@ def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.Completed
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("how", "seconds"), [("torchrun", 1e-6), ("torchrun", 1e6), ("ray", 1e-6)])
+@pytest.mark.parametrize(
+    ("how", "seconds"),
+    [("torchrun", 1e-6), pytest.param("torchrun", 1e6, marks=pytest.mark.nightly), ("ray", 1e-6)],
+)
 def test_one_script_alone_and_with_workers(tmp_path, how, seconds):
     """Also after `kill -9` of a worker: by the same command again, or by Ray."""
     done = start("alone", tmp_path / "alone")

@@ -124,6 +124,7 @@ def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monk
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_adaptive_searchers_see_paid_scores_only(recipe, tune, tmp_path):
     """Optuna's TPE and ASHA with a fixed number of trials: every score that they saw is charged."""
     pytest.importorskip("optuna")
