@@ -363,17 +363,13 @@ class _SharedSettings:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         after.callback(_set_deterministic, deterministic, warn_only)
         _set_deterministic(False, False)
-        precision = None  # parts set apart have none in common
-        with contextlib.suppress(RuntimeError):
-            precision = torch.get_float32_matmul_precision()
-        given = [
-            (name, key, backend_setting(name, key))
-            for name, settings in NEW_BACKENDS.items()
-            for key in settings
+        new = [
+            (name, *each) for name, settings in NEW_BACKENDS.items() for each in settings.items()
         ]
-        after.callback(_set_backends, precision, given)
-        new = [(name, key, NEW_BACKENDS[name][key]) for name, key, had in given if had is not None]
-        _set_backends("highest" if precision else None, new)
+        given = [(name, key, backend_setting(name, key)) for name, key, _ in new]
+        _set_backends(None, new)  # libraries set apart have no precision in common to be asked for
+        after.callback(_set_backends, torch.get_float32_matmul_precision(), given)
+        _set_backends("highest", new)
 
 
 def _set_backends(precision: str | None, settings: Iterable[tuple[str, str, Any]]) -> None:
@@ -398,7 +394,7 @@ def _set_precision(precision: str) -> None:
     """Set it unless it is so: to set it sets each library's."""
     import torch
 
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # libraries set apart have none in common
         if torch.get_float32_matmul_precision() == precision:
             return
     torch.set_float32_matmul_precision(precision)

@@ -202,15 +202,25 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
     assert now() == new
 
 
-def test_a_precision_of_one_library_alone_is_set_aside() -> None:
+@pytest.mark.parametrize("common", ["highest", "high", "medium"])
+def test_a_precision_of_one_library_alone_is_set_aside(common: str) -> None:
     """torch then has no precision of all products, and says so by an error."""
-    matmul = torch.backends.mkldnn.matmul
+    cuda, matmul = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+    def now(_: Any = None) -> tuple[str, str, str]:
+        return torch.get_float32_matmul_precision(), cuda.fp32_precision, matmul.fp32_precision
+
     with new_settings_after():
-        matmul.fp32_precision = "bf16"
+        torch.set_float32_matmul_precision(common)
+        own = cuda.fp32_precision
+        matmul.fp32_precision = "tf32" if common == "medium" else "bf16"
         with pytest.raises(RuntimeError):
             torch.get_float32_matmul_precision()
-        found = LocalExecutor().run_once(lambda _: matmul.fp32_precision, None, "failed")
-        assert found == "none" and matmul.fp32_precision == "bf16"
+        set_apart = cuda.fp32_precision, matmul.fp32_precision
+        assert LocalExecutor().run_once(now, None, "failed") == ("highest", "none", "none")
+        assert set_apart == (cuda.fp32_precision, matmul.fp32_precision)
+        matmul.fp32_precision = "bf16" if common == "medium" else own
+        assert torch.get_float32_matmul_precision() == common
 
 
 def test_what_work_sets_in_torch_ends_with_it() -> None:

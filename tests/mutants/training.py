@@ -80,7 +80,7 @@ FAULTS: list[Fault] = [
             "what comes after a job has one thread",
         ),
         (
-            "                    after.callback(set_backend, name, key, given)\n",
+            "        after.callback(_set_backends, torch.get_float32_matmul_precision(), given)\n",
             "",
             "what work sets in torch's libraries stays set behind it",
         ),
@@ -90,9 +90,14 @@ FAULTS: list[Fault] = [
             "deterministic kernels stay switched on behind a job",
         ),
         (
-            "            after.callback(_set_precision, precision)\n",
+            "    if precision is not None:\n        _set_precision(precision)\n",
             "",
             "a precision of products stays set behind a job",
+        ),
+        (
+            "        _set_backends(None, new)  #",
+            "        #",
+            "libraries of precisions of their own end a job with torch's error",
         ),
         (
             "            after.enter_context(torch.autocast(device, enabled=False))\n",
