@@ -121,6 +121,13 @@ def fixed_n(
         x: the input, (channels, height, width).
         loops: whether the published loop is measured too.
     """
+    return rates(ways_to_count(model, x, draws, loops), draws, rounds)
+
+
+def ways_to_count(
+    model: nn.Module, x: Tensor, draws: int, loops: bool
+) -> dict[str, Callable[[], Any]]:
+    """Return what makes so many draws, by name."""
     shape = tuple(x.shape)
     check = torch.rand(BATCH, *shape) + SIGMA * torch.randn(BATCH, *shape)
     spec, bare = choose_inference_form(model, check)
@@ -143,7 +150,7 @@ def fixed_n(
             "plain loop, bincount": lambda: plain_loop(model, x, draws, published_count=False),
             **works,
         }
-    return rates(works, draws, rounds)
+    return works
 
 
 def early_stopping(p: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

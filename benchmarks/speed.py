@@ -3,6 +3,7 @@
     make bench                                     all rows, under 30 minutes on two cores
     python benchmarks/speed.py --only cnn 'gpt2-*' some of them
     python benchmarks/speed.py --write             only makes the page
+    python benchmarks/speed.py --operations        where a step's time goes, not how long it is
 
 A row is measured in a process of its own, beside its peers, in turn; medians are compared. Its line
 in speed.jsonl replaces the one of the same row, threads and processor family; other processors keep
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE, GPU_RESULTS = HERE / "speed.jsonl", HERE / "README.md", HERE / "gpu.jsonl"
+OPERATIONS = HERE / "speed_operations.jsonl"
 FAMILIES = ("AMD", "Intel")  # columns of the page even before they are measured
 ROUND_SECONDS, MOST_SECONDS = 40.0, 600  # of a row's rounds; of a row in all
+PROFILED = False  # in the process of a row under --operations
 Figures = dict[str, Any]
 
 
@@ -55,9 +58,37 @@ def ratios(medians: dict[str, float]) -> Figures:
     return found
 
 
+def by_operation(works: dict[str, Callable[[], Any]], turns: int = 3) -> Figures:
+    """Return milliseconds that each of torch's operations takes in its own code, under its
+    profiler: the twelve dearest, the others together, and the rest of the time, which is spent
+    outside of torch."""
+    import torch
+
+    found: dict[str, dict[str, float]] = {}
+    for name, work in works.items():
+        if name.startswith(("opacus", "plain")):
+            continue
+        for _ in range(2):
+            work()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            began = time.perf_counter()
+            for _ in range(turns):
+                work()
+            whole = 1e3 * (time.perf_counter() - began) / turns
+        spent = {each.key: each.self_cpu_time_total / 1e3 / turns for each in seen.key_averages()}
+        told = dict(sorted(spent.items(), key=lambda each: -each[1])[:12])
+        inside = sum(spent.values())
+        told |= {"others": inside - sum(told.values()), "outside": whole - inside}
+        found[name] = {"in all": round(whole, 2)} | {n: round(ms, 2) for n, ms in told.items()}
+    return {"ms": found}
+
+
 def in_turn(steps: dict[str, Callable[[], None]], quick: bool) -> Figures:
     """Measure steps in turn, for as many rounds as fit into `ROUND_SECONDS`, three at least."""
     from training import interleave
+
+    if PROFILED:
+        return by_operation(steps)
 
     one = interleave(steps, 1, 1)
     if quick:
@@ -169,12 +200,14 @@ def certify(shape: tuple[int, ...]) -> Callable[[bool], Figures]:
     def measure(quick: bool) -> Figures:
         import torch
         from _resnet20 import resnet20
-        from certification import BATCH, fixed_n
+        from certification import BATCH, fixed_n, ways_to_count
 
         from dpdist.models.zoo import tf_cnn
 
         torch.manual_seed(0)
         model = tf_cnn(shape, 10) if shape[0] == 1 else resnet20()
+        if PROFILED:
+            return by_operation(ways_to_count(model.eval(), torch.rand(shape), BATCH, loops=False))
         blocks, rounds = (1, 1) if quick else (10, 9) if shape[0] == 1 else (1, 9)
         found = fixed_n(model.eval(), torch.rand(shape), blocks * BATCH, rounds, loops=False)
         rates = {name: round(each) for name, each in found.items()}
@@ -253,18 +286,20 @@ ROWS = {
     "start-ray": Row("from the command to the first step, two workers on Ray", start_ray,
                      {"seconds": 20.0}, (1,), at_most=True),
 }  # fmt: skip
+WITHOUT_STEPS = ("memory", "workers", "start-local", "start-ray")  # no operations to tell apart
 
 
 # --- rows in processes of their own -----------------------------------------------------------
 
 
-def measured(name: str, threads: int, quick: bool) -> Figures:
+def measured(name: str, threads: int, quick: bool, operations: bool) -> Figures:
     """Measure a row in a process of its own. Raises RuntimeError with what it said."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command += ["--threads", str(threads), "--answer", str(answer), *["--quick"] * quick]
+        command += ["--threads", str(threads), "--answer", str(answer), *["--quick"] * quick,
+                *["--operations"] * operations]  # fmt: skip
         try:
             done = subprocess.run(command, env=environment, timeout=MOST_SECONDS,
                                   capture_output=True, text=True)  # fmt: skip
@@ -282,6 +317,8 @@ def measure_one(options: argparse.Namespace) -> None:
 
     import torch
 
+    global PROFILED  # a row's function is asked for figures alone
+    PROFILED = options.operations
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     found = ROWS[options.row].measure(options.quick)
@@ -312,7 +349,8 @@ def measure_all(options: argparse.Namespace) -> list[str]:
     jobs = [
         (name, threads)
         for name, row in choose_parts(ROWS, options.only).items()
-        for threads in (row.threads[:1] if options.quick else row.threads)
+        for threads in (row.threads[:1] if options.quick or options.operations else row.threads)
+        if not (options.operations and name in WITHOUT_STEPS)
     ]
     print(f"{len(jobs)} measurements on {about['processor']}, at {about['commit']}", flush=True)
     for name, threads in jobs:
@@ -327,7 +365,7 @@ def measure_all(options: argparse.Namespace) -> list[str]:
         print(f"{name}, {threads} threads ...", flush=True)
         began = time.monotonic()
         try:
-            found = measured(name, threads, options.quick)
+            found = measured(name, threads, options.quick, options.operations)
         except RuntimeError as error:
             print(f"{name}, {threads} threads: failed: {error}", flush=True)
             failed.append(f"{name}/{threads}")
@@ -335,6 +373,9 @@ def measure_all(options: argparse.Namespace) -> list[str]:
         line |= {"figures": found, "seconds": round(time.monotonic() - began, 1),
                  "load": round(os.getloadavg()[0], 2)}  # fmt: skip
         keep(options.results, line)
+        if options.operations:
+            print(json.dumps(found, indent=1), flush=True)
+            continue
         goals = ROWS[name].goals
         told = ", ".join(f"{each} {cell(name, each, line)} (goal {goals[each]})" for each in goals)
         print(f"{name}, {threads} threads, {line['seconds']} s: {told}", flush=True)
@@ -442,6 +483,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="rows: 'gpt2-*'")
     parser.add_argument("--again", action="store_true", help="rows that were measured too")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--operations",
+        action="store_true",
+        help="profile each row's step by operation; kept beside, not on the page",
+    )
     parser.add_argument("--write", action="store_true", help="make README.md, and measure nothing")
     for name, kind in (("--row", str), ("--threads", int), ("--answer", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -449,6 +495,8 @@ def main() -> None:
     options = parse_arguments(parser, tiny, ("results",))
     if options.row:
         return measure_one(options)
+    if options.operations and options.results == RESULTS:
+        options.results = OPERATIONS
     if options.write:
         PAGE.write_text(page())
         return None

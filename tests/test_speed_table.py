@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.benchmarks import BENCHMARKS, load
 
 ABOUT = {
@@ -76,7 +77,7 @@ def test_what_was_measured_stays_and_what_failed_keeps_its_last_figure(
     speed.keep(results, line("memory", figures={"memory": 1.0}, commit="older"))
     asked: list[tuple[str, int]] = []
 
-    def measured(name: str, threads: int, quick: bool) -> dict[str, Any]:
+    def measured(name: str, threads: int, quick: bool, operations: bool) -> dict[str, Any]:
         asked.append((name, threads))
         if name == "memory":
             raise RuntimeError("no room")
@@ -98,6 +99,30 @@ def test_what_was_measured_stays_and_what_failed_keeps_its_last_figure(
     kept = {each["part"]: each for each in map(json.loads, results.read_text().splitlines())}
     assert kept["memory/1/AMD"]["commit"] == "older" and len(kept) == 3
     assert speed.PAGE.read_text().count("| TF-Privacy CNN, batch 256 |") == 3
+
+
+def test_operations_are_kept_beside_and_leave_the_page(tmp_path, monkeypatch, capsys):
+    speed = load("speed", monkeypatch)
+    kept, page = tmp_path / "operations.jsonl", tmp_path / "README.md"
+    monkeypatch.setattr(speed, "PAGE", page)
+    monkeypatch.setattr(speed, "OPERATIONS", kept)
+    monkeypatch.setattr(speed, "describe_run", lambda: dict(ABOUT))
+    found = {"ms": {"ours": {"in all": 3.0, "aten::mm": 2.0, "others": 0.5, "outside": 0.5}}}
+    monkeypatch.setattr(speed, "measured", lambda *asked: found if asked[3] else None)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--operations", "--only", "cnn", "memory"])
+    speed.main()
+    (made,) = map(json.loads, kept.read_text().splitlines())
+    assert (made["row"], made["threads"], made["figures"]) == ("cnn", 1, found)
+    assert '"aten::mm": 2.0' in capsys.readouterr().out and not page.exists()
+
+
+def test_all_time_of_a_step_is_told_by_operation(monkeypatch):
+    speed, factor = load("speed", monkeypatch), torch.rand(300, 300)
+    told = speed.by_operation({"ours": lambda: factor @ factor, "opacus ew": lambda: 1 / 0})
+    assert list(told["ms"]) == ["ours"]
+    spent = told["ms"]["ours"]
+    assert max(spent.keys() - {"in all"}, key=spent.__getitem__) == "aten::mm"
+    assert abs(sum(spent.values()) - 2 * spent["in all"]) < 0.2
 
 
 @pytest.mark.whole
