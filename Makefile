@@ -45,6 +45,12 @@ $(STAMP): pyproject.toml constraints.txt tests/s3-requirements.txt
 	@$(VENV)/moto/bin/python -m pip install --quiet --disable-pip-version-check -r tests/s3-requirements.txt
 	@touch $(STAMP)
 
+# Hundreds of processes of the tests import the package: compiled once, also where Python is told to
+# write no bytecode.
+.PHONY: bytecode
+bytecode: install
+	@$(BIN)/python -m compileall -q dpdist
+
 demo: install
 	@$(BIN)/dpdist run digits --name demo
 
@@ -59,17 +65,17 @@ lint: install
 check: install
 	@$(MAKE) --no-print-directory -j 2 lint quick
 
-quick:
+quick: bytecode
 	@$(TESTS) --check $(PYTEST_ARGS)
 
-test: install
+test: bytecode
 	@$(TESTS) -m "not long" $(PYTEST_ARGS)
 
-test-all: install
+test-all: bytecode
 	@$(TESTS) $(PYTEST_ARGS)
 
 # Each part is run, whichever failed before it.
-nightly: install
+nightly: bytecode
 	@failed=0; \
 	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \

@@ -296,6 +296,7 @@ def measured(name: str, threads: int, quick: bool, operations: bool) -> Figures:
     """Measure a row in a process of its own. Raises RuntimeError with what it said."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start compiles nothing
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command += ["--threads", str(threads), "--answer", str(answer), *["--quick"] * quick,
