@@ -64,13 +64,16 @@ def by_operation(works: dict[str, Callable[[], Any]], turns: int = 3) -> Figures
     outside of torch."""
     import torch
 
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities):
+        torch.ones(1)  # the profiler's own start
     found: dict[str, dict[str, float]] = {}
     for name, work in works.items():
         if name.startswith(("opacus", "plain")):
             continue
         for _ in range(2):
             work()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        with torch.profiler.profile(activities=activities) as seen:
             began = time.perf_counter()
             for _ in range(turns):
                 work()
