@@ -240,10 +240,13 @@ def start_local(quick: bool) -> Figures:
 def start_ray(quick: bool) -> Figures:
     from training_ray import RECORDS, until_first_step
 
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["DPDIST_CACHE"] = f"{folder}/cache"
-        records = 256 if quick else RECORDS
-        return {"seconds": round(until_first_step(Path(folder), records, ray=True), 1)}
+    found = []
+    for _ in range(1 if quick else 3):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["DPDIST_CACHE"] = f"{folder}/cache"
+            seconds = until_first_step(Path(folder), 256 if quick else RECORDS, ray=True)
+            found.append(round(seconds, 1))
+    return {"each, s": found, "seconds": statistics.median(found)}
 
 
 @dataclass(frozen=True)
