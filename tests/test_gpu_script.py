@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.benchmarks import BENCHMARKS, load
+from support.threads import new_settings_after
 
 # What the wheels of the head bring along, torch's own included, by module.
 NEEDED = {
@@ -118,7 +119,7 @@ def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) ->
     monkeypatch.setattr(script, "set_one_thread", lambda: None)
     results = tmp_path / "results.jsonl"
     for turn in (1, 2):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit) as stopped, new_settings_after():
             script.main(["--quick", "--results", str(results), "--only", *works])
         assert stopped.value.code == 1
         written = [json.loads(line)["state"] for line in results.read_text().splitlines()]

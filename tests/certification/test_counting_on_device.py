@@ -15,6 +15,7 @@ from scipy import stats
 from support.certificates import with_changes
 from support.local_execution import TestExecutor, run_without_ray
 from support.simulated_device import NAME, count_transfers, simulated_device
+from support.threads import new_settings_after
 from torch import nn
 
 from dpdist import models
@@ -370,18 +371,15 @@ def test_without_the_device_it_is_said_what_to_do(certify, monkeypatch) -> None:
 
 
 def test_a_gpu_is_made_repeatable(monkeypatch) -> None:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before, asked = (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32), []
+    cudnn, matmul, asked = torch.backends.cudnn, torch.backends.cuda.matmul, []
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    try:
+    with new_settings_after():
         inference.make_deterministic(torch.device("cpu"))
         assert not asked
         cudnn.allow_tf32 = matmul.allow_tf32 = True
         inference.make_deterministic(torch.device("cuda"))
         assert asked == [True] and not cudnn.allow_tf32 and not matmul.allow_tf32
-    finally:
-        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
 def test_predictions_never_take_the_generator_of_a_table() -> None:

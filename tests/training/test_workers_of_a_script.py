@@ -65,6 +65,7 @@ def flat(model: nn.Module) -> list[float]:
 
 def _live(rank: int, count: int, store: str, asked: Any, answers: Any) -> None:
     torch.set_num_threads(1)
+    sys.addaudithook(_watch_writes)  # for good, and slow: not in the process of other tests
     if count > 1:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
@@ -136,7 +137,7 @@ def both(
 # --- one training
 
 
-WRITES: list[str] = []  # of this process
+WRITES: list[str] = []  # of a worker's process
 
 
 def _watch_writes(event: str, words: tuple[Any, ...]) -> None:
@@ -146,7 +147,6 @@ def _watch_writes(event: str, words: tuple[Any, ...]) -> None:
 
 
 def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) -> dict[str, Any]:
-    sys.addaudithook(_watch_writes)
     WRITES.clear()
     t = begin(folder, **given)
     reports = [t.step() for _ in range(until - (STEPS - t.steps_left))]
@@ -476,7 +476,6 @@ def half_right(module: nn.Module, batch: Any) -> torch.Tensor:
 def scored(
     rank: int, folder: Path, given: dict[str, Any], declared: dict[str, Any], until: int = STEPS
 ) -> dict[str, Any]:
-    sys.addaudithook(_watch_writes)
     WRITES.clear()
     given, declared = dict(given), {"every": 2, "noise": 3.0, **declared}
     data = declared.pop("data", held_out())
