@@ -239,19 +239,12 @@ class GradientEngine:
         raise_malloc_thresholds()
         self.model = model
         self.objective = objective
-        self.clipping = clipping
-        self.micro_batch = micro_batch
+        self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
-        for name, parameter in self._named.items():
-            if parameter.is_complex():
-                raise UserError(
-                    f"parameter {name}: must be real, got {parameter.dtype}: hold real and "
-                    "imaginary parts in one real parameter, and use torch.view_as_complex in "
-                    "forward"
-                )
+        _refuse_complex_parameters(self._named)
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
@@ -690,16 +683,8 @@ class GradientEngine:
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
         )
         losses: Tensor
-        try:
+        with _errors_of_isolated_models():
             grads, losses = per_example(values, inputs, targets, share)
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a user's module does
-            raise UserError(
-                "the model must run on each record alone under torch.func.vmap (model.isolate), "
-                "without random numbers and without branches on values: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            ) from error
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
         return losses
@@ -891,6 +876,31 @@ def _counted_products(model: nn.Module) -> Iterator[tuple[list[int], dict[int, i
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError for a trained parameter whose imaginary part the sum would drop."""
+    for name, parameter in named.items():
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name}: must be real, got {parameter.dtype}: hold real and imaginary "
+                "parts in one real parameter, and use torch.view_as_complex in forward"
+            )
+
+
+@contextmanager
+def _errors_of_isolated_models() -> Iterator[None]:
+    """Raise UserError for what a user's module cannot do under torch.func.vmap."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            "the model must run on each record alone under torch.func.vmap (model.isolate), "
+            "without random numbers and without branches on values: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 @contextmanager
