@@ -61,8 +61,9 @@ def sum_slack(dtype: torch.dtype) -> float:
     The norms' floor under cancellation (`per_example._CANCELLATION_FLOOR`, 2^-42 T^2 of the square)
     keeps f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together
     are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
-    width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
-    2^-23 <= 1.3e-4 together. All of it is below 2^-9.
+    width. A norm has the same bits in both sums, since rows that round it otherwise are of another
+    class (`row_independence`): under cancellation they would move a factor by far more than its
+    last bit. All of it is below 2^-9.
 
     In float64 each record's positions are summed apart, so that they round by (T + 2) 2^-53 2^21 /
     T <= 2^-31 at most and alike in both sums. Adding N records of a batch rounds by 2 N^2 2^-53:

@@ -53,6 +53,7 @@ from dpdist.gradients.hooks import (
     each_tensor,
     example_losses,
     find_layers,
+    find_shared_arguments,
     rows_of,
     run_pass,
     take,
@@ -238,12 +239,12 @@ class GradientEngine:
         raise_malloc_thresholds()
         self.model = model
         self.objective = objective
-        self.clipping = clipping
-        self.micro_batch = micro_batch
+        self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
+        _refuse_complex_parameters(self._named)
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
@@ -408,7 +409,9 @@ class GradientEngine:
             gradients, _ = self._per_example_gradients(
                 some, labels, SYNTHETIC_KEY, ids, {}, members
             )
-            return [piece for gradient in gradients for piece in gradient.stored_tensors()]
+            norms = [gradient.squared_norms() for gradient in gradients]
+            stored = [piece for gradient in gradients for piece in gradient.stored_tensors()]
+            return stored + [each for each in norms if each is not None]
 
         return self.cached_row_classes("gradients", run, rows, inputs, targets)
 
@@ -468,12 +471,13 @@ class GradientEngine:
             return make_synthetic_examples(self.model, inputs, targets, count)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
-        """Return inputs in the memory format that the model's convolutions are fast in."""
-        if not self._channels_last:
-            return inputs
+        """Return inputs in the memory format that the model's convolutions are fast in, and never
+        in another one than rows are compared in."""
 
         def lay_out(tensor: Tensor) -> Tensor:
-            return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+            if self._channels_last and tensor.dim() == 4:
+                return tensor.to(memory_format=torch.channels_last)
+            return tensor.contiguous()
 
         return each_tensor(lay_out, inputs)
 
@@ -516,7 +520,8 @@ class GradientEngine:
 
     def _slack(self) -> float:
         """How much harder to clip than asked for, so that rounding stays within the sensitivity."""
-        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        exact = all(parameter.dtype == torch.float64 for parameter in self.parameters)
+        dtype = torch.float64 if exact else torch.float32
         if self.blocks is None:
             return rounding_slack(dtype)
         return rounding_slack(dtype) + sum_slack(dtype)
@@ -678,7 +683,8 @@ class GradientEngine:
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
         )
         losses: Tensor
-        grads, losses = per_example(values, inputs, targets, share)
+        with _errors_of_isolated_models():
+            grads, losses = per_example(values, inputs, targets, share)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
         return losses
@@ -706,6 +712,7 @@ class GradientEngine:
                 check_example_independence(
                     self.model, self.objective, self._empty_gradients, inputs, targets
                 )
+                find_shared_arguments(self.model, self._layers, self.objective, inputs, targets)
                 self._checked = True
                 return_freed_memory()
             if self._channels_last:
@@ -871,6 +878,31 @@ def _counted_products(model: nn.Module) -> Iterator[tuple[list[int], dict[int, i
             hook.remove()
 
 
+def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError for a trained parameter whose imaginary part the sum would drop."""
+    for name, parameter in named.items():
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name}: must be real, got {parameter.dtype}: hold real and imaginary "
+                "parts in one real parameter, and use torch.view_as_complex in forward"
+            )
+
+
+@contextmanager
+def _errors_of_isolated_models() -> Iterator[None]:
+    """Raise UserError for what a user's module cannot do under torch.func.vmap."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            "the model must run on each record alone under torch.func.vmap (model.isolate), "
+            "without random numbers and without branches on values: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
 @contextmanager
 def _preserve_random_state(device: torch.device) -> Iterator[None]:
     """Leave torch's random state as it was."""
@@ -989,7 +1021,8 @@ def consistency_targets(
     parts = []
     with torch.no_grad():
         for rows, real in passes or [(torch.arange(0), slice(0))]:
-            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
+            some = inputs[rows].contiguous()  # as rows are compared
+            parts.append(agreed(some, record_ids[rows], draw_key)[real])
     mean = torch.cat(parts)
     if passes:
         order = torch.cat([rows[real] for rows, real in passes])

@@ -6,7 +6,9 @@ values), so autograd computes back-signals only, and the model's own parameters 
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -153,7 +155,9 @@ class Layer:
 
     parameter_indices: local parameter name -> position among the trainable parameters.
     parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
-    rule and goes to torch.func, with all its submodules.
+    rule and goes to torch.func, with all its submodules. shared: of such a layer, from the number
+    of a call in its pass and the form of its arguments to the shapes of those that belong to no
+    example, by their places (`find_shared_arguments`).
     """
 
     name: str
@@ -162,6 +166,7 @@ class Layer:
     parameter_indices: dict[str, int]
     parameter_names: dict[str, str]
     fallback: bool
+    shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -209,7 +214,7 @@ _ParameterContainer = nn.ParameterList | nn.ParameterDict
 
 def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
     """By local name, those it holds itself and in lists and dicts; and these."""
-    own = dict(module.named_parameters(recurse=False))
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     holders = [
         (name, child)
         for name, child in module.named_children()
@@ -231,7 +236,23 @@ class _PassState:
     # Calls with several outputs wait for the end of the backward pass.
     pending: list[tuple[Layer, _DeferredCall]] = field(default_factory=list)
     in_rule: bool = False
+    calls: Counter[str] = field(default_factory=Counter)  # by layer
     flat_lengths: frozenset[int] = frozenset()  # batch times the positions of an input
+
+    def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
+        """Return the places of arguments of a layer's next call that belong to no example."""
+        if not layer.fallback:
+            return frozenset()
+        key, leaves = self.next_call(layer, arguments)
+        known = layer.shared.get(key, {})
+        return frozenset(place for place, shape in known.items() if leaves[place].shape == shape)
+
+    def next_call(self, layer: Layer, arguments: Any) -> tuple[tuple[int, str], list[Any]]:
+        """Return the number of a layer's next call with its arguments' form, and their leaves."""
+        leaves, form = pytree.tree_flatten(arguments)
+        self.calls[layer.name] += 1
+        kinds = [type(leaf).__name__ for leaf in leaves]
+        return (self.calls[layer.name], f"{form} {kinds}"), leaves
 
     def deliver(
         self,
@@ -239,6 +260,7 @@ class _PassState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output_gradients: list[Tensor],
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         parameters = {local: self.values[name] for local, name in layer.parameter_names.items()}
         if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, output_gradients))):
@@ -255,10 +277,19 @@ class _PassState:
             output_gradients,
             parameters,
             frozenset(layer.parameter_indices),
+            shared,
         )
         self.in_rule = True
         try:
             self.on_call(layer, call)
+        except Exception as error:
+            if layer.fallback and not isinstance(error, UserError):
+                error.add_note(
+                    f"(layer {layer.name} has no rule, so torch.func runs it for each example "
+                    "alone: it must take and return the examples on dimension 0, also one, and "
+                    "draw no random numbers, as dropout inside it does)"
+                )
+            raise
         finally:
             self.in_rule = False
 
@@ -269,6 +300,7 @@ class _DeferredCall:
     kwargs: dict[str, Any]
     outputs: list[Tensor]
     output_gradients: list[Tensor | None]
+    shared: frozenset[int]
 
 
 def _is_half(leaf: object) -> bool:
@@ -326,13 +358,7 @@ def run_pass(
         return losses
 
     with _install_hooks(layers, current), torch.enable_grad():
-        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            # The backward pass runs parts of the model again, which must have the same parameters.
-            whole = _Enclosing(model, forward_and_backward)
-            named = {f"model.{name}": value for name, value in everything.items()}
-            losses: Tensor = torch.func.functional_call(whole, named, ())
-        else:
-            losses = forward_and_backward()
+        losses: Tensor = run_with_values(model, everything, forward_and_backward)
         with torch.no_grad():
             for layer, call in current.pending:
                 if any(signal is not None for signal in call.output_gradients):
@@ -340,18 +366,93 @@ def run_pass(
                         torch.zeros_like(output) if signal is None else signal
                         for output, signal in zip(call.outputs, call.output_gradients, strict=True)
                     ]
-                    current.deliver(layer, call.args, call.kwargs, signals)
+                    current.deliver(layer, call.args, call.kwargs, signals, call.shared)
     return losses.detach()
+
+
+# By the name of a layer and what tells its calls apart, the shapes of arguments by their places.
+_Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
+
+
+def find_shared_arguments(
+    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
+) -> None:
+    """Find which arguments of layers without a rule belong to no example, such as a mask (T, T).
+
+    A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
+    keep something. What they show is kept in the layers. Where such passes do not run, lengths
+    alone decide.
+
+    Args:
+        layers: from `find_layers(model)`.
+        inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
+    """
+    if not any(layer.fallback for layer in layers):
+        return
+    device = device_of(inputs)
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
+            two, three = (
+                _argument_shapes(copied, objective, take(inputs, [0] * rows), targets[[0] * rows])
+                for rows in (2, 3)
+            )
+    except Exception:  # whatever a user's module does; a pass that is executed says it
+        return
+    for layer in layers:
+        layer.shared.clear()
+        for (name, key), shapes in two.items():
+            others = three.get((name, key), {})
+            if name == layer.name:
+                layer.shared[key] = {
+                    place: shape for place, shape in shapes.items() if others.get(place) == shape
+                }
+
+
+def _argument_shapes(
+    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
+) -> _Shapes:
+    """Return what the layers without a rule are given in one forward pass."""
+    found: _Shapes = {}
+    state = _PassState(rows_of(inputs), {}, targets, lambda layer, call: None)
+
+    def watched(layer: Layer) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            key, leaves = state.next_call(layer, (args, kwargs))
+            found[layer.name, key] = {
+                place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
+            }
+
+        return hook
+
+    handles = [
+        layer.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
+        for layer in find_layers(model)
+        if layer.fallback
+    ]
+    example_losses(model, objective, {}, inputs, targets)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    """Run a forward and a backward pass with these parameters in place of the model's own.
+
+    Checkpoints run parts of the model again in the backward pass, with the same ones.
+    """
+    named = {f"model.{name}": value for name, value in values.items()}
+    return torch.func.functional_call(_Enclosing(model, run), named, ())
 
 
 class _Enclosing(nn.Module):
     """Run a function while the parameters of a model are replaced."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
         super().__init__()
         self.model, self.run = model, run
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         return self.run()
 
 
@@ -378,6 +479,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         if current.in_rule:  # torch.func is replaying this layer
             return None
         args, kwargs = _detach_arguments(args, kwargs)
+        shared = current.shared_arguments(layer, (args, kwargs))
         if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
             args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
         flat = _is_flat(layer, current, output)
@@ -402,12 +504,12 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
                 args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
             leaves[wanted[0]].register_hook(
                 lambda signal: current.deliver(
-                    layer, args, kwargs, [by_example(signal) if flat else signal]
+                    layer, args, kwargs, [by_example(signal) if flat else signal], shared
                 )
             )
         else:
             outputs = [leaves[position].detach() for position in wanted]
-            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted))
+            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted), shared)
             current.pending.append((layer, call))
             for order, position in enumerate(wanted):
                 leaves[position].register_hook(_store(call.output_gradients, order))
@@ -466,9 +568,14 @@ def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]
 
 
 def _check_batch_dimension(layer: Layer, batch: int, outputs: list[Tensor]) -> None:
-    first = not isinstance(layer.module, nn.RNNBase) or layer.module.batch_first
-    dimension = 0 if first else 1
+    recurrent = isinstance(layer.module, nn.RNNBase)
+    dimension = 1 if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first else 0
     shape = tuple(outputs[0].shape) if outputs else ()
+    if recurrent and len(shape) != 3:
+        raise UserError(
+            f"layer {layer.name} must take a batch of sequences of one length, three dimensions: "
+            f"of a packed or an unbatched one it returned shape {shape} for a batch of {batch}"
+        )
     if len(shape) <= dimension or shape[dimension] != batch:
         raise UserError(
             f"layer {layer.name} returned shape {shape} for a batch of {batch}: its output must "

@@ -396,7 +396,10 @@ def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """Vector-Jacobian products of the layer for each example alone (a batch of one)."""
     batch = call.output_gradients[0].shape[0]
     leaves, spec = pytree.tree_flatten((call.inputs, call.kwargs))
-    batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
+    batched = [
+        isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) and place not in call.shared
+        for place, leaf in enumerate(leaves)
+    ]
     wanted = {name: call.parameters[name] for name in sorted(call.trainable)}
     fixed = {name: value for name, value in call.parameters.items() if name not in wanted}
 

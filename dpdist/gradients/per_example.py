@@ -274,6 +274,11 @@ def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor)
     total.index_add_(0, ids, sums)
 
 
+def _by_example(values: Tensor) -> Tensor:
+    """Return (B, ...) as (B, n), also for a parameter that is one number."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
 def squared_row_norms(values: Tensor) -> Tensor:
     """Return the squared norms of the rows, of which none is too small by more than its rounding.
 
@@ -390,13 +395,15 @@ def _gram(factor: Tensor) -> Tensor:
     A factor as wide as a vocabulary is widened so many columns at a time.
     """
     columns = max(1, _WIDE_BYTES // (8 * factor.shape[0] * factor.shape[1]))
-    total = None
+    total, odd = None, factor.shape[1] % 2
     for part in factor.split(columns, dim=2):
         wide = part.double()
+        if odd:  # every other matrix would lie, and round, otherwise
+            wide = torch.nn.functional.pad(wide, (0, 0, 0, 1))
         product = torch.bmm(wide, wide.transpose(1, 2))
         total = product if total is None else total.add_(product)
     assert total is not None
-    return total
+    return total[:, : factor.shape[1], : factor.shape[1]]
 
 
 def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> Tensor:
@@ -575,7 +582,7 @@ class PerExampleGradient:
         slack: what squares lose to underflow is added."""
         self._merge()
         if self._dense is not None:
-            return squared_row_norms(self._dense.flatten(1))
+            return squared_row_norms(_by_example(self._dense))
         if self._outer and self._rows:
             return tied_squared_norms(self._outer[0], self._rows[0])
         if self._outer:
@@ -618,26 +625,31 @@ class PerExampleGradient:
         if self._order is not None:
             total = out.new_zeros(self._stored_shape(self._order))
         if self._dense is not None:
-            add_rows(self._dense.flatten(1), factors, total.view(-1), run_length)
+            add_rows(_by_example(self._dense), factors, total.view(-1), run_length)
         factored = [piece.left for piece in self._outer] + [rows.values for rows in self._rows]
         if any(values.dtype == torch.float64 for values in factored):
             # Positions that cancel, in one form or between two, round by their own record alone.
             for place, factor in enumerate(factors):
                 own, one = torch.zeros_like(total), torch.ones_like(factors[:1])
-                self._add_factored(slice(place, place + 1), one, own)
+                self._add_factored(place, one, own)
                 total += factor * own
         elif factored:
-            self._add_factored(slice(None), factors, total)
+            self._add_factored(None, factors, total)
         if self._order is not None:
             out += total.permute(self._order)
 
-    def _add_factored(self, some: slice, factors: Tensor, total: Tensor) -> None:
-        """Add what is kept as factors, of some examples."""
+    def _add_factored(self, place: int | None, factors: Tensor, total: Tensor) -> None:
+        """Add what is kept as factors, of one example or of all (None)."""
+
+        def take(values: Tensor) -> Tensor:
+            # Copied: where an example's lie in memory must not change how they round.
+            return values if place is None else values[place : place + 1].clone()
+
         for piece in self._outer:
-            chosen = replace(piece, left=piece.left[some], right=piece.right[some])
+            chosen = replace(piece, left=take(piece.left), right=take(piece.right))
             add_products(chosen, factors, total)
         for rows in self._rows:
-            taken = replace(rows, ids=rows.ids[some], values=rows.values[some])
+            taken = replace(rows, ids=take(rows.ids), values=take(rows.values))
             add_embedding_rows(taken, factors, total)
 
     def nbytes(self) -> int:
@@ -659,10 +671,11 @@ class PerExampleGradient:
 class LayerCall:
     """The inputs and outputs of a layer's call that a rule may read.
 
-    inputs, kwargs: the arguments of `module.forward`, detached. output_gradients: the gradient of
-    the summed loss with respect to every tensor of the (flattened) output, zeros where it was not
-    used. parameters: the values used in this call by local name (perturbed ones under parameter
-    draws). trainable: the local names whose gradients are wanted.
+    inputs, kwargs: the arguments of `module.forward`, detached. shared: which of their leaves
+    belong to no example, although one may be as long as the batch. output_gradients: the gradient
+    of the summed loss with respect to every tensor of the (flattened) output, zeros where it was
+    not used. parameters: the values used in this call by local name (perturbed ones under
+    parameter draws). trainable: the local names whose gradients are wanted.
     """
 
     module: nn.Module
@@ -671,6 +684,7 @@ class LayerCall:
     output_gradients: list[Tensor]
     parameters: dict[str, Tensor]
     trainable: frozenset[str]
+    shared: frozenset[int] = frozenset()
 
     @property
     def input(self) -> Tensor:

@@ -53,9 +53,11 @@ from dpdist.gradients.hooks import (
     each_tensor,
     example_losses,
     find_layers,
+    find_shared_arguments,
     followed_by,
     rows_of,
     run_pass,
+    run_with_values,
     tensors_of,
 )
 from dpdist.gradients.per_example import LayerCall, arithmetic_of
@@ -403,7 +405,7 @@ def _refine_classes(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
     bits = tensor.view(_INTEGERS[tensor.element_size()])
     if bool((bits == bits[:1]).all()):
         return classes
-    flat = np.ascontiguousarray(bits.flatten(1).cpu().numpy())
+    flat = np.ascontiguousarray(bits.reshape(len(bits), -1).cpu().numpy())
     whole = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).ravel()
     return _join_classes(classes, np.unique(whole, return_inverse=True)[1])
 
@@ -474,6 +476,8 @@ def _trace(
 ) -> None:
     """One pass as the engine runs it, and one that differentiates the inputs."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    layers = find_layers(model)
+    find_shared_arguments(model, layers, objective, inputs, targets)
     tracer.begin_pass([*tensors_of(inputs), targets], values.values())
 
     def checked(losses: Tensor) -> Tensor:
@@ -486,17 +490,21 @@ def _trace(
 
     followed = followed_by(objective, checked)
     with tracer, watch_tensor_reads(tracer.on_read, tracer.on_untracked_call):
-        run_pass(model, find_layers(model), followed, inputs, targets, values, tracer.check_call)
+        run_pass(model, layers, followed, inputs, targets, values, tracer.check_call)
         if any(each.is_floating_point() for each in tensors_of(inputs)):
             seen = each_tensor(_differentiable, inputs)
             floating = [each for each in tensors_of(seen) if each.requires_grad]
-            with torch.enable_grad():
+
+            def differentiate() -> None:
                 losses = example_losses(model, followed, values, seen, targets)
                 if losses.requires_grad:
                     found = torch.autograd.grad(losses.sum(), floating, allow_unused=True)
                     with pause_watching():
                         for gradient in found:
                             tracer.check_rows(gradient, _ROWS, "the gradient of the inputs")
+
+            with torch.enable_grad():
+                run_with_values(model, values, differentiate)
 
 
 def _differentiable(tensor: Tensor) -> Tensor:
@@ -614,17 +622,21 @@ class _RecordTracer(TorchDispatchMode):
         recurrent = isinstance(layer.module, nn.RNNBase)
         second = isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first
         for tensors in (pytree.tree_leaves((call.inputs, call.kwargs)), call.output_gradients):
+            shared = call.shared if tensors is not call.output_gradients else ()
             for number, tensor in enumerate(tensors):
                 if isinstance(tensor, Tensor):
                     # States of a recurrent layer have its sub-layers first.
                     dimension = int(second or (recurrent and number > 0))
-                    self._check_read(tensor, dimension, layer.name)
+                    self._check_read(tensor, dimension, layer.name, number in shared)
 
-    def _check_read(self, tensor: Tensor, dimension: int, layer: str) -> None:
+    def _check_read(self, tensor: Tensor, dimension: int, layer: str, shared: bool) -> None:
         mark = self._find_mark(tensor)
         public = mark is not None and mark.location is None and not mark.mixed
         # A rule takes for rows what is as long as the batch; the rest is shared by all records.
-        if not public or tensor.shape[dimension : dimension + 1] == (self._count,):
+        if shared and not public:
+            self.refuse(f"records are in what layer {layer} reads for all of them")
+        as_long = tensor.shape[dimension : dimension + 1] == (self._count,)
+        if not public or (as_long and not shared):
             self.check_rows(tensor, (dimension, 1), f"what layer {layer} reads")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

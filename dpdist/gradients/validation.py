@@ -23,8 +23,10 @@ from dpdist.gradients.hooks import (
     each_tensor,
     example_losses,
     find_layers,
+    find_shared_arguments,
     rows_of,
     run_pass,
+    run_with_values,
     take,
     tensors_of,
 )
@@ -174,6 +176,7 @@ def check_example_independence(
     Raises:
         UserError: the check failed, or too few gradients are finite.
     """
+    _refuse_recurrent_layers(model)
     some = slice(NUM_EXAMPLES)
     own = _ModelCheck(model, objective, make_gradients, take(inputs, some), targets[some], False)
     widened = each_tensor(_to_float64, own.inputs), _to_float64(own.targets)
@@ -191,7 +194,31 @@ def check_example_independence(
             continue
         else:
             return
-    own.run()
+    try:
+        own.run()
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a user's module does
+        said = " ".join(" ".join([str(error)[:300], *getattr(error, "__notes__", ())]).split())
+        raise UserError(
+            f"the model cannot be run or differentiated: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _refuse_recurrent_layers(model: nn.Module) -> None:
+    """Raise UserError for trained recurrent layers that are not replayed, whose states torch.func
+    cannot cut into examples."""
+    for layer in find_layers(model):
+        module, kind = layer.module, type(layer.module)
+        own = kind.forward not in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
+        if isinstance(module, nn.RNNBase) and layer.fallback and not own:
+            inside = "proj_size" if module.proj_size else "dropout"
+            then = "Linear" if module.proj_size else "Dropout"
+            raise UserError(
+                f"layer {layer.name} ({kind.__name__}): {inside} must be 0, got "
+                f"{getattr(module, inside)}: use one recurrent layer after another with "
+                f"torch.nn.{then} between them"
+            )
 
 
 class _WidenedLinear(torch.autograd.Function):
@@ -292,6 +319,7 @@ class _ModelCheck:
 
     def run(self) -> None:
         state = _random_state(self.device)
+        find_shared_arguments(self.model, self.layers, self.objective, self.inputs, self.targets)
         self._order_finite_first()
         few, before = slice(_FEW), _marks(self.model)
         _restore(state, self.device)
@@ -572,11 +600,15 @@ def _loss_depends_on_other_inputs(
     floating = [each for each in tensors_of(seen) if each.requires_grad]
     if not floating:
         return False
-    with torch.enable_grad():
+
+    def differentiate() -> Sequence[Tensor | None]:
         losses = example_losses(model, objective, values, seen, targets)
         if not losses.requires_grad:
-            return False
-        found = torch.autograd.grad(losses[0], floating, allow_unused=True)
+            return ()
+        return torch.autograd.grad(losses[0], floating, allow_unused=True)
+
+    with torch.enable_grad():
+        found = run_with_values(model, values, differentiate)
     return any(grad is not None and _is_nonzero(grad[1:]) for grad in found)
 
 

@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpdist.core.errors import UserError
 from dpdist.gradients import layer_rules
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.hooks import find_layers, run_pass
+from dpdist.gradients.row_independence import find_mixing_operation
 
 pytestmark = pytest.mark.guarantee
 
@@ -502,3 +504,152 @@ def test_subclass_with_its_own_forward_is_not_mistaken_for_its_base():
 
     torch.manual_seed(0)
     check(nn.Sequential(Doubled(3, 2)), torch.randn(4, 3), fallback=["0"])
+
+
+class _Table(nn.Module):
+    """No rule; its second argument belongs to no example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.temperature = nn.Parameter(torch.randn(3)), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, inputs: Tensor, *, table: Tensor) -> Tensor:
+        return self.temperature * (inputs + table) * self.scale
+
+
+class _Positions(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.layer, self.head = _Table(), nn.Linear(3, 2)
+        self.register_buffer("table", torch.randn(length, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(inputs, table=self.table)))
+
+
+class _Causal(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.attention(inputs, inputs, inputs, attn_mask=self.mask, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
+def test_a_tensor_as_long_as_the_pass_is_not_cut_into_examples(length):
+    """A table of positions, and a mask: every pass has another number of rows."""
+    torch.manual_seed(0)
+    check(_Positions(length), torch.randn(5, length, 3), fallback=["layer"])
+    check(_Causal(length), torch.randn(5, length, 4), fallback=["attention"])
+
+
+def test_a_shared_table_as_long_as_the_pass_keeps_records_apart_by_structure():
+    model, inputs = _Positions(8), torch.randn(8, 8, 3)
+    assert find_mixing_operation(model, weighted_square, inputs, torch.zeros(8)) is None
+
+
+def test_checkpoints_of_the_user_s_own_run_again_with_the_same_parameters():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head(checkpoint(self.inner, inputs, use_reentrant=False))
+
+    torch.manual_seed(0)
+    check(Checkpointed(), torch.randn(5, 4))
+
+
+def test_recurrent_layers_may_share_their_weights():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.GRU(4, 4, num_layers=2, batch_first=True)
+            self.layers.weight_ih_l1 = self.layers.weight_ih_l0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layers(inputs)[0]
+
+    torch.manual_seed(0)
+    check(Tied(), torch.randn(5, 3, 4))
+
+
+class _Of(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.MultiheadAttention):
+            return self.layer(inputs, inputs, inputs)[0].mean(1)
+        return self.layer(inputs)[0]
+
+
+class _Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.mean(1) @ self.weight).squeeze()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "said"),
+    [
+        (_Of(nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)), (3, 4),
+         r"random operation.*layer layer has no rule.*no random numbers, as dropout"),
+        (_Of(nn.MultiheadAttention(4, 2)), (3, 4), "layer layer has no rule|mixes examples"),
+        (_Squeezed(), (3, 4), r"cannot be run or differentiated.*the model itself.*also one"),
+        (_Of(nn.LSTM(4, 4, 2, dropout=0.2, batch_first=True)), (3, 4),
+         r"layer \(LSTM\): dropout must be 0, got 0.2: .*torch.nn.Dropout between"),
+        (_Of(nn.LSTM(4, 4, proj_size=2, batch_first=True)), (3, 4),
+         r"layer \(LSTM\): proj_size must be 0, got 2: .*torch.nn.Linear between"),
+        (_Of(nn.LSTM(4, 4, batch_first=True)), (4,), "must take a batch of sequences of one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_example_by_example_is_refused_with_its_reason(model, shape, said):
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(1.0))
+    with pytest.raises(UserError, match=said):
+        engine.clipped_sum(torch.randn(5, *shape), torch.arange(5) % 3)
+
+
+def test_what_cannot_run_isolated_is_refused_with_its_reason():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0), isolate=True)
+    with pytest.raises(UserError, match=r"model\.isolate.*without random numbers"):
+        engine.clipped_sum(torch.randn(5, 4), torch.arange(5) % 3)
+
+
+def test_complex_parameters_are_refused():
+    """Their imaginary parts would be dropped from the sum."""
+    model = nn.Linear(4, 3, dtype=torch.complex64)
+    with pytest.raises(UserError, match=r"parameter weight: must be real, got torch\.complex64"):
+        GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+
+
+def test_one_layer_in_float64_does_not_lift_the_others_slack():
+    """The first parameter alone used to decide it: a record reached 1.00000017 C."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+            self.layer = nn.Linear(1280, 1, bias=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs) + 1e-9 * self.wide(inputs[:, :1].double()).float()
+
+    engine = GradientEngine(
+        Mixed(), lambda outputs, targets: 1e3 * outputs.squeeze(1), clipping=FlatClipping(1.0)
+    )
+    values = torch.rand(60, generator=torch.Generator().manual_seed(0)) + 1
+    largest = max(
+        float(engine.clipped_sum(value.expand(1, 1280), torch.zeros(1)).flat.norm())
+        for value in values
+    )
+    assert 0.99 < largest <= 1

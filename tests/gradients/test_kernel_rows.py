@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients import row_independence
+from dpdist.gradients import per_example, row_independence
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, consistency_targets
+from dpdist.gradients.engine import GradientEngine, consistency_targets, cross_entropy
+from dpdist.gradients.per_example import OuterProductGradient
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes
 from dpdist.methods.hidden_noise_shares import _passes
@@ -437,3 +438,44 @@ def test_agreed_targets_are_made_in_the_passes_of_gradients(micro_batch: int | N
         keep = ids != gone
         rest = consistency_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
         assert torch.equal(rest, whole[keep])
+
+
+def test_rows_that_round_a_norm_otherwise_are_of_another_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm decides a clip factor, so it is compared as gradients are."""
+    norms = per_example.outer_squared_norms
+
+    def last_bit_in_odd_rows(piece: OuterProductGradient) -> Tensor:
+        found = norms(piece)
+        found[1::2] = found[1::2].nextafter(2 * found[1::2])
+        return found
+
+    monkeypatch.setattr(per_example, "outer_squared_norms", last_bit_in_odd_rows)
+    engine = GradientEngine(
+        nn.Linear(96, 33),
+        lambda outputs, targets: outputs.flatten(1).square().sum(1) * targets,
+        clipping=FlatClipping(1.0), micro_batch=8, blocks=Blocks(1, 8),
+    )  # fmt: skip
+    found = engine._row_classes(8, torch.zeros(0, 3, 96), torch.zeros(0))
+    assert found is not None and len(set(found[::2]) & set(found[1::2])) == 0
+
+
+def test_records_reach_the_model_in_the_layout_in_which_rows_are_compared() -> None:
+    """Kernels choose their code by layouts too."""
+
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.strides = nn.Linear(6, 3), set[tuple[int, ...]]()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.strides.add(inputs.stride())
+            return self.head(inputs).mean((1, 2))
+
+    engine = GradientEngine(
+        Seen(), cross_entropy, clipping=FlatClipping(1.0), micro_batch=4, blocks=Blocks(1, 4)
+    )
+    inputs = torch.rand(4, 6, 5, 2).permute(0, 3, 2, 1)
+    engine.clipped_sum(inputs, torch.arange(4) % 3, draw_key=KEY, record_ids=torch.arange(4))
+    assert engine.model.strides == {(60, 30, 6, 1)}
