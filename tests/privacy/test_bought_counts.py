@@ -397,7 +397,8 @@ def test_a_dry_run_refuses_what_its_run_would_and_charges_nothing(root, tmp_path
     with pytest.raises(UserError, match=r"would take .* of what the ceiling"):  # as before
         dry(privacy__noise_multiplier=0.4)
     shutil.rmtree(tmp_path / "runs")
-    save(root, value | {"counts": {"well": WELL - 1, "ill": ILL + 1}})
+    well, ill = value["counts"].values()
+    save(root, value | {"counts": {"well": well - 1, "ill": ill + 1}})
     with pytest.raises(UserError, match=r"what .* released must be"):
         dry()
     assert read_budgets(root / "budgets")[0].charges == before.charges
