@@ -24,6 +24,7 @@ def test_nothing_is_found(command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_scripts_of_benchmarks_use_what_there_is() -> None:
     """Names and arguments of ours; they are not typed strictly, and most run only with `long`."""
     scripts = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").glob("*.py"))

@@ -78,6 +78,7 @@ def _unused(definitions: dict[str, ast.AST], uses: Counter[str]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_is_defined_is_used():
     uses: Counter[str] = Counter()
     for tree in _trees().values():

@@ -228,6 +228,7 @@ def _points(page: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+@pytest.mark.long
 def test_a_dossier_has_the_points_of_both_regulations_and_says_what_is_missing(with_dossier, call):
     page = (with_dossier / DOSSIER).read_text()
     points = _points(page)

@@ -145,6 +145,7 @@ def _own_shares(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_share_is_printed_by_a_rounding_of_its_own() -> None:
     """One function rounds: f"{100 * share:.1f} %" makes 100.0 of 9,996 in 10,000."""
     for line in ('f"{100 * a:.1f} %"', 'f"{a:.2f} %"', 'f"{a * 100:.1f} of"', 'f"{a:.1%}"'):

@@ -41,6 +41,7 @@ for number, arguments in enumerate([*LIGHT, NO_LAW, *CASES]):
 """
 
 
+@pytest.mark.long
 def test_no_refusal_loads_torch_or_ray(tmp_path):
     """One after the other in one process: the first that loads them is named."""
     done = subprocess.run(

@@ -109,6 +109,7 @@ def asks_for(text: str, classes: set[str], names: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_nobody_asks_which_kind_a_phase_is():
     own = {ROOT / "dpdist" / "privacy" / "phases.py"}
     classes = {kind.__name__ for kind in KINDS.values()}

@@ -253,6 +253,7 @@ def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name:
     assert recertify(found.table, 0.05).to_pylist() == found.table.to_pylist()
 
 
+@pytest.mark.long
 def test_counts_of_target_radii_are_kept_at_each_look(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}

@@ -26,6 +26,7 @@ def table():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_system_is_in_the_table(table):
     names = " ".join(claim.system for claim in table)
     for system in (

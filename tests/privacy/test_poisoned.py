@@ -105,6 +105,7 @@ def test_what_is_needed_leaves_more_than_the_target(sampled: PrivatePoisoningBou
         assert left(needed) > target >= left(needed - 1e-9)
 
 
+@pytest.mark.long
 def test_groups_of_one_direction_do_not_prove_mixtures(sampled: PrivatePoisoningBound) -> None:
     # Three removed records alone need less than one removed and two inserted: the latter is what
     # an attacker who changes records does, and what must be paid for.

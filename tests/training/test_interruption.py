@@ -123,6 +123,7 @@ def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
     assert job.folder.training_summary.exists()
 
 
+@pytest.mark.long
 def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "MAX_PREEMPTIONS", 2)
     job = prepared(tmp_path, "run")

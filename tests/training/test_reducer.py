@@ -60,6 +60,7 @@ def _work(rank: int, folder: str, answers) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes(tmp_path):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -139,7 +139,7 @@ TARGETS: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first_cases(TARGETS, 2))
+@pytest.mark.parametrize("name", first_cases(TARGETS, 1))
 def test_every_loss(tmp_path, monkeypatch, name):
     targets, count, loss = TARGETS[name]
     rng = np.random.default_rng(0)
@@ -216,7 +216,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first_cases(METHODS, 6))
+@pytest.mark.parametrize("name", first_cases(METHODS, 4))
 def test_every_method(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **METHODS[name]), monkeypatch)
 
