@@ -129,6 +129,6 @@ def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) ->
     assert "one over nothing" in capsys.readouterr().out
     with results.open("a") as file:
         file.write(json.dumps({"part": "one", "state": "begun", "seconds": 0.0}) + "\n")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), new_settings_after():
         script.main(["--quick", "--results", str(results), "--only", "one", "three"])
     assert "the process died in it" in capsys.readouterr().out
