@@ -121,7 +121,8 @@ def test_all_time_of_a_step_is_told_by_operation(monkeypatch):
     told = speed.by_operation({"ours": lambda: factor @ factor, "opacus ew": lambda: 1 / 0})
     assert list(told["ms"]) == ["ours"]
     spent = told["ms"]["ours"]
-    assert max(spent.keys() - {"in all"}, key=spent.__getitem__) == "aten::mm"
+    inside = spent.keys() - {"in all", "outside"}  # a busy machine spends more outside
+    assert max(inside, key=spent.__getitem__) == "aten::mm"
     assert abs(sum(spent.values()) - 2 * spent["in all"]) < 0.2
 
 
