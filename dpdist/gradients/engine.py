@@ -56,6 +56,7 @@ from dpdist.gradients.hooks import (
     find_shared_arguments,
     rows_of,
     run_pass,
+    run_with_values,
     take,
     tensors_of,
 )
@@ -626,7 +627,7 @@ class GradientEngine:
         """Return what the model makes of them, with other parameters where rows are compared."""
         if self._zeros_replaced:
             values = {name: without_zeros(parameter) for name, parameter in self._named.items()}
-            found: Tensor = torch.func.functional_call(self.model, values, (inputs,))
+            found: Tensor = run_with_values(self.model, values, lambda: self.model(inputs))
         else:
             found = self.model(inputs)
         return found

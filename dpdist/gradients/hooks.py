@@ -1,7 +1,7 @@
 """Capture every layer's inputs and output gradients in one forward and one backward pass.
 
-No parameter requires a gradient during the pass (`torch.func.functional_call` with detached
-values), so autograd computes back-signals only, and the model's own parameters are never written.
+No parameter requires a gradient during the pass (`call_with_values` with detached values), so
+autograd computes back-signals only, and the model's own parameters are never written.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dpdist.gradients.layer_rules import (
     CONVOLUTION_FORMS,
     POSITIONWISE,
     Rule,
+    call_with_values,
     convolution,
     embedding,
     find_rule,
@@ -82,9 +83,9 @@ def example_losses(
     """
     if isinstance(objective, OwnLoss):
         named = {f"model.{name}": value for name, value in values.items()}
-        losses = torch.func.functional_call(_WithLoss(model, objective), named, (inputs, targets))
+        losses = call_with_values(_WithLoss(model, objective), named, (inputs, targets))
     else:
-        losses = objective(torch.func.functional_call(model, dict(values), (inputs,)), targets)
+        losses = objective(call_with_values(model, values, (inputs,)), targets)
     count = rows_of(inputs)
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -268,7 +269,7 @@ class _PassState:
             args, kwargs, output_gradients = pytree.tree_map_only(
                 Tensor, _at_least_float32, (args, kwargs, output_gradients)
             )
-            if layer.fallback:  # runs again, with frozen parameters of its own
+            if layer.fallback or isinstance(layer.module, nn.RNNBase):  # runs again, with these
                 parameters = {name: _at_least_float32(p) for name, p in parameters.items()}
         call = LayerCall(
             layer.module,
@@ -442,7 +443,7 @@ def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callabl
     Checkpoints run parts of the model again in the backward pass, with the same ones.
     """
     named = {f"model.{name}": value for name, value in values.items()}
-    return torch.func.functional_call(_Enclosing(model, run), named, ())
+    return call_with_values(_Enclosing(model, run), named, ())
 
 
 class _Enclosing(nn.Module):

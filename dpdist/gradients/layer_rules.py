@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -412,7 +412,7 @@ def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         args, kwargs = pytree.tree_unflatten(filled, spec)
 
         def outputs(values: dict[str, Tensor]) -> list[Tensor]:
-            result = torch.func.functional_call(call.module, {**values, **fixed}, args, kwargs)
+            result = call_with_values(call.module, {**values, **fixed}, args, kwargs)
             return float_tensors(result)
 
         pullback = torch.func.vjp(outputs, wanted)[1]
@@ -423,6 +423,30 @@ def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     grads = torch.func.vmap(one_example)(tensors, list(call.output_gradients))
     for name, values in grads.items():
         yield name, DenseGradient(values)
+
+
+def call_with_values(
+    module: nn.Module,
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Call a module with these values in place of its parameters, also of those that share one.
+
+    `torch.func.functional_call` replaces the parameters of a submodule that has two names twice,
+    and leaves the replacement behind: here each submodule is named once.
+
+    Args:
+        values: by the names of `module.named_parameters()`; the others stay.
+    """
+    chosen = {id(p): values[name] for name, p in module.named_parameters() if name in values}
+    named = {
+        f"{path}.{local}" if path else local: chosen[id(parameter)]
+        for path, each in module.named_modules()
+        for local, parameter in each.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) in chosen
+    }
+    return torch.func.functional_call(module, named, args, kwargs, tie_weights=False)
 
 
 def float_tensors(output: Any) -> list[Tensor]:

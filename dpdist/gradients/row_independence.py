@@ -63,6 +63,7 @@ from dpdist.gradients.hooks import (
 from dpdist.gradients.per_example import LayerCall, arithmetic_of
 from dpdist.gradients.row_operations import (
     METADATA,
+    POINTWISE,
     PUBLIC,
     MixesRecords,
     Operation,
@@ -216,6 +217,16 @@ MAX_EXAMPLES = 64  # most that are tried
 SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
 _LEAST = 4
 _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
+# Trials of one operation on other numbers: most of them, and numbers that they may work on.
+_TRIALS, _TRIAL_NUMBERS = 512, 1 << 25
+# Operations on single numbers that are exact, or rounded correctly, by every code; and products of
+# matrices, with the place of the left one.
+_ROUNDED_ALIKE = frozenset((
+    "abs", "add", "clamp", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum", "mul",
+    "neg", "relu", "rsub", "sqrt", "square", "sub", "threshold_backward", "where",
+))  # fmt: skip
+_FEW_COLUMNS = 64
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 _REMEMBERED = 1 << 20  # most numbers of a model and examples that are remembered
 _SETTINGS = (
     int, float, complex, str, type(None), torch.dtype, torch.memory_format, torch.device,
@@ -239,7 +250,9 @@ def find_row_classes(
     their code by shapes and addresses and not by values, so a few examples of many numbers tell:
     two rows of different code agree on all of them with negligible probability, not never. Numbers
     that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
-    last bits from what follows it, and yet falls otherwise by them.
+    last bits from what follows it, and yet falls otherwise by them. A row may have one number alone
+    that other code computes, of which one in thirty tells the codes apart: operations on single
+    numbers, and products of few columns, are tried on more numbers.
 
     The classes are remembered in this process, by the executed operations and all numbers of a
     small model and of the examples. When these return, two passes are compared, not one for each
@@ -293,6 +306,7 @@ class _RowComparison(TorchDispatchMode):
     """
 
     _known: ClassVar[dict[bytes, np.ndarray]] = {}  # by all that the first pass executed
+    _tried: ClassVar[dict[Any, np.ndarray]] = {}  # of one operation, by all but its numbers
 
     supports_higher_order_operators = True
 
@@ -303,6 +317,7 @@ class _RowComparison(TorchDispatchMode):
     def __init__(self, rows: int, given: Sequence[Tensor] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
+        self._products: set[Any] = set()  # that were tried
         self._operations: Any = None  # of the first pass, being hashed
         self._name: bytes | None = None  # of them all
         if given is not None:
@@ -342,15 +357,116 @@ class _RowComparison(TorchDispatchMode):
         if not (getattr(func, "is_view", False) or unfilled):
             for tensor in filter(_is_plain, pytree.tree_leaves(result)):
                 self._compare(tensor.detach())
+            if isinstance(result, Tensor) and _is_plain(result):
+                self._try_other_numbers(func, args, kwargs or {}, result.detach())
         return result
 
     def _compare(self, tensor: Tensor) -> None:
+        for each in self._rows_of(tensor):
+            if _differ_by_rounding(each):
+                self.refine(each)
+
+    def _rows_of(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield a tensor by rows (rows, n), for each dimension that they may lie along."""
         rows = len(self.classes)
         for dimension, length in enumerate(tensor.shape):
             if length == rows or (length and not dimension and length % rows == 0):
-                each = tensor.movedim(dimension, 0).reshape(rows, -1)
-                if _differ_by_rounding(each):
+                yield tensor.movedim(dimension, 0).reshape(rows, -1)
+
+    def _try_other_numbers(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Compare the rows of an operation's results on other numbers.
+
+        A vector register leaves numbers over, such as the last 8 of 40, for other code. Of a
+        sigmoid's results 4 in 100 differ by it, and of those of short sums a third: a row with one
+        such number looks like the others in most passes.
+        """
+        kind, given = _trial_kind(func), pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in given[0] if isinstance(leaf, Tensor)]
+        if kind is None or result.device.type != "cpu" or not all(map(_is_described, tensors)):
+            return
+        likely = [
+            each.numel() > 0 and (bool((each == each[:1]).all()) or _differ_by_rounding(each))
+            for each in self._rows_of(result)
+        ]
+        described = str([_described(leaf) for leaf in given[0]]), str(given[1]), tuple(likely)
+        name = str(func), len(self.classes), arithmetic_of(result.device), *described
+        if not any(likely):
+            return
+        if kind != "pointwise":
+            if name not in self._products:
+                self._products.add(name)
+                self._try(_other_products(func, args, kwargs, _PRODUCTS[kind], result), likely)
+            return
+        if name not in self._tried:
+            before, self.classes = self.classes, np.zeros_like(self.classes)
+            self._try(_other_results(func, *given, result.numel()), likely)
+            self._tried[name], self.classes = self.classes, before
+        self.classes = _join_classes(self.classes, self._tried[name])
+
+    def _try(self, results: Iterable[Tensor], likely: Sequence[bool]) -> None:
+        for result in results:
+            for each, wanted in zip(self._rows_of(result), likely, strict=True):
+                if wanted and _differ_by_rounding(each):
                     self.refine(each)
+
+
+@cache
+def _trial_kind(func: Any) -> str | None:
+    """Return "pointwise" for an operation on single numbers that codes may round apart, the name of
+    a product of matrices, or None."""
+    name = func._schema.name.partition("::")[2]
+    plain = name.rstrip("_") if func._schema.is_mutable else name
+    if name in _PRODUCTS:
+        return str(name)
+    pointwise = torch.Tag.pointwise in func.tags or plain in POINTWISE
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return "pointwise" if pointwise and not drawn and plain not in _ROUNDED_ALIKE else None
+
+
+def _other_results(func: Any, leaves: list[Any], form: Any, numbers: int) -> Iterator[Tensor]:
+    """Yield an operation's results where each tensor of real numbers has one number everywhere."""
+    count = min(_TRIALS, max(_LEAST, _TRIAL_NUMBERS // max(1, numbers)))
+    values = 8 * torch.rand(count, len(leaves), generator=torch.Generator().manual_seed(0)) - 4
+    values[::2] /= 4  # within (-1, 1), where every function is defined
+    for own in values.tolist():
+        filled = [
+            _laid_out_as(leaf, value) if isinstance(leaf, Tensor) else leaf
+            for leaf, value in zip(leaves, own, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(filled, form)
+        yield func(*args, **kwargs)
+
+
+def _laid_out_as(like: Tensor, value: float) -> Tensor:
+    """Return a tensor of the same layout that has one number everywhere; whole numbers stay."""
+    if not like.is_floating_point():
+        return like.clone()
+    return like.new_full((_span(like),), value).as_strided(like.shape, like.stride())
+
+
+def _span(like: Tensor) -> int:
+    """Return from its first number to its last one how many places there are."""
+    steps = zip(like.shape, like.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if like.numel() else 0
+
+
+def _other_products(
+    func: Any, args: Any, kwargs: Any, place: int, result: Tensor
+) -> Iterator[Tensor]:
+    """Yield products of few columns whose left matrix has other numbers along the summed dimension:
+    rows that are equal stay so, in either matrix."""
+    left, narrow = args[place], min(result.shape[-2:])
+    if narrow >= _FEW_COLUMNS or not left.numel():
+        return
+    count = min(_TRIALS // (2 * narrow), _TRIAL_NUMBERS // (4 * left.numel()))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        factors = torch.rand(left.shape[-1], generator=generator).to(left) + 0.5
+        other = left.new_empty(_span(left)).as_strided(left.shape, left.stride())
+        if 0 in left.stride():
+            return
+        other.copy_(left * factors)
+        yield func(*args[:place], other, *args[place + 1 :], **kwargs)
 
 
 def _is_plain(value: Any) -> bool:

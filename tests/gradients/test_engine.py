@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 
 import pytest
@@ -464,6 +465,44 @@ def test_an_isolated_model_cannot_mix():
     with pytest.raises(UserError, match=r"model\.isolate"):
         GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3), isolate=True,
                        perturbation=HiddenPerturbation(1, "0", 0.1))  # fmt: skip
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_layer_with_two_names_is_trained_and_left_alone(isolate):
+    """torch.func.functional_call left a plain tensor in it: what a training then wrote to the
+    parameter never reached the model."""
+    torch.manual_seed(0)
+    shared, twice = nn.PReLU(), nn.Linear(4, 4)
+    twice.again = twice.weight  # one parameter, two names
+    network = nn.Sequential(twice, shared, nn.Linear(4, 4), shared, twice, nn.Linear(4, 3))
+    held = [shared.weight, twice.weight, twice.again]
+    inputs, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1e6), isolate=isolate)
+    found = engine.clipped_sum(inputs, targets).flat
+    assert all(map(operator.is_, held, [shared.weight, twice.weight, twice.again]))
+    parameters = [*network.parameters()]
+    total = cross_entropy(network(inputs), targets).sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)])
+    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_in_half_precision_are_trained(kind):
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = kind(4, 3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.layer(x)[0][:, -1]).float()
+
+    inputs, targets = torch.randn(5, 6, 4).bfloat16(), torch.tensor([0, 1, 0, 1, 0])
+    half = GradientEngine(Read().bfloat16(), cross_entropy, clipping=FlatClipping(1e6))
+    wide = GradientEngine(Read(), cross_entropy, clipping=FlatClipping(1e6))
+    found = half.clipped_sum(inputs, targets).flat
+    expected = wide.clipped_sum(inputs.float(), targets).flat
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_dropout_is_allowed():
