@@ -158,7 +158,8 @@ class Layer:
     parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
     rule and goes to torch.func, with all its submodules. shared: of such a layer, from the number
     of a call in its pass and the form of its arguments to the shapes of those that belong to no
-    example, by their places (`find_shared_arguments`).
+    example, by their places (`find_shared_arguments`). lengths: of a layer that treats positions
+    alone, from the number of a call to its output's number of dimensions and what is as long as it.
     """
 
     name: str
@@ -168,7 +169,11 @@ class Layer:
     parameter_names: dict[str, str]
     fallback: bool
     shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
+    lengths: dict[int, tuple[int, Beginnings]] = field(default_factory=dict)
 
+
+# (input, its first dimensions) that have so many positions as something else
+Beginnings = frozenset[tuple[int, int]]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -238,7 +243,16 @@ class _PassState:
     pending: list[tuple[Layer, _DeferredCall]] = field(default_factory=list)
     in_rule: bool = False
     calls: Counter[str] = field(default_factory=Counter)  # by layer
-    flat_lengths: frozenset[int] = frozenset()  # batch times the positions of an input
+    shapes: Sequence[torch.Size] = ()  # of the inputs
+
+    def beginnings(self, length: int) -> Beginnings:
+        """Return of which inputs which first dimensions have so many positions."""
+        return frozenset(
+            (number, size)
+            for number, shape in enumerate(self.shapes)
+            for size in range(1, len(shape) + 1)
+            if math.prod(shape[:size]) == length
+        )
 
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
         """Return the places of arguments of a layer's next call that belong to no example."""
@@ -346,10 +360,7 @@ def run_pass(
     everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
     anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
     current = _PassState(rows_of(inputs), everything, anchor, on_call)
-    shapes = [tensor.shape for tensor in tensors_of(inputs)]
-    current.flat_lengths = frozenset(
-        math.prod(shape[:size]) for shape in shapes for size in range(2, len(shape) + 1)
-    )
+    current.shapes = [tensor.shape for tensor in tensors_of(inputs)]
 
     def forward_and_backward() -> Tensor:
         seen = each_tensor(Tensor.detach, inputs)
@@ -378,7 +389,8 @@ _Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
 def find_shared_arguments(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> None:
-    """Find which arguments of layers without a rule belong to no example, such as a mask (T, T).
+    """Find which arguments of layers without a rule belong to no example, such as a mask (T, T),
+    and how many rows others are given.
 
     A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
     keep something. What they show is kept in the layers. Where such passes do not run, lengths
@@ -388,13 +400,13 @@ def find_shared_arguments(
         layers: from `find_layers(model)`.
         inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
     """
-    if not any(layer.fallback for layer in layers):
+    if not any(layer.fallback or layer.rule in POSITIONWISE for layer in layers):
         return
     device = device_of(inputs)
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-            two, three = (
+            (two, short), (three, long) = (
                 _argument_shapes(copied, objective, take(inputs, [0] * rows), targets[[0] * rows])
                 for rows in (2, 3)
             )
@@ -402,6 +414,10 @@ def find_shared_arguments(
         return
     for layer in layers:
         layer.shared.clear()
+        layer.lengths.clear()
+        for (name, call), (size, beginnings) in short.items():
+            if name == layer.name and (name, call) in long:
+                layer.lengths[call] = size, beginnings & long[name, call][1]
         for (name, key), shapes in two.items():
             others = three.get((name, key), {})
             if name == layer.name:
@@ -412,13 +428,22 @@ def find_shared_arguments(
 
 def _argument_shapes(
     model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
-) -> _Shapes:
-    """Return what the layers without a rule are given in one forward pass."""
+) -> tuple[_Shapes, dict[tuple[str, int], tuple[int, Beginnings]]]:
+    """Return what the layers without a rule are given in one forward pass, and the lengths of what
+    those that treat positions alone return."""
     found: _Shapes = {}
+    lengths = {}
     state = _PassState(rows_of(inputs), {}, targets, lambda layer, call: None)
+    state.shapes = [tensor.shape for tensor in tensors_of(inputs)]
 
     def watched(layer: Layer) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not layer.fallback:
+                if isinstance(output, Tensor) and output.dim():
+                    state.calls[layer.name] += 1
+                    place = layer.name, state.calls[layer.name]
+                    lengths[place] = output.dim(), state.beginnings(len(output))
+                return
             key, leaves = state.next_call(layer, (args, kwargs))
             found[layer.name, key] = {
                 place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
@@ -429,12 +454,12 @@ def _argument_shapes(
     handles = [
         layer.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
         for layer in find_layers(model)
-        if layer.fallback
+        if layer.fallback or layer.rule in POSITIONWISE
     ]
     example_losses(model, objective, {}, inputs, targets)
     for handle in handles:
         handle.remove()
-    return found
+    return found, lengths
 
 
 def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -483,6 +508,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         shared = current.shared_arguments(layer, (args, kwargs))
         if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
             args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+        _refuse_selection(layer, current, output)
         flat = _is_flat(layer, current, output)
         leaves, spec = (
             ([output], None) if isinstance(output, Tensor) else pytree.tree_flatten(output)
@@ -546,8 +572,27 @@ def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:
         and isinstance(output, Tensor)
         and output.dim() == 2
         and len(output) != current.batch
-        and len(output) in current.flat_lengths
+        and len(current.beginnings(len(output))) > 0
     )
+
+
+def _refuse_selection(layer: Layer, current: _PassState, output: Any) -> None:
+    """Raise UserError for a call whose rows follow from the inputs otherwise than they did.
+
+    As many selected positions as there are examples would be taken for these.
+    """
+    if layer.rule not in POSITIONWISE or not isinstance(output, Tensor) or not output.dim():
+        return
+    current.calls[layer.name] += 1
+    known = layer.lengths.get(current.calls[layer.name])
+    if known is None:
+        return
+    if known[0] != output.dim() or not known[1] & current.beginnings(len(output)):
+        raise UserError(
+            f"layer {layer.name} must be given all positions of each example, got a selection that "
+            f"depends on values, of {len(output)} rows for a batch of {current.batch}: run it on "
+            "all of them, and multiply what does not count by zero"
+        )
 
 
 def _detach_arguments(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
+from dpdist.gradients.hooks import OwnLoss
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
     _float64_copy,
@@ -450,3 +451,40 @@ def test_a_model_that_views_its_pictures_as_rows_is_trained() -> None:
         engine = GradientEngine(make(), cross_entropy, clipping=FlatClipping(1.0))
         found.append(engine.clipped_sum(*batch).flat)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+class OnSelectedTokens(nn.Module):
+    """Its head runs where there is a label, or on everything where all are there."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branch, self.table = branch, nn.Embedding(9, 4)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden, chosen = self.body(self.table(tokens)), labels >= 0
+        if self.branch and bool(chosen.all()):
+            return (
+                cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+                .view(tokens.shape)
+                .sum(1)
+            )
+        each = cross_entropy(self.head(hidden[chosen]), labels[chosen])
+        return each.new_zeros(tokens.shape).index_put((chosen,), each).sum(1)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_as_many_selected_tokens_as_records_are_not_taken_for_these(branch) -> None:
+    """Each record's loss is its own, yet row i was taken for record i: one record moved a sum by
+    1.5 C. In invented examples every token has a label, so screening sees none of it."""
+    model = OnSelectedTokens(branch)
+    loss = OwnLoss(lambda module, batch: module.losses(*batch))
+    engine = GradientEngine(model, loss, clipping=FlatClipping(1.0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(9, (8, 2), generator=generator)
+    labels = tokens.clone()
+    assert engine.clipped_sum(tokens, labels).flat.any()
+    labels[:4] = -1
+    with pytest.raises(UserError, match="layer head must be given all positions"):
+        engine.clipped_sum(tokens, labels)

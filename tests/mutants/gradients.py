@@ -376,7 +376,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/hooks.py", "gradients/test_clipping_rules",
-        ("        and len(output) in current.flat_lengths",
+        ("        and len(current.beginnings(len(output))) > 0",
          "        and len(output) % current.batch == 0",
          "the positions that an expert sees are taken for examples"),
     ),
@@ -795,6 +795,13 @@ FAULTS: list[Fault] = [
         "dpdist/gradients/layer_rules.py",
         "gradients/test_clipping_rules",
         ("if module.padding_idx is not None:", "if False:", "the padding's row is trained"),
+    ),
+    *group(
+        "dpdist/gradients/hooks.py", "gradients/test_screening",
+        ("known[0] != output.dim() or not known[1] & current.beginnings(len(output))", "known[0] != output.dim()",
+         "as many selected tokens as records are taken for these"),
+        ("    if known[0] != output.dim() or not known[1]", "    if known[0] == output.dim() and not known[1]",
+         "selected tokens are taken for records where all tokens were not flat"),
     ),
     *group(
         "dpdist/gradients/layer_rules.py", "gradients/test_engine",
