@@ -585,9 +585,10 @@ def _refuse_selection(layer: Layer, current: _PassState, output: Any) -> None:
         return
     current.calls[layer.name] += 1
     known = layer.lengths.get(current.calls[layer.name])
-    if known is None:
+    now = current.beginnings(len(output))
+    if known is None or not now:  # of other lengths, a batch's dimension is missed
         return
-    if known[0] != output.dim() or not known[1] & current.beginnings(len(output)):
+    if known[0] != output.dim() or not known[1] & now:
         raise UserError(
             f"layer {layer.name} must be given all positions of each example, got a selection that "
             f"depends on values, of {len(output)} rows for a batch of {current.batch}: run it on "

@@ -798,7 +798,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/hooks.py", "gradients/test_screening",
-        ("known[0] != output.dim() or not known[1] & current.beginnings(len(output))", "known[0] != output.dim()",
+        ("known[0] != output.dim() or not known[1] & now", "known[0] != output.dim()",
          "as many selected tokens as records are taken for these"),
         ("    if known[0] != output.dim() or not known[1]", "    if known[0] == output.dim() and not known[1]",
          "selected tokens are taken for records where all tokens were not flat"),
