@@ -155,9 +155,9 @@ class Layer:
 
     parameter_indices: local parameter name -> position among the trainable parameters.
     parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
-    rule and goes to torch.func, with all its submodules. shared: of such a layer, from the number
-    of a call in its pass and the form of its arguments to the shapes of those that belong to no
-    example, by their places (`find_shared_arguments`).
+    rule and goes to torch.func, with all its submodules. shared: of such a layer, and of a table
+    that is looked up, from the number of a call in its pass and the form of its arguments to the
+    shapes of those that belong to no example, by their places (`find_shared_arguments`).
     """
 
     name: str
@@ -167,6 +167,10 @@ class Layer:
     parameter_names: dict[str, str]
     fallback: bool
     shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
+
+    @property
+    def may_share(self) -> bool:
+        return self.fallback or self.rule is embedding
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -241,7 +245,7 @@ class _PassState:
 
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
         """Return the places of arguments of a layer's next call that belong to no example."""
-        if not layer.fallback:
+        if not layer.may_share:
             return frozenset()
         key, leaves = self.next_call(layer, arguments)
         known = layer.shared.get(key, {})
@@ -377,63 +381,89 @@ _Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
 def find_shared_arguments(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> None:
-    """Find which arguments of layers without a rule belong to no example, such as a mask (T, T).
+    """Find which arguments of layers belong to no example: a mask (T, T), or positions (T,).
 
     A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
     keep something. What they show is kept in the layers. Where such passes do not run, lengths
-    alone decide.
+    alone decide. Positions that are looked up once are shared where the losses are the same if
+    every example has a copy; a model that puts a dimension before them does not take copies.
 
     Args:
         layers: from `find_layers(model)`.
         inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
     """
-    if not any(layer.fallback for layer in layers):
-        return
-    device = device_of(inputs)
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-            two, three = (
-                _argument_shapes(copied, objective, take(inputs, [0] * rows), targets[[0] * rows])
-                for rows in (2, 3)
-            )
-    except Exception:  # whatever a user's module does; a pass that is executed says it
+    if not any(layer.may_share for layer in layers):
         return
     for layer in layers:
         layer.shared.clear()
-        for (name, key), shapes in two.items():
-            others = three.get((name, key), {})
-            if name == layer.name:
-                layer.shared[key] = {
-                    place: shape for place, shape in shapes.items() if others.get(place) == shape
-                }
+    device = device_of(inputs)
+
+    def run(rows: int) -> tuple[_Shapes, Tensor]:
+        some, labels = take(inputs, [0] * rows), targets[[0] * rows]
+        # All passes draw the same random numbers, and the caller's generator is left alone.
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
+            return _argument_shapes(copied, layers, objective, some, labels)
+
+    try:
+        (two, losses), (three, _) = run(2), run(3)
+        for layer in layers:
+            for (name, key), shapes in two.items():
+                others = three.get((name, key), {})
+                if name == layer.name:
+                    layer.shared[key] = {
+                        place: shape
+                        for place, shape in shapes.items()
+                        if others.get(place) == shape and (layer.fallback or len(shape) == 1)
+                    }
+        tables = [
+            layer for layer in layers if layer.rule is embedding and any(layer.shared.values())
+        ]
+        if tables and not _same_losses(losses, lambda: run(2)[1]):
+            for layer in tables:
+                layer.shared.clear()
+    except Exception:  # whatever a user's module does; a pass that is executed says it
+        return
+
+
+def _same_losses(losses: Tensor, run: Callable[[], Tensor]) -> bool:
+    try:
+        return torch.allclose(losses, run(), rtol=1e-3, atol=1e-6, equal_nan=True)
+    except Exception:  # shapes that do not fit, for instance
+        return False
 
 
 def _argument_shapes(
-    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
-) -> _Shapes:
-    """Return what the layers without a rule are given in one forward pass."""
+    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
+) -> tuple[_Shapes, Tensor]:
+    """Return what layers are given in one forward pass that may belong to no example; the losses.
+
+    layers: the model's, with what is known of them. What a table looks up for all is copied.
+    """
     found: _Shapes = {}
     state = _PassState(rows_of(inputs), {}, targets, lambda layer, call: None)
 
-    def watched(layer: Layer) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+    def watched(layer: Layer) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             key, leaves = state.next_call(layer, (args, kwargs))
             found[layer.name, key] = {
                 place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
             }
+            if layer.rule is embedding and layer.shared.get(key):
+                return _for_each_example(state.batch, output[None])[0]
+            return None
 
         return hook
 
     handles = [
-        layer.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
-        for layer in find_layers(model)
-        if layer.fallback
+        each.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
+        for each, layer in zip(find_layers(model), layers, strict=True)
+        if layer.may_share
     ]
-    example_losses(model, objective, {}, inputs, targets)
+    losses = example_losses(model, objective, {}, inputs, targets)
     for handle in handles:
         handle.remove()
-    return found
+    return found, losses
 
 
 def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -480,8 +510,14 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
             return None
         args, kwargs = _detach_arguments(args, kwargs)
         shared = current.shared_arguments(layer, (args, kwargs))
-        if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
-            args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+        if layer.rule is embedding and isinstance(output, Tensor):
+            if shared:  # positions (T,)
+                args, kwargs, output = pytree.tree_map_only(
+                    Tensor, lambda one: one[None], (args, kwargs, output)
+                )
+            if len(output) == 1:
+                args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+            shared = frozenset()
         flat = _is_flat(layer, current, output)
         leaves, spec = (
             ([output], None) if isinstance(output, Tensor) else pytree.tree_flatten(output)

@@ -357,19 +357,26 @@ class _SharedPositions(nn.Module):
             places = places[None]
         elif self.rows == "each":
             places = places.expand(len(tokens), -1)
-        return self.head(torch.tanh(self.words(tokens) + self.positions(places)))
+        learned = self.positions(places)
+        if self.rows == "added":
+            learned = learned.unsqueeze(0)
+        elif self.rows == "pooled":
+            learned = learned.mean(0)
+        return self.head(torch.tanh(self.words(tokens) + learned))
 
 
-@pytest.mark.parametrize("rows", ["one", "each"])
+@pytest.mark.parametrize("rows", ["one", "each", "none"])
 def test_positions_that_a_batch_shares_are_looked_up_for_each_example(rows):
     torch.manual_seed(0)
     check(_SharedPositions(rows), torch.randint(0, 9, (5, 6)))
+    check(_SharedPositions(rows), torch.randint(0, 9, (6, 6)))  # as many rows as positions
 
 
-def test_positions_without_a_batch_are_refused_or_taken_one_by_one():
+@pytest.mark.parametrize("rows", ["added", "pooled"])
+def test_positions_that_cannot_be_copied_are_refused_or_taken_one_by_one(rows):
     """Their gradient is that of the whole batch: no norm of one example can be made of it."""
     torch.manual_seed(0)
-    model, tokens = _SharedPositions("none").double(), torch.randint(0, 9, (5, 6))
+    model, tokens = _SharedPositions(rows).double(), torch.randint(0, 9, (5, 6))
     targets, clip = torch.arange(5) % 3, FlatClipping(0.3)
     with pytest.raises(UserError, match=r"layer positions returned shape .*keep the examples on"):
         GradientEngine(model, weighted_square, clipping=clip).clipped_sum(tokens, targets)
@@ -548,6 +555,8 @@ def test_a_tensor_as_long_as_the_pass_is_not_cut_into_examples(length):
 def test_a_shared_table_as_long_as_the_pass_keeps_records_apart_by_structure():
     model, inputs = _Positions(8), torch.randn(8, 8, 3)
     assert find_mixing_operation(model, weighted_square, inputs, torch.zeros(8)) is None
+    looked_up, tokens = _SharedPositions("none"), torch.randint(0, 9, (6, 6))
+    assert find_mixing_operation(looked_up, weighted_square, tokens, torch.zeros(6)) is None
 
 
 def test_checkpoints_of_the_user_s_own_run_again_with_the_same_parameters():

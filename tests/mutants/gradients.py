@@ -379,6 +379,10 @@ FAULTS: list[Fault] = [
         ("        and len(output) in current.flat_lengths",
          "        and len(output) % current.batch == 0",
          "the positions that an expert sees are taken for examples"),
+        ("if tables and not _same_losses(losses, lambda: run(2)[1]):", "if False:",
+         "a model that pools positions is trained as if each example had its own"),
+        ("            if shared:  # positions (T,)", "            if args[0].dim() == 1:",
+         "one number of each example is looked up for all examples"),
     ),
     *group(
         "dpdist/gradients/validation.py", "gradients/test_clipping_rules",
