@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils import _pytree as pytree
 
 from dpdist.core.errors import UserError
@@ -212,18 +213,19 @@ def find_layers(model: nn.Module, convolution_form: str = "patches") -> list[Lay
     return layers
 
 
-# never called: they are their module's own
-_ParameterContainer = nn.ParameterList | nn.ParameterDict
+# never called on examples: they are their module's own
+_ParameterContainer = nn.ParameterList | nn.ParameterDict | ParametrizationList
 
 
 def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
-    """By local name, those it holds itself and in lists and dicts; and these."""
+    """By local name, those it holds itself, in lists and dicts, and for its parametrizations; and
+    the modules that hold these."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    holders = [
-        (name, child)
-        for name, child in module.named_children()
-        if isinstance(child, _ParameterContainer)
-    ]
+    children = list(module.named_children())
+    if is_parametrized(module):
+        made = module.get_submodule("parametrizations")
+        children += [(f"parametrizations.{name}", child) for name, child in made.named_children()]
+    holders = [(name, child) for name, child in children if isinstance(child, _ParameterContainer)]
     for name, holder in holders:
         own |= {f"{name}.{inner}": p for inner, p in holder.named_parameters()}
     return own, [holder for _, holder in holders]
@@ -530,7 +532,9 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         if not flat:
             _check_batch_dimension(layer, current.batch, [leaves[position] for position in wanted])
         for position in wanted:
-            if leaves[position]._is_view():  # a hook on a view is lost if it is changed in place
+            # A hook on a view is lost if it is changed in place. One on an output that another is
+            # made of, as an LSTMCell's is, sees that one's signals too.
+            if leaves[position]._is_view() or len(wanted) > 1:
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
                 leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]

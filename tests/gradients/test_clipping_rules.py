@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from dpdist.core.errors import UserError
@@ -317,6 +319,62 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
     check(model, torch.randn(5, 2, 4), fallback=["1", "2"])
     model = nn.Sequential(nn.ConvTranspose1d(2, 3, 3), nn.Conv1d(3, 1, 2))
     check(model, torch.randn(3, 2, 4), fallback=["0"])
+
+
+class _Cell(nn.Module):
+    """Of an LSTMCell's two outputs the first is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(4, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = (inputs.new_zeros(len(inputs), 5),) * 2
+        for step in inputs.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0])
+
+
+def test_outputs_of_which_one_is_made_of_the_other_are_counted_once():
+    torch.manual_seed(0)
+    check(_Cell(), torch.randn(5, 4, 4), fallback=["cell"])
+
+
+def test_layers_whose_weights_are_made_of_others_fall_back_with_them():
+    torch.manual_seed(0)
+    normed = weight_norm(nn.Linear(4, 6, bias=False))
+    check(nn.Sequential(normed, nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4), fallback=["0"])
+    adapted = nn.Linear(4, 6)
+    adapted.weight.requires_grad_(False)
+    register_parametrization(adapted, "weight", _LowRank())
+    check(nn.Sequential(adapted, nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4), fallback=["0"])
+
+
+class _LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def test_batch_norm_trains_while_it_stays_in_evaluation_mode():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    norm(torch.randn(8, 3, 4, 4) + 1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), norm.eval(), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    )
+    check(model, torch.randn(5, 2, 4, 4), fallback=["1"])
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(0.3))
+    inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
+    before = engine.clipped_sum(inputs, targets).flat
+    model.train()
+    with pytest.raises(UserError, match=r"layer 1 \(BatchNorm2d\).*also after model.train"):
+        engine.clipped_sum(inputs, targets)
+    norm.eval()
+    assert torch.equal(engine.clipped_sum(inputs, targets).flat, before)
 
 
 @pytest.mark.slow
