@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -267,7 +268,6 @@ class GradientEngine:
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
         self._checked = isolate  # nothing to look for then
-        self._has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
         self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
         self._screened: tuple[Inputs, Tensor] | None = None
         # What a pass costs besides its rows, in rows; None where micro_batch was given.
@@ -275,6 +275,10 @@ class GradientEngine:
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
+
+    @cached_property
+    def _has_batch_norm(self) -> bool:
+        return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
     @property
     def batch_statistics(self) -> dict[str, Tensor]:

@@ -514,9 +514,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         shared = current.shared_arguments(layer, (args, kwargs))
         if layer.rule is embedding and isinstance(output, Tensor):
             if shared:  # positions (T,)
-                args, kwargs, output = pytree.tree_map_only(
-                    Tensor, lambda one: one[None], (args, kwargs, output)
-                )
+                args, kwargs, output = _as_one_example(args, kwargs, output)
             if len(output) == 1:
                 args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
             shared = frozenset()
@@ -556,6 +554,11 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
+
+
+def _as_one_example(*values: Any) -> Any:
+    """Return values with numbers of positions with a dimension of one example before them."""
+    return pytree.tree_map_only(Tensor, lambda each: each[None], values)
 
 
 def _for_each_example(batch: int, *values: Any) -> Any:
