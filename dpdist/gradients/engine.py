@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -276,7 +275,7 @@ class GradientEngine:
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
 
-    @cached_property
+    @functools.cached_property
     def _has_batch_norm(self) -> bool:
         return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 

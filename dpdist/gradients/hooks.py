@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -452,7 +452,7 @@ def _argument_shapes(
                 place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
             }
             if layer.rule is embedding and layer.shared.get(key):
-                return _for_each_example(state.batch, output[None])[0]
+                return _for_each_example(state.batch, layer.shared[key], output)[0]
             return None
 
         return hook
@@ -513,10 +513,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         args, kwargs = _detach_arguments(args, kwargs)
         shared = current.shared_arguments(layer, (args, kwargs))
         if layer.rule is embedding and isinstance(output, Tensor):
-            if shared:  # positions (T,)
-                args, kwargs, output = _as_one_example(args, kwargs, output)
-            if len(output) == 1:
-                args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+            args, kwargs, output = _for_each_example(current.batch, shared, args, kwargs, output)
             shared = frozenset()
         flat = _is_flat(layer, current, output)
         leaves, spec = (
@@ -556,14 +553,17 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
     return hook
 
 
-def _as_one_example(*values: Any) -> Any:
-    """Return values with numbers of positions with a dimension of one example before them."""
-    return pytree.tree_map_only(Tensor, lambda each: each[None], values)
+def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
+    """Return the arguments and, last, the output of a table for each example: what it looks up
+    once for all, (1, T) or with shared arguments (T,), is copied."""
 
+    def copied(tensor: Tensor) -> Tensor:
+        one = tensor[None] if shared else tensor
+        return one.expand(batch, *one.shape[1:])
 
-def _for_each_example(batch: int, *values: Any) -> Any:
-    """Return values with numbers of positions, looked up once for all examples, for each one."""
-    return pytree.tree_map_only(Tensor, lambda one: one.expand(batch, *one.shape[1:]), values)
+    if not shared and len(values[-1]) != 1:
+        return values
+    return pytree.tree_map_only(Tensor, copied, values)
 
 
 def _require_gradients(layer: Layer, output: Tensor) -> None:

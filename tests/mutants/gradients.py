@@ -383,7 +383,7 @@ FAULTS: list[Fault] = [
          "the positions that an expert sees are taken for examples"),
         ("if tables and not _same_losses(losses, lambda: run(2)[1]):", "if False:",
          "a model that pools positions is trained as if each example had its own"),
-        ("            if shared:  # positions (T,)", "            if args[0].dim() == 1:",
+        ("if others.get(place) == shape and (", "if (",
          "one number of each example is looked up for all examples"),
         ("if leaves[position]._is_view() or len(wanted) > 1:", "if leaves[position]._is_view():",
          "an output that another is made of has that one's signals too"),
