@@ -262,10 +262,15 @@ def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
 
 def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
     """Raise UserError for a forward pass that draws random numbers."""
+
+    def states() -> list[Tensor]:
+        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_device]
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        before = torch.get_rng_state()
+        before = states()
         losses()
-        drew = not torch.equal(before, torch.get_rng_state())
+        drew = not all(map(torch.equal, before, states()))
     if drew:
         raise UserError(
             "model: draws random numbers in its forward pass (dropout?), which cannot be keyed by "

@@ -175,9 +175,9 @@ class GradientEngine:
     to 2^13 records where the model is float64. The sum itself is private until noise is added.
 
     Args:
-        model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused;
-            `validate` refuses other mixing, before the first sum and on no record). Its parameters
-            are only read.
+        model: takes (B, ...) inputs and treats examples independently. BatchNorm is refused unless
+            it stays in evaluation mode, with statistics of public data; `validate` refuses other
+            mixing, before the first sum and on no record. Its parameters are only read.
         objective: per-example losses (B,), of outputs and targets, or of the model and a batch
             (`dpdist.gradients.hooks.OwnLoss`).
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
@@ -276,6 +276,10 @@ class GradientEngine:
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
 
+    @functools.cached_property
+    def _has_batch_norm(self) -> bool:
+        return any(isinstance(module, _BatchNorm) for module in self.model.modules())
+
     @property
     def batch_statistics(self) -> dict[str, Tensor]:
         """Tensors of the model that sums write to: none, where records do not mix."""
@@ -323,6 +327,8 @@ class GradientEngine:
         Raises UserError.
         """
         batch = rows_of(inputs)
+        if self._has_batch_norm:  # the caller's loop may have put it into training mode
+            self._refuse_layers(self.model)
         if (1 if members is None else members.weights.shape[1]) != self.records_per_example:
             raise UserError(f"the engine clips sums over {self.records_per_example} records")
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):

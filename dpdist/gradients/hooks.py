@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils import _pytree as pytree
 
 from dpdist.core.errors import UserError
@@ -156,10 +157,11 @@ class Layer:
 
     parameter_indices: local parameter name -> position among the trainable parameters.
     parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
-    rule and goes to torch.func, with all its submodules. shared: of such a layer, from the number
-    of a call in its pass and the form of its arguments to the shapes of those that belong to no
-    example, by their places (`find_shared_arguments`). lengths: of a layer that treats positions
-    alone, from the number of a call to its output's number of dimensions and what is as long as it.
+    rule and goes to torch.func, with all its submodules. shared: of such a layer, and of a table
+    that is looked up, from the number of a call in its pass and the form of its arguments to the
+    shapes of those that belong to no example, by their places (`find_shared_arguments`). lengths:
+    of a layer that treats positions alone, from the number of a call to its output's number of
+    dimensions and what is as long as it.
     """
 
     name: str
@@ -170,6 +172,10 @@ class Layer:
     fallback: bool
     shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
     lengths: dict[int, tuple[int, Beginnings]] = field(default_factory=dict)
+
+    @property
+    def may_share(self) -> bool:
+        return self.fallback or self.rule is embedding
 
 
 # (input, its first dimensions) that have so many positions as something else
@@ -214,18 +220,19 @@ def find_layers(model: nn.Module, convolution_form: str = "patches") -> list[Lay
     return layers
 
 
-# never called: they are their module's own
-_ParameterContainer = nn.ParameterList | nn.ParameterDict
+# never called on examples: they are their module's own
+_ParameterContainer = nn.ParameterList | nn.ParameterDict | ParametrizationList
 
 
 def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
-    """By local name, those it holds itself and in lists and dicts; and these."""
+    """By local name, those it holds itself, in lists and dicts, and for its parametrizations; and
+    the modules that hold these."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    holders = [
-        (name, child)
-        for name, child in module.named_children()
-        if isinstance(child, _ParameterContainer)
-    ]
+    children = list(module.named_children())
+    if is_parametrized(module):
+        made = module.get_submodule("parametrizations")
+        children += [(f"parametrizations.{name}", child) for name, child in made.named_children()]
+    holders = [(name, child) for name, child in children if isinstance(child, _ParameterContainer)]
     for name, holder in holders:
         own |= {f"{name}.{inner}": p for inner, p in holder.named_parameters()}
     return own, [holder for _, holder in holders]
@@ -256,7 +263,7 @@ class _PassState:
 
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
         """Return the places of arguments of a layer's next call that belong to no example."""
-        if not layer.fallback:
+        if not layer.may_share:
             return frozenset()
         key, leaves = self.next_call(layer, arguments)
         known = layer.shared.get(key, {})
@@ -384,37 +391,44 @@ def run_pass(
 
 # By the name of a layer and what tells its calls apart, the shapes of arguments by their places.
 _Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
+# By the name of a layer and the number of its call: its output's number of dimensions, and lengths.
+_Lengths = dict[tuple[str, int], tuple[int, Beginnings]]
 
 
 def find_shared_arguments(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> None:
-    """Find which arguments of layers without a rule belong to no example, such as a mask (T, T),
-    and how many rows others are given.
+    """Find which arguments of layers belong to no example, a mask (T, T) or positions (T,), and how
+    many rows layers are given that treat positions alone.
 
     A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
     keep something. What they show is kept in the layers. Where such passes do not run, lengths
-    alone decide.
+    alone decide. Positions that are looked up once are shared where the losses are the same if
+    every example has a copy; a model that puts a dimension before them does not take copies.
 
     Args:
         layers: from `find_layers(model)`.
         inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
     """
-    if not any(layer.fallback or layer.rule in POSITIONWISE for layer in layers):
-        return
-    device = device_of(inputs)
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-            (two, short), (three, long) = (
-                _argument_shapes(copied, objective, take(inputs, [0] * rows), targets[[0] * rows])
-                for rows in (2, 3)
-            )
-    except Exception:  # whatever a user's module does; a pass that is executed says it
+    if not any(map(_is_watched, layers)):
         return
     for layer in layers:
         layer.shared.clear()
         layer.lengths.clear()
+    device = device_of(inputs)
+
+    def run(rows: int) -> tuple[_Shapes, _Lengths, Tensor]:
+        some, labels = take(inputs, [0] * rows), targets[[0] * rows]
+        # All passes draw the same random numbers, and the caller's generator is left alone.
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
+            return _argument_shapes(copied, layers, objective, some, labels)
+
+    try:
+        (two, short, losses), (three, long, _) = run(2), run(3)
+    except Exception:  # whatever a user's module does; a pass that is executed says it
+        return
+    for layer in layers:
         for (name, call), (size, beginnings) in short.items():
             if name == layer.name and (name, call) in long:
                 layer.lengths[call] = size, beginnings & long[name, call][1]
@@ -422,44 +436,67 @@ def find_shared_arguments(
             others = three.get((name, key), {})
             if name == layer.name:
                 layer.shared[key] = {
-                    place: shape for place, shape in shapes.items() if others.get(place) == shape
+                    place: shape
+                    for place, shape in shapes.items()
+                    if others.get(place) == shape and (layer.fallback or len(shape) == 1)
                 }
+    tables = [layer for layer in layers if layer.rule is embedding and any(layer.shared.values())]
+    if tables and not _same_losses(losses, lambda: run(2)[2]):
+        for layer in tables:
+            layer.shared.clear()
+
+
+def _is_watched(layer: Layer) -> bool:
+    return layer.may_share or layer.rule in POSITIONWISE
+
+
+def _same_losses(losses: Tensor, run: Callable[[], Tensor]) -> bool:
+    try:
+        return torch.allclose(losses, run(), rtol=1e-3, atol=1e-6, equal_nan=True)
+    except Exception:  # shapes that do not fit, for instance
+        return False
 
 
 def _argument_shapes(
-    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
-) -> tuple[_Shapes, dict[tuple[str, int], tuple[int, Beginnings]]]:
-    """Return what the layers without a rule are given in one forward pass, and the lengths of what
-    those that treat positions alone return."""
+    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
+) -> tuple[_Shapes, _Lengths, Tensor]:
+    """Return what layers are given in one forward pass that may belong to no example, the lengths
+    of what those that treat positions alone return, and the losses.
+
+    layers: the model's, with what is known of them. What a table looks up for all is copied.
+    """
     found: _Shapes = {}
-    lengths = {}
+    lengths: _Lengths = {}
     state = _PassState(rows_of(inputs), {}, targets, lambda layer, call: None)
     state.shapes = [tensor.shape for tensor in tensors_of(inputs)]
 
-    def watched(layer: Layer) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not layer.fallback:
+    def watched(layer: Layer) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if not layer.may_share:
                 if isinstance(output, Tensor) and output.dim():
                     state.calls[layer.name] += 1
                     place = layer.name, state.calls[layer.name]
                     lengths[place] = output.dim(), state.beginnings(len(output))
-                return
+                return None
             key, leaves = state.next_call(layer, (args, kwargs))
             found[layer.name, key] = {
                 place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
             }
+            if layer.rule is embedding and layer.shared.get(key):
+                return _for_each_example(state.batch, layer.shared[key], output)[0]
+            return None
 
         return hook
 
     handles = [
-        layer.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
-        for layer in find_layers(model)
-        if layer.fallback or layer.rule in POSITIONWISE
+        each.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
+        for each, layer in zip(find_layers(model), layers, strict=True)
+        if _is_watched(layer)
     ]
-    example_losses(model, objective, {}, inputs, targets)
+    losses = example_losses(model, objective, {}, inputs, targets)
     for handle in handles:
         handle.remove()
-    return found, lengths
+    return found, lengths, losses
 
 
 def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -506,8 +543,9 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
             return None
         args, kwargs = _detach_arguments(args, kwargs)
         shared = current.shared_arguments(layer, (args, kwargs))
-        if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
-            args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
+        if layer.rule is embedding and isinstance(output, Tensor):
+            args, kwargs, output = _for_each_example(current.batch, shared, args, kwargs, output)
+            shared = frozenset()
         _refuse_selection(layer, current, output)
         flat = _is_flat(layer, current, output)
         leaves, spec = (
@@ -521,7 +559,9 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         if not flat:
             _check_batch_dimension(layer, current.batch, [leaves[position] for position in wanted])
         for position in wanted:
-            if leaves[position]._is_view():  # a hook on a view is lost if it is changed in place
+            # A hook on a view is lost if it is changed in place. One on an output that another is
+            # made of, as an LSTMCell's is, sees that one's signals too.
+            if leaves[position]._is_view() or len(wanted) > 1:
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
                 leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
@@ -545,9 +585,17 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
     return hook
 
 
-def _for_each_example(batch: int, *values: Any) -> Any:
-    """Return values with numbers of positions, looked up once for all examples, for each one."""
-    return pytree.tree_map_only(Tensor, lambda one: one.expand(batch, *one.shape[1:]), values)
+def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
+    """Return the arguments and, last, the output of a table for each example: what it looks up
+    once for all, (1, T) or with shared arguments (T,), is copied."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        one = tensor[None] if shared else tensor
+        return one.expand(batch, *one.shape[1:])
+
+    if not shared and len(values[-1]) != 1:
+        return values
+    return pytree.tree_map_only(Tensor, copied, values)
 
 
 def _require_gradients(layer: Layer, output: Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from dpdist.gradients.per_example import (
@@ -492,7 +493,10 @@ def _known_rules() -> dict[type[nn.Module], Rule]:
 
 
 def find_rule(module: nn.Module) -> Rule | None:
-    """The rule for this module, or None; a subclass that changed `forward` has none."""
+    """The rule for this module, or None; a subclass that changed `forward` has none, and neither
+    has a layer whose weights are computed of others, such as `parametrizations.weight_norm`."""
+    if is_parametrized(module):
+        return None
     rules = _known_rules()
     for base in type(module).__mro__:
         if base in rules:

@@ -42,14 +42,23 @@ _MIXES = (
 _GROUP = 1 << 20  # parameters differentiated at a time
 
 
+def normalises_over_batch(module: nn.Module) -> bool:
+    """Return whether it is a BatchNorm that does not use stored statistics, as one in evaluation
+    mode does."""
+    if not isinstance(module, _NormBase) or isinstance(module, _InstanceNorm):
+        return False
+    return module.training or module.running_mean is None
+
+
 def refuse_mixing_layers(model: nn.Module) -> None:
     """Raise UserError, naming the layer, for layer types known to mix examples."""
     for name, module in model.named_modules():
         where = f"layer {name or '(the model itself)'} ({type(module).__name__})"
-        if isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm):
+        if normalises_over_batch(module):
             raise UserError(
                 f"{where} normalises over the batch, so one record would change every record's "
-                "gradient: use torch.nn.GroupNorm instead",
+                "gradient: use torch.nn.GroupNorm instead or, where its statistics are of public "
+                "data, call its eval(), also after model.train()",
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:

@@ -30,7 +30,7 @@ from dpdist.gradients.engine import (
     input_targets,
     squared_error,
 )
-from dpdist.gradients.hooks import Losses
+from dpdist.gradients.hooks import Losses, run_with_values
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.methods.base import Execution, MethodState
@@ -97,7 +97,7 @@ class MixedJacobian:
         self.num_parameters = sum(value.numel() for value in named.values())  # w
         self.num_features = inputs[0].numel()  # v
         with torch.enable_grad():
-            outputs = torch.func.functional_call(model, self._parameters, (self._inputs,))
+            outputs = run_with_values(model, self._parameters, lambda: model(self._inputs))
             self.losses = objective(outputs, targets)
             by_parameters = torch.autograd.grad(
                 self.losses.sum(), [*self._parameters.values()], create_graph=True

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpdist import data, models
 from dpdist.cluster.session import WORKER_MIB
@@ -37,7 +36,7 @@ from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weig
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
-from dpdist.gradients.validation import NUM_EXAMPLES
+from dpdist.gradients.validation import NUM_EXAMPLES, normalises_over_batch
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.factory_code import record_digests, source_digests
@@ -332,7 +331,7 @@ def _whole_batch_engine(
 
     Raises UserError where such a run would see parts of a batch.
     """
-    mixes = any(isinstance(module, _BatchNorm) for module in model.modules())
+    mixes = any(map(normalises_over_batch, model.modules()))
     open_run = recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
     if not (mixes and open_run and recipe.method.name in _MIXING_METHODS):
         return None

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from dpdist.core.errors import UserError
@@ -319,6 +321,62 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
     check(model, torch.randn(3, 2, 4), fallback=["0"])
 
 
+class _Cell(nn.Module):
+    """Of an LSTMCell's two outputs the first is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(4, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = (inputs.new_zeros(len(inputs), 5),) * 2
+        for step in inputs.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0])
+
+
+def test_outputs_of_which_one_is_made_of_the_other_are_counted_once():
+    torch.manual_seed(0)
+    check(_Cell(), torch.randn(5, 4, 4), fallback=["cell"])
+
+
+def test_layers_whose_weights_are_made_of_others_fall_back_with_them():
+    torch.manual_seed(0)
+    normed = weight_norm(nn.Linear(4, 6, bias=False))
+    check(nn.Sequential(normed, nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4), fallback=["0"])
+    adapted = nn.Linear(4, 6)
+    adapted.weight.requires_grad_(False)
+    register_parametrization(adapted, "weight", _LowRank())
+    check(nn.Sequential(adapted, nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4), fallback=["0"])
+
+
+class _LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def test_batch_norm_trains_while_it_stays_in_evaluation_mode():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    norm(torch.randn(8, 3, 4, 4) + 1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), norm.eval(), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    )
+    check(model, torch.randn(5, 2, 4, 4), fallback=["1"])
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(0.3))
+    inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
+    before = engine.clipped_sum(inputs, targets).flat
+    model.train()
+    with pytest.raises(UserError, match=r"layer 1 \(BatchNorm2d\).*also after model.train"):
+        engine.clipped_sum(inputs, targets)
+    norm.eval()
+    assert torch.equal(engine.clipped_sum(inputs, targets).flat, before)
+
+
 @pytest.mark.slow
 class _ScaledBy(nn.Linear):
     """A layer whose scales lie in a dictionary, which is no layer."""
@@ -357,19 +415,26 @@ class _SharedPositions(nn.Module):
             places = places[None]
         elif self.rows == "each":
             places = places.expand(len(tokens), -1)
-        return self.head(torch.tanh(self.words(tokens) + self.positions(places)))
+        learned = self.positions(places)
+        if self.rows == "added":
+            learned = learned.unsqueeze(0)
+        elif self.rows == "pooled":
+            learned = learned.mean(0)
+        return self.head(torch.tanh(self.words(tokens) + learned))
 
 
-@pytest.mark.parametrize("rows", ["one", "each"])
+@pytest.mark.parametrize("rows", ["one", "each", "none"])
 def test_positions_that_a_batch_shares_are_looked_up_for_each_example(rows):
     torch.manual_seed(0)
     check(_SharedPositions(rows), torch.randint(0, 9, (5, 6)))
+    check(_SharedPositions(rows), torch.randint(0, 9, (6, 6)))  # as many rows as positions
 
 
-def test_positions_without_a_batch_are_refused_or_taken_one_by_one():
+@pytest.mark.parametrize("rows", ["added", "pooled"])
+def test_positions_that_cannot_be_copied_are_refused_or_taken_one_by_one(rows):
     """Their gradient is that of the whole batch: no norm of one example can be made of it."""
     torch.manual_seed(0)
-    model, tokens = _SharedPositions("none").double(), torch.randint(0, 9, (5, 6))
+    model, tokens = _SharedPositions(rows).double(), torch.randint(0, 9, (5, 6))
     targets, clip = torch.arange(5) % 3, FlatClipping(0.3)
     with pytest.raises(UserError, match=r"layer positions returned shape .*keep the examples on"):
         GradientEngine(model, weighted_square, clipping=clip).clipped_sum(tokens, targets)
@@ -548,6 +613,8 @@ def test_a_tensor_as_long_as_the_pass_is_not_cut_into_examples(length):
 def test_a_shared_table_as_long_as_the_pass_keeps_records_apart_by_structure():
     model, inputs = _Positions(8), torch.randn(8, 8, 3)
     assert find_mixing_operation(model, weighted_square, inputs, torch.zeros(8)) is None
+    looked_up, tokens = _SharedPositions("none"), torch.randint(0, 9, (6, 6))
+    assert find_mixing_operation(looked_up, weighted_square, tokens, torch.zeros(6)) is None
 
 
 def test_checkpoints_of_the_user_s_own_run_again_with_the_same_parameters():
