@@ -117,6 +117,7 @@ def unscreened(model: nn.Module, draws: Perturbation | None = None) -> GradientE
             model, cross_entropy, clipping=FlatClipping(C), perturbation=draws, micro_batch=100
         )
     engine._checked = True  # as if the self-check had passed
+    engine.__dict__["_has_batch_norm"] = False  # which each sum looks at again
     return engine
 
 
