@@ -457,7 +457,9 @@ class GradientEngine:
                 own = [*self.model.parameters(), *self.model.buffers()]
                 self._zeros_replaced = True
                 try:
-                    found = find_row_classes(run, *examples, rows, own)
+                    last = _LastPass(run, rows)
+                    found = find_row_classes(last, *examples, rows, own)
+                    last.refuse_mixing(*examples)
                 finally:
                     self._zeros_replaced = False
                 self._row_classes_cache[kind] = found
@@ -970,6 +972,40 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
+
+
+class _LastPass:
+    """Run passes of one example each, and hold one row of the last of them, which is the first
+    example's, against the same row in company: in passes as long as those that are executed."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Sequence[Tensor]], rows: int) -> None:
+        self._run, self._rows, self._place = run, rows, rows // 2
+        self._found: list[Tensor] = []
+
+    def __call__(self, inputs: Inputs, targets: Tensor) -> Sequence[Tensor]:
+        self._state = torch.get_rng_state()
+        found = self._run(inputs, targets)
+        self._found = [tensor[self._place].clone() for tensor in found]
+        return found
+
+    def refuse_mixing(self, inputs: Inputs, targets: Tensor) -> None:
+        """Raise UserError where the row is another one among other examples."""
+        if not self._found or device_of(inputs).type != "cpu":  # other generators may draw there
+            return
+        rows = [1 + place % (len(targets) - 1) for place in range(self._rows)]
+        rows[self._place] = 0
+        torch.set_rng_state(self._state)
+        company = self._run(take(inputs, rows), targets[rows])
+        for alone, tensor in zip(self._found, company, strict=False):
+            other = tensor[self._place].double()
+            allowed = 1e-2 * float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) + 1e-30
+            if not torch.allclose(alone.double(), other, rtol=0, atol=allowed, equal_nan=True):
+                raise UserError(
+                    "the model or loss mixes examples in passes of "
+                    f"{self._rows} rows: one example's gradient depends on another example. "
+                    "Normalise within each example (torch.nn.GroupNorm), never over the batch",
+                    see="explanation/gradients.md#what-is-refused",
+                )
 
 
 def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:

@@ -262,11 +262,22 @@ class _PassState:
         )
 
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
-        """Return the places of arguments of a layer's next call that belong to no example."""
+        """Return the places of arguments of a layer's next call that belong to no example.
+
+        Raises UserError where another shape than the known one looks like records.
+        """
         if not layer.may_share:
             return frozenset()
         key, leaves = self.next_call(layer, arguments)
         known = layer.shared.get(key, {})
+        for place, shape in known.items():
+            now = leaves[place].shape
+            if now != shape and now[:1] == (self.batch,):
+                raise UserError(
+                    f"layer {layer.name} must be given positions or a mask of shape {tuple(shape)} "
+                    f"in each pass, got {tuple(now)} for a batch of {self.batch}: these cannot be "
+                    "told from records; let no shape depend on values"
+                )
         return frozenset(place for place, shape in known.items() if leaves[place].shape == shape)
 
     def next_call(self, layer: Layer, arguments: Any) -> tuple[tuple[int, str], list[Any]]:
@@ -533,12 +544,23 @@ class _Enclosing(nn.Module):
         return self.run()
 
 
+_RUNNING: dict[int, _PassState] = {}  # by the identity of a module, the pass that it is in
+
+
 @contextmanager
 def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
-    """Hooks live for one pass only, so the model stays picklable and copyable."""
+    """Hooks live for one pass only, so the model stays picklable and copyable.
+
+    Raises UserError where another thread runs one of the layers: each would see both's records.
+    """
     handles = []
     try:
         for layer in layers:
+            if _RUNNING.setdefault(id(layer.module), current) is not current:
+                raise UserError(
+                    f"layer {layer.name} must be trained by one thread at a time, got a second "
+                    "one: give each thread a copy of the model (copy.deepcopy)"
+                )
             hook = _forward_hook(layer, current)
             # Before all others: noise that somebody puts on the output is none of the layer's.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -546,6 +568,9 @@ def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for layer in layers:
+            if _RUNNING.get(id(layer.module)) is current:
+                del _RUNNING[id(layer.module)]
 
 
 def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:

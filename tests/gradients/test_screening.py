@@ -464,6 +464,27 @@ def test_a_model_in_another_mode_is_checked_again() -> None:
     assert engine.clipped_sum(*batch).flat.any()
 
 
+def test_a_model_runs_in_one_pass_at_a_time() -> None:
+    """Hooks of two passes at once, of two threads, gave each the other's records, silently."""
+    model, batch = nn.Linear(4, 2), (uniform(5, 4), torch.arange(5) % 2)
+    inner = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    inner.clipped_sum(*batch)
+    meanwhile: list[GradientEngine] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        for engine in meanwhile:
+            engine.clipped_sum(*batch)
+        return cross_entropy(outputs, targets)
+
+    outer = GradientEngine(model, loss, clipping=FlatClipping(1.0))
+    outer.clipped_sum(*batch)
+    meanwhile.append(inner)
+    with pytest.raises(UserError, match="must be trained by one thread at a time"):
+        outer.clipped_sum(*batch)
+    meanwhile.clear()
+    assert torch.equal(outer.clipped_sum(*batch).flat, inner.clipped_sum(*batch).flat)
+
+
 def test_a_model_that_views_its_pictures_as_rows_is_trained() -> None:
     """`view` refuses memory in channels-last format, which convolutions are faster in."""
 
