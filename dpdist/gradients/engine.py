@@ -221,6 +221,9 @@ class GradientEngine:
     """
 
     _zeros_replaced = False  # while rows are compared
+    _modes: list[bool] | None = None  # of the modules, when they were checked
+    # What a pass costs besides its rows, in rows; None where micro_batch was given.
+    _pass_overhead: float | None = None
 
     def __init__(
         self,
@@ -270,8 +273,7 @@ class GradientEngine:
         self._checked = isolate  # nothing to look for then
         self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
         self._screened: tuple[Inputs, Tensor] | None = None
-        # What a pass costs besides its rows, in rows; None where micro_batch was given.
-        self._pass_overhead: float | None = None
+        self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
@@ -334,8 +336,7 @@ class GradientEngine:
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
         like = (inputs, targets) if members is None else _records_at(0, inputs, targets)
-        if not (self._checked and self.micro_batch):
-            self.validate(*self._invented(*like, SCREENED_EXAMPLES))
+        self._check_kind(*like)
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
@@ -456,7 +457,9 @@ class GradientEngine:
                 own = [*self.model.parameters(), *self.model.buffers()]
                 self._zeros_replaced = True
                 try:
-                    found = find_row_classes(run, *examples, rows, own)
+                    last = _LastPass(run, rows)
+                    found = find_row_classes(last, *examples, rows, own)
+                    last.refuse_mixing(*examples)
                 finally:
                     self._zeros_replaced = False
                 self._row_classes_cache[kind] = found
@@ -471,7 +474,7 @@ class GradientEngine:
             alike = [t.shape[1:] for t in tensors_of(known)] == [
                 t.shape[1:] for t in tensors_of(inputs)
             ]
-            if alike and rows_of(known) >= count:
+            if alike and rows_of(known) >= min(count, SCREENED_EXAMPLES):
                 some = slice(count)
                 return take(known, some), wanted[some]
         with _preserve_random_state(device_of(inputs)):
@@ -719,13 +722,58 @@ class GradientEngine:
                 check_example_independence(
                     self.model, self.objective, self._empty_gradients, inputs, targets
                 )
-                find_shared_arguments(self.model, self._layers, self.objective, inputs, targets)
-                self._checked = True
+                self._checked, self._modes = True, self._current_modes()
+                self._row_classes_cache.clear()
+                self._kinds.clear()
+                self._find_shared(inputs, targets)
                 return_freed_memory()
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+
+    def _current_modes(self) -> list[bool]:
+        return [module.training for module in self.model.modules()]
+
+    def _check_kind(self, inputs: Inputs, targets: Tensor) -> None:
+        """Check the model before its first sum and when its layers are in another mode, and look
+        again at what its calls share where a record has another shape.
+
+        A model that normalises over the batch in training mode alone passes in evaluation mode.
+        """
+        if not self.isolate and self._modes not in (None, self._current_modes()):
+            self._checked = False
+        if not (self._checked and self.micro_batch):
+            self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))
+        if not self.isolate:
+            self._find_shared(inputs, targets, invented=False)
+
+    def _find_shared(self, inputs: Inputs, targets: Tensor, *, invented: bool = True) -> None:
+        """Find what calls of layers share for records of this shape, once for each shape.
+
+        Args:
+            invented: the examples hold nothing private; otherwise shapes and types are looked at
+                alone.
+
+        Raises:
+            UserError: examples of this shape do not run.
+        """
+        shapes = [tuple(each.shape[1:]) for each in (*tensors_of(inputs), targets)]
+        found = self._kinds.get(str(shapes))
+        if found is None:
+            some = (inputs, targets) if invented else self._invented(inputs, targets, 1)
+            if not find_shared_arguments(self.model, self._layers, self.objective, *some):
+                raise UserError(
+                    "the model must run on two and on three copies of an example, got an error "
+                    f"for inputs and targets of shapes {shapes}: give such examples to validate()"
+                )
+            found = [(dict(layer.shared), dict(layer.lengths)) for layer in self._layers]
+            self._kinds[str(shapes)] = found
+        for layer, (shared, lengths) in zip(self._layers, found, strict=True):
+            layer.shared.clear()
+            layer.shared.update(shared)
+            layer.lengths.clear()
+            layer.lengths.update(lengths)
 
     def classify_independence(self, inputs: Inputs, targets: Tensor) -> str:
         """Return how records are kept apart in passes of this shape (`dpdist.core.fields`).
@@ -924,6 +972,40 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
+
+
+class _LastPass:
+    """Run passes of one example each, and hold one row of the last of them, which is the first
+    example's, against the same row in company: in passes as long as those that are executed."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Sequence[Tensor]], rows: int) -> None:
+        self._run, self._rows, self._place = run, rows, rows // 2
+        self._found: list[Tensor] = []
+
+    def __call__(self, inputs: Inputs, targets: Tensor) -> Sequence[Tensor]:
+        self._state = torch.get_rng_state()
+        found = self._run(inputs, targets)
+        self._found = [tensor[self._place].clone() for tensor in found]
+        return found
+
+    def refuse_mixing(self, inputs: Inputs, targets: Tensor) -> None:
+        """Raise UserError where the row is another one among other examples."""
+        if not self._found or device_of(inputs).type != "cpu":  # other generators may draw there
+            return
+        rows = [1 + place % (len(targets) - 1) for place in range(self._rows)]
+        rows[self._place] = 0
+        torch.set_rng_state(self._state)
+        company = self._run(take(inputs, rows), targets[rows])
+        for alone, tensor in zip(self._found, company, strict=False):
+            other = tensor[self._place].double()
+            allowed = 1e-2 * float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) + 1e-30
+            if not torch.allclose(alone.double(), other, rtol=0, atol=allowed, equal_nan=True):
+                raise UserError(
+                    "the model or loss mixes examples in passes of "
+                    f"{self._rows} rows: one example's gradient depends on another example. "
+                    "Normalise within each example (torch.nn.GroupNorm), never over the batch",
+                    see="explanation/gradients.md#what-is-refused",
+                )
 
 
 def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:

@@ -262,11 +262,22 @@ class _PassState:
         )
 
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
-        """Return the places of arguments of a layer's next call that belong to no example."""
+        """Return the places of arguments of a layer's next call that belong to no example.
+
+        Raises UserError where another shape than the known one looks like records.
+        """
         if not layer.may_share:
             return frozenset()
         key, leaves = self.next_call(layer, arguments)
         known = layer.shared.get(key, {})
+        for place, shape in known.items():
+            now = leaves[place].shape
+            if now != shape and now[:1] == (self.batch,):
+                raise UserError(
+                    f"layer {layer.name} must be given positions or a mask of shape {tuple(shape)} "
+                    f"in each pass, got {tuple(now)} for a batch of {self.batch}: these cannot be "
+                    "told from records; let no shape depend on values"
+                )
         return frozenset(place for place, shape in known.items() if leaves[place].shape == shape)
 
     def next_call(self, layer: Layer, arguments: Any) -> tuple[tuple[int, str], list[Any]]:
@@ -397,21 +408,24 @@ _Lengths = dict[tuple[str, int], tuple[int, Beginnings]]
 
 def find_shared_arguments(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
-) -> None:
+) -> bool:
     """Find which arguments of layers belong to no example, a mask (T, T) or positions (T,), and how
     many rows layers are given that treat positions alone.
 
     A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
-    keep something. What they show is kept in the layers. Where such passes do not run, lengths
-    alone decide. Positions that are looked up once are shared where the losses are the same if
-    every example has a copy; a model that puts a dimension before them does not take copies.
+    keep something. What they show is kept in the layers. Positions that are looked up once are
+    shared where the losses are the same if every example has a copy; a model that puts a dimension
+    before them does not take copies.
 
     Args:
         layers: from `find_layers(model)`.
         inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
+
+    Returns:
+        False where such passes do not run, and lengths alone would decide.
     """
     if not any(map(_is_watched, layers)):
-        return
+        return True
     for layer in layers:
         layer.shared.clear()
         layer.lengths.clear()
@@ -421,13 +435,12 @@ def find_shared_arguments(
         some, labels = take(inputs, [0] * rows), targets[[0] * rows]
         # All passes draw the same random numbers, and the caller's generator is left alone.
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            copied = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-            return _argument_shapes(copied, layers, objective, some, labels)
+            return _argument_shapes(_copy_of(model), layers, objective, some, labels)
 
     try:
         (two, short, losses), (three, long, _) = run(2), run(3)
     except Exception:  # whatever a user's module does; a pass that is executed says it
-        return
+        return False
     for layer in layers:
         for (name, call), (size, beginnings) in short.items():
             if name == layer.name and (name, call) in long:
@@ -444,6 +457,16 @@ def find_shared_arguments(
     if tables and not _same_losses(losses, lambda: run(2)[2]):
         for layer in tables:
             layer.shared.clear()
+    return True
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters; the model itself where it holds what cannot be
+    copied, such as a lock."""
+    try:
+        return copy.deepcopy(model, {id(each): each for each in model.parameters()})
+    except Exception:  # whatever a user's objects raise
+        return model
 
 
 def _is_watched(layer: Layer) -> bool:
@@ -493,9 +516,11 @@ def _argument_shapes(
         for each, layer in zip(find_layers(model), layers, strict=True)
         if _is_watched(layer)
     ]
-    losses = example_losses(model, objective, {}, inputs, targets)
-    for handle in handles:
-        handle.remove()
+    try:
+        losses = example_losses(model, objective, {}, inputs, targets)
+    finally:
+        for handle in handles:
+            handle.remove()
     return found, lengths, losses
 
 
@@ -519,12 +544,23 @@ class _Enclosing(nn.Module):
         return self.run()
 
 
+_RUNNING: dict[int, _PassState] = {}  # by the identity of a module, the pass that it is in
+
+
 @contextmanager
 def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
-    """Hooks live for one pass only, so the model stays picklable and copyable."""
+    """Hooks live for one pass only, so the model stays picklable and copyable.
+
+    Raises UserError where another thread runs one of the layers: each would see both's records.
+    """
     handles = []
     try:
         for layer in layers:
+            if _RUNNING.setdefault(id(layer.module), current) is not current:
+                raise UserError(
+                    f"layer {layer.name} must be trained by one thread at a time, got a second "
+                    "one: give each thread a copy of the model (copy.deepcopy)"
+                )
             hook = _forward_hook(layer, current)
             # Before all others: noise that somebody puts on the output is none of the layer's.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -532,6 +568,9 @@ def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for layer in layers:
+            if _RUNNING.get(id(layer.module)) is current:
+                del _RUNNING[id(layer.module)]
 
 
 def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:

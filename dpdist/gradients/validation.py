@@ -40,6 +40,7 @@ _MIXES = (
     "the batch"
 )
 _GROUP = 1 << 20  # parameters differentiated at a time
+_RandomStates = tuple[Tensor, Tensor]  # of torch's generators, on the CPU and where the model lies
 
 
 def normalises_over_batch(module: nn.Module) -> bool:
@@ -465,29 +466,40 @@ class _ModelCheck:
         """The first example in company of all sizes, a few others in the largest one."""
         for first in range(min(_FEW, self.num_finite)):
             states = torch.get_rng_state(), _random_state(self.device)
-            alone, again = self._sketch([first], 0), self._sketch([first], 0)
+            alone = self._sketch([first], 0)
             after = torch.get_rng_state(), _random_state(self.device)
-            if not all(map(torch.equal, states, after)):  # a random layer
-                return
+            drawn = None if all(map(torch.equal, states, after)) else states  # a random layer
+            again = self._sketch([first], 0, states=drawn)
             if not bool(((again - alone).abs() <= self._allowed(alone)).all()):
                 raise UserError(
                     "the model or loss gives one example another loss or gradient when it runs "
                     "again: it remembers earlier examples, or draws from a generator of its own; "
                     "let it depend on its arguments alone"
                 )
-            self._compare(first, alone, _SIZES if first == 0 else _SIZES[-1:])
+            self._compare(first, alone, _SIZES if first == 0 else _SIZES[-1:], drawn)
 
-    def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
-        """Raise UserError where an example's sketch is another one in company than alone."""
+    def _compare(
+        self, first: int, alone: Tensor, sizes: Sequence[int], drawn: _RandomStates | None
+    ) -> None:
+        """Raise UserError where an example's sketch is another one in company than alone.
+
+        drawn: of a model with random layers, where its passes begin to draw. Its draws depend on
+        the number of rows, so that an example is held against itself among copies of itself.
+        """
         with self._changed_last_digits() as values:
-            moved = (self._sketch([first], 0, values) - alone).abs()
-        allowed = self._allowed(alone)
-        allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
+            moved = (self._sketch([first], 0, values, drawn) - alone).abs()
         others = [row for row in range(len(self.targets)) if row != first]
         for size in sizes:
+            place = size // 2
+            if drawn is not None:
+                alone = self._sketch([first] * size, place, states=drawn)
+                with self._changed_last_digits() as values:
+                    moved = (self._sketch([first] * size, place, values, drawn) - alone).abs()
+            allowed = self._allowed(alone) + 4 * moved.nan_to_num(0.0, 0.0, 0.0)
             rows = [others[(size + place) % len(others)] for place in range(size)]
-            rows[size // 2] = first
-            if bool((~((self._sketch(rows, size // 2) - alone).abs() <= allowed)).any()):
+            rows[place] = first
+            found = self._sketch(rows, place, states=drawn)
+            if bool((~((found - alone).abs() <= allowed)).any()):
                 raise UserError(
                     "the model mixes examples without autograd's knowledge: among "
                     f"{size} examples, one example's loss or gradient {_MIXES}",
@@ -515,10 +527,17 @@ class _ModelCheck:
             self.restore()
 
     def _sketch(
-        self, rows: list[int], place: int, values: Mapping[str, Tensor] | None = None
+        self,
+        rows: list[int],
+        place: int,
+        values: Mapping[str, Tensor] | None = None,
+        states: _RandomStates | None = None,
     ) -> Tensor:
         """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
-        at `place` among these rows."""
+        at `place` among these rows. states: of torch's generators, which it is drawn from."""
+        if states is not None:
+            torch.set_rng_state(states[0])
+            _restore(states[1], self.device)
         inputs, targets = take(self.inputs, rows), self.targets[rows]
         losses, gradients = self._gradients(inputs, targets, values, place)
         found = []

@@ -430,6 +430,42 @@ def test_positions_that_a_batch_shares_are_looked_up_for_each_example(rows):
     check(_SharedPositions(rows), torch.randint(0, 9, (6, 6)))  # as many rows as positions
 
 
+@pytest.mark.parametrize("rows", [3, 5])
+def test_positions_are_told_apart_for_records_of_every_length(rows):
+    """The second batch has other lengths than the checked one: as many positions as records were
+    taken for these, and one record moved a sum by 2.2 C."""
+    torch.manual_seed(0)
+    model, targets = _SharedPositions("none").double(), torch.arange(rows) % 3
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(0.3))
+    for length in (6, 3, 2, 6):
+        tokens = torch.randint(0, 9, (rows, length))
+        found = engine.clipped_sum(tokens, targets).flat
+        expected, scale = one_at_a_time(model, tokens, targets, 0.3)
+        torch.testing.assert_close(found, expected, rtol=RTOL, atol=RTOL * scale)
+
+
+def test_positions_as_long_as_a_value_says_are_not_taken_for_records():
+    """A model trims its tokens to the longest record: of as many positions as records, each was
+    taken for one, and one record moved a sum by 2 C. No invented example is shorter."""
+
+    class Trimmed(_SharedPositions):
+        vocabulary = 9
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            longest = int((tokens < 9).sum(1).max())
+            return super().forward(tokens[:, :longest]).mean(1)
+
+    model, targets = Trimmed("none"), torch.arange(4) % 3
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(0.3))
+    tokens = torch.randint(0, 9, (4, 6))
+    assert engine.clipped_sum(tokens, targets).flat.any()
+    tokens[:, 4:] = 9
+    with pytest.raises(
+        UserError, match=r"positions must be given .*\(6,\) in each pass, got \(4,\)"
+    ):
+        engine.clipped_sum(tokens, targets)
+
+
 @pytest.mark.parametrize("rows", ["added", "pooled"])
 def test_positions_that_cannot_be_copied_are_refused_or_taken_one_by_one(rows):
     """Their gradient is that of the whole batch: no norm of one example can be made of it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpdist.core.errors import UserError
 from dpdist.gradients import per_example, row_independence
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, consistency_targets, cross_entropy
@@ -247,6 +248,39 @@ def test_a_hinge_does_not_hide_how_rows_round(zero, micro_batch) -> None:
         whole = total(key, ids >= 0)
         moved += [float((whole - total(key, ids != gone)).norm()) for gone in range(0, 30, 5)]
     assert 0.9 < max(moved) <= 1.0
+
+
+def test_means_over_parts_of_large_passes_are_refused() -> None:
+    """No company of 33 examples shows them: one record moved a sum by 1.35 C."""
+
+    class Ghost(nn.Module):
+        def __init__(self, from_rows: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head, self.from_rows = nn.Linear(3, 6), nn.Linear(6, 2), from_rows
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            if len(x) >= self.from_rows:
+                parts = [part - part.mean(0).detach() for part in hidden.split(32)]
+                hidden = torch.cat(parts)
+            return self.head(hidden)
+
+    batch = torch.rand(64, 3, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2
+    for from_rows in (65, 64):
+        engine = GradientEngine(
+            Ghost(from_rows), cross_entropy, clipping=FlatClipping(1.0), blocks=Blocks(1, 64),
+            micro_batch=64,
+        )  # fmt: skip
+
+        def total(engine: GradientEngine = engine) -> Tensor:
+            return engine.clipped_sum(*batch, draw_key=KEY, record_ids=torch.arange(64)).flat
+
+        if from_rows == 65:
+            assert total().any()
+        else:
+            with pytest.raises(UserError, match="mixes examples in passes of 64 rows"):
+                total()
 
 
 def test_another_dimension_as_long_as_a_pass_is_none_of_rows() -> None:

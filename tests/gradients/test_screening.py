@@ -7,6 +7,7 @@ of each pair one was trained and the other refused (or cut into other passes).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -427,6 +428,63 @@ def test_a_random_layer_is_not_said_to_remember() -> None:
     check(Noisy(), uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
 
 
+class Centred(nn.Module):
+    """Subtracts the batch's mean, unseen by autograd: always, or in training mode alone."""
+
+    def __init__(self, chance: float, always: bool = True) -> None:
+        super().__init__()
+        self.layer, self.drop, self.head = nn.Linear(4, 6), nn.Dropout(chance), nn.Linear(6, 2)
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.layer(x))
+        mixing = self.always or self.training
+        return self.head(hidden - hidden.detach().mean(0) if mixing else hidden)
+
+
+def test_a_random_layer_hides_no_mixing() -> None:
+    """Nothing was compared where a model drew: one record moved a sum by 3.4 C."""
+    batch = uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2
+    for chance in (0.0, 0.5):
+        with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+            check(Centred(chance), *batch)
+    check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2)), *batch)
+
+
+def test_a_model_in_another_mode_is_checked_again() -> None:
+    """Checked in evaluation mode and trained in the other one, one record moved a sum by 1.16 C."""
+    model, batch = Centred(0.0, always=False), (uniform(5, 4), torch.arange(5) % 2)
+    engine = GradientEngine(model.eval(), cross_entropy, clipping=FlatClipping(1.0))
+    assert engine.clipped_sum(*batch).flat.any()
+    model.train()
+    for _ in range(2):
+        with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+            engine.clipped_sum(*batch)
+    model.eval()
+    assert engine.clipped_sum(*batch).flat.any()
+
+
+def test_a_model_runs_in_one_pass_at_a_time() -> None:
+    """Hooks of two passes at once, of two threads, gave each the other's records, silently."""
+    model, batch = nn.Linear(4, 2), (uniform(5, 4), torch.arange(5) % 2)
+    inner = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    inner.clipped_sum(*batch)
+    meanwhile: list[GradientEngine] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        for engine in meanwhile:
+            engine.clipped_sum(*batch)
+        return cross_entropy(outputs, targets)
+
+    outer = GradientEngine(model, loss, clipping=FlatClipping(1.0))
+    outer.clipped_sum(*batch)
+    meanwhile.append(inner)
+    with pytest.raises(UserError, match="must be trained by one thread at a time"):
+        outer.clipped_sum(*batch)
+    meanwhile.clear()
+    assert torch.equal(outer.clipped_sum(*batch).flat, inner.clipped_sum(*batch).flat)
+
+
 def test_a_model_that_views_its_pictures_as_rows_is_trained() -> None:
     """`view` refuses memory in channels-last format, which convolutions are faster in."""
 
@@ -474,11 +532,14 @@ class OnSelectedTokens(nn.Module):
         return each.new_zeros(tokens.shape).index_put((chosen,), each).sum(1)
 
 
-@pytest.mark.parametrize("branch", [False, True])
-def test_as_many_selected_tokens_as_records_are_not_taken_for_these(branch) -> None:
+@pytest.mark.parametrize(("branch", "lock"), [(False, False), (True, False), (False, True)])
+def test_as_many_selected_tokens_as_records_are_not_taken_for_these(branch, lock) -> None:
     """Each record's loss is its own, yet row i was taken for record i: one record moved a sum by
-    1.5 C. In invented examples every token has a label, so screening sees none of it."""
+    1.5 C. In invented examples every token has a label, so screening sees none of it. Nor did
+    passes of other lengths run where a model holds what cannot be copied."""
     model = OnSelectedTokens(branch)
+    if lock:
+        model.lock = threading.Lock()
     loss = OwnLoss(lambda module, batch: module.losses(*batch))
     engine = GradientEngine(model, loss, clipping=FlatClipping(1.0))
     generator = torch.Generator().manual_seed(0)
