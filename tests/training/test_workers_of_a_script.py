@@ -362,6 +362,7 @@ def told_alone(rank: int, folder: Path) -> None:
         t.close()
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_worker_alone_is_refused_by_all(tmp_path, pair):
     """As where one hears of SIGTERM a step before the other: both waited, for different sums."""
     for line in both(pair.do(told_alone, tmp_path / "own")):
@@ -526,6 +527,7 @@ def test_two_workers_score_as_one_to_the_bit(tmp_path, pair, given, declared):
     assert sum(passes) == one["passes"] == 3 * 25 and min(passes) > 25, "a worker is idle"
 
 
+@pytest.mark.long
 def test_without_canonical_sums_all_workers_have_one_score(tmp_path, pair):
     first, second = pair.do(scored, tmp_path / "own", {"privacy": FRESH}, {})
     assert first["scores"] == second["scores"]
