@@ -322,7 +322,7 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
 
 
 class _Cell(nn.Module):
-    """Of an LSTMCell's two outputs the first is made of the second."""
+    """An LSTMCell returns two outputs and computes the first from the second."""
 
     def __init__(self) -> None:
         super().__init__()
