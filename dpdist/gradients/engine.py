@@ -221,7 +221,6 @@ class GradientEngine:
     """
 
     _zeros_replaced = False  # while rows are compared
-    _modes: list[bool] | None = None  # of the modules, when they were checked
     # What a pass costs besides its rows, in rows; None where micro_batch was given.
     _pass_overhead: float | None = None
 
@@ -242,6 +241,7 @@ class GradientEngine:
         self._refuse_layers(model)
         raise_malloc_thresholds()
         self.model = model
+        self._modes = self._current_modes()  # in which the model was looked at
         self.objective = objective
         self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
@@ -277,10 +277,6 @@ class GradientEngine:
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
-
-    @functools.cached_property
-    def _has_batch_norm(self) -> bool:
-        return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
     @property
     def batch_statistics(self) -> dict[str, Tensor]:
@@ -329,8 +325,6 @@ class GradientEngine:
         Raises UserError.
         """
         batch = rows_of(inputs)
-        if self._has_batch_norm:  # the caller's loop may have put it into training mode
-            self._refuse_layers(self.model)
         if (1 if members is None else members.weights.shape[1]) != self.records_per_example:
             raise UserError(f"the engine clips sums over {self.records_per_example} records")
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
@@ -739,10 +733,13 @@ class GradientEngine:
         """Check the model before its first sum and when its layers are in another mode, and look
         again at what its calls share where a record has another shape.
 
-        A model that normalises over the batch in training mode alone passes in evaluation mode.
+        A model that normalises over the batch in training mode alone passes in evaluation mode, as
+        BatchNorm does.
         """
-        if not self.isolate and self._modes not in (None, self._current_modes()):
-            self._checked = False
+        modes = self._current_modes()
+        if modes != self._modes:
+            self._refuse_layers(self.model)
+            self._modes, self._checked = modes, self.isolate
         if not (self._checked and self.micro_batch):
             self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))
         if not self.isolate:

@@ -371,13 +371,17 @@ def test_batch_norm_trains_while_it_stays_in_evaluation_mode():
     inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
     before = engine.clipped_sum(inputs, targets).flat
     model.train()
-    with pytest.raises(UserError, match=r"layer 1 \(BatchNorm2d\).*also after model.train"):
-        engine.clipped_sum(inputs, targets)
+    isolated = GradientEngine(
+        model.eval(), weighted_square, clipping=FlatClipping(0.3), isolate=True
+    )
+    model.train()
+    for each in (engine, engine, isolated):
+        with pytest.raises(UserError, match=r"layer 1 \(BatchNorm2d\).*also after model.train"):
+            each.clipped_sum(inputs, targets)
     norm.eval()
     assert torch.equal(engine.clipped_sum(inputs, targets).flat, before)
 
 
-@pytest.mark.slow
 class _ScaledBy(nn.Linear):
     """A layer whose scales lie in a dictionary, which is no layer."""
 

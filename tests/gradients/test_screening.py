@@ -462,6 +462,12 @@ def test_a_model_in_another_mode_is_checked_again() -> None:
             engine.clipped_sum(*batch)
     model.eval()
     assert engine.clipped_sum(*batch).flat.any()
+    later = GradientEngine(model.train(), cross_entropy, clipping=FlatClipping(1.0))
+    model.eval()
+    later.validate(uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
+    model.train()
+    with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+        later.clipped_sum(*batch)
 
 
 def test_a_model_runs_in_one_pass_at_a_time() -> None:
