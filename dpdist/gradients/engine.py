@@ -329,6 +329,11 @@ class GradientEngine:
             raise UserError(f"the engine clips sums over {self.records_per_example} records")
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
+        if record_ids is not None and len(record_ids.unique()) < batch:
+            raise UserError(
+                "record_ids: must be distinct, got one twice: what is drawn for a record is keyed "
+                "by its id. Number the records of the data set"
+            )
         like = (inputs, targets) if members is None else _records_at(0, inputs, targets)
         self._check_kind(*like)
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out

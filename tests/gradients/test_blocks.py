@@ -11,6 +11,7 @@ from support.hypothesis_settings import hypothesis_settings
 from support.networks import cross_entropy, small_layers
 from torch import Tensor, nn
 
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping, max_run_length, rounding_slack, sum_slack
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
@@ -216,6 +217,17 @@ def test_rows_that_fill_up_count_for_nothing():
     both = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
     rest = engine.clipped_sum(inputs[1:], targets[1:], draw_key=KEY, record_ids=ids[1:])
     assert both.nonfinite == 1 and torch.equal(both.flat, rest.flat)
+
+
+def test_an_id_of_two_records_is_refused():
+    """A block of one id alone cannot be halved, and both records would have one noise."""
+    inputs, targets, ids = images(5)
+    engine = GradientEngine(
+        small_layers(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 3)
+    )
+    ids[4] = ids[0]
+    with pytest.raises(UserError, match="record_ids: must be distinct, got one twice"):
+        engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
 
 
 @pytest.mark.parametrize("rows", [37, 64])
