@@ -780,7 +780,8 @@ class PrivateTraining:
             the real one is drawn.
         steps, epochs: length of the training; one of the two.
         folder: of the run, made where it is not there.
-        resources: `micro_batch` and `checkpoint_seconds` of a recipe's section, as a dict.
+        resources: `micro_batch`, `own_rows` and `checkpoint_seconds` of a recipe's section, as a
+            dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
             when the next step begins, with what the loop's own lines did in between.
         held_out: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
@@ -989,6 +990,7 @@ class PrivateTraining:
             isolate=self._recipe.model.isolate,
         )
         engine.records_per_example = privacy.max_records_per_group or 1
+        engine.own_rows = self._recipe.resources.own_rows
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)

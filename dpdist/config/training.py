@@ -259,6 +259,8 @@ class ResourcesRecipe(Section):
         wire: Number format in which clipped sums travel between workers.
         noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
         micro_batch: Number of records in one pass of the model; by default chosen to fit.
+        own_rows: Give every record one row in all passes of the model, so that no bound rests on
+            rows that round alike; slower.
         checkpoint_seconds: Seconds between two checkpoints of a training.
         max_failures: Number of times that failed workers are started again.
         certify_actors: Number of processes that certify or attack; by default one for each CPU, or
@@ -272,6 +274,7 @@ class ResourcesRecipe(Section):
     wire: Literal["float64", "float32"] = "float64"
     noise: Literal["host", "device"] = "host"
     micro_batch: Count | None = None
+    own_rows: bool = False
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
     certify_actors: ProcessCount | None = None

@@ -74,7 +74,7 @@ from dpdist.gradients.row_independence import (
     find_mixing_operation,
     find_row_classes,
 )
-from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes
+from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import NUM_EXAMPLES as SCREENED_EXAMPLES
 from dpdist.gradients.validation import (
     check_example_independence,
@@ -124,6 +124,7 @@ _MICRO_BATCH_BYTES = 1 << 30
 # 1.4 rows more with one thread and 2.7 with two, one of adapters in GPT-2 0.4 to 0.8, timed by
 # hand; these give 2.4 and 0.9.
 _LAYER_PRODUCTS, _PARAMETER_PRODUCTS = 2_250_000, 60
+_UNKNOWN_OVERHEAD = 16.0  # rows, where a record's own row asks for it and nothing was counted
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
 
@@ -197,6 +198,8 @@ class GradientEngine:
     Attributes:
         records_per_example: K where an example is a group of up to K records: their gradients are
             added up, and the sum is clipped once. Set it before the first sum.
+        own_rows: every record has one row in all passes, by its id and the step's key. Then nothing
+            rests on rows that round alike, for more passes. Set it before the first sum.
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
@@ -266,7 +269,7 @@ class GradientEngine:
         clipping.check(self.layers)
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
-        self.records_per_example = 1
+        self.records_per_example, self.own_rows = 1, False
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
@@ -363,10 +366,11 @@ class GradientEngine:
 
     def rows_per_pass(self, blocks: Blocks) -> int:
         """Return how many rows the passes over these blocks have, once the engine has validated."""
-        most = self.micro_batch or blocks.capacity
-        if self._pass_overhead is None:
+        most, overhead = self.micro_batch or blocks.capacity, self._pass_overhead
+        if overhead is None and not self.own_rows:
             return blocks.rows_per_pass(most)
-        return blocks.choose_pass_rows(most, self._pass_overhead)
+        overhead = _UNKNOWN_OVERHEAD if overhead is None else overhead
+        return blocks.choose_pass_rows(most, overhead, self.own_rows)
 
     def iter_passes(
         self,
@@ -392,15 +396,9 @@ class GradientEngine:
             return
         rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
         alike = find_classes(rows) if batch else None
-        if alike is not None:
-            alike = blocks.choose_rows(alike)
-        for block in blocks.split(draw_key, ids):
-            slots = None if alike is None else hash_rows(draw_key, ids[block])
-            for members, real in iter_padded_passes(block, rows, alike, slots):
-                yield (
-                    torch.from_numpy(members),
-                    real if isinstance(real, slice) else torch.from_numpy(real),
-                )
+        for members, real in blocks.iter_passes(draw_key, ids, rows, alike, self.own_rows):
+            places = real if isinstance(real, slice) else torch.from_numpy(real)
+            yield torch.from_numpy(members), places
 
     def _row_classes(self, rows: int, inputs: Inputs, targets: Tensor) -> np.ndarray | None:
         """Return which rows of a pass give a record's gradient the same bits; asked once a shape,

@@ -154,7 +154,7 @@ class Blocks:
         `max_rows` rows."""
         return math.ceil(self.capacity / math.ceil(self.capacity / max_rows))
 
-    def choose_pass_rows(self, most: int, overhead: float) -> int:
+    def choose_pass_rows(self, most: int, overhead: float, own_rows: bool = False) -> int:
         """Choose how many rows a pass has: the most for about the least work to be expected.
 
         Passes of a whole block have room above the expected number, which is filled up: 44 rows for
@@ -166,14 +166,21 @@ class Blocks:
         Args:
             most: rows that a pass may have.
             overhead: what a pass costs besides its rows, in rows.
+            own_rows: each record has a row of its own, so that a block takes as many passes as its
+                fullest row has records.
 
         Returns:
             The rows: `rows_per_pass` of `most`, or one of those lengths.
         """
-        return _choose_pass_rows(self.capacity, most, overhead)
+        return _choose_pass_rows(self.capacity, most, overhead, own_rows)
 
     def rows_per_batch(
-        self, records: int, sample_rate: float, rows: int | None, batch_cap: int | None = None
+        self,
+        records: int,
+        sample_rate: float,
+        rows: int | None,
+        batch_cap: int | None = None,
+        own_rows: bool = False,
     ) -> float:
         """Return how many rows the passes over a Poisson batch have on average, filled up.
 
@@ -182,8 +189,12 @@ class Blocks:
             sample_rate: probability with which each of them joins.
             rows: of a pass; None: a whole block.
             batch_cap: as of `for_batches`.
+            own_rows: as of `choose_pass_rows`.
         """
         rows, share = rows or self.capacity, sample_rate / self.count
+        if own_rows:
+            members = min(records * sample_rate, batch_cap or records) / self.count
+            return self.count * rows * _fullest_row(members, rows)
         if share >= 1:
             return float(math.ceil(records / rows) * rows)
         mean = records * share
@@ -217,6 +228,31 @@ class Blocks:
         ]
         return np.where(np.isin(classes, names[: int(np.argmin(passes)) + 1]), classes, -1)
 
+    def iter_passes(
+        self,
+        key: bytes,
+        ids: np.ndarray,
+        rows: int,
+        classes: np.ndarray | None = None,
+        own_rows: bool = False,
+    ) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
+        """Yield positions in `ids` pass by pass, filled up, and which rows of each are real.
+
+        Args:
+            key: of the step.
+            ids: of the records, int64, distinct.
+            rows: of every pass.
+            classes: (rows,) from `row_independence.find_row_classes`.
+            own_rows: every record has one row in all passes, by its id and the key.
+        """
+        if own_rows:
+            classes = np.arange(rows)
+        elif classes is not None:
+            classes = self.choose_rows(classes)
+        for block in self.split(key, ids):
+            slots = None if classes is None else hash_rows(key, ids[block])
+            yield from iter_padded_passes(block, rows, classes, slots)
+
 
 def _expected_passes(members: float, sizes: np.ndarray, total: int) -> float:
     """Return in how many passes `members` records mostly run that are spread over classes of
@@ -224,6 +260,15 @@ def _expected_passes(members: float, sizes: np.ndarray, total: int) -> float:
     shares = sizes / total
     room = _CAPACITY_MARGIN * np.sqrt(members * shares * (1 - shares))
     return float(np.ceil((members * shares + room) / sizes).max())
+
+
+def _fullest_row(members: float, rows: int) -> float:
+    """Return how many records the fullest of `rows` rows has on average, where a Poisson number of
+    them, of mean `members`, go into rows by their hashes."""
+    mean = members / rows
+    counts = np.arange(1, int(mean + 12 * math.sqrt(mean)) + 40)
+    chances = np.exp(np.append(0.0, np.cumsum(np.log(mean / counts))) - mean)
+    return float((1 - np.cumsum(chances).clip(max=1) ** rows).sum())
 
 
 def iter_padded_passes(
@@ -241,8 +286,8 @@ def iter_padded_passes(
     Args:
         block: (n,) members in their order.
         rows: of every pass.
-        classes: (rows,) from `Blocks.choose_rows`, of which -1 stays empty; None: all rows round
-            alike.
+        classes: (rows,) from `Blocks.choose_rows`, of which -1 stays empty; a class for each row
+            gives every record a row of its own; None: all rows round alike.
         row_hashes: (n,) hashes of the members' ids; needed with classes.
     """
     if classes is None:
@@ -272,14 +317,18 @@ def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def _choose_pass_rows(capacity: int, most: int, overhead: float) -> int:
+def _choose_pass_rows(capacity: int, most: int, overhead: float, own_rows: bool) -> int:
     members = _usual_members(capacity)
     largest = math.ceil(capacity / math.ceil(capacity / most))
 
     def cost(rows: int) -> float:
         wide = math.sqrt(2 * members)
         reached = range(0, capacity, rows)  # records that so many passes hold
-        passes = sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
+        passes = (
+            _fullest_row(members, rows)
+            if own_rows
+            else sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
+        )
         return round(passes * (rows + overhead) / members, 4)  # alike on every machine
 
     lengths = {first << power for first in (2, 3) for power in range(capacity.bit_length())}

@@ -26,7 +26,7 @@ from dpdist.gradients.perturbations import (
     Perturbation,
 )
 from dpdist.gradients.row_independence import MAX_EXAMPLES, find_row_classes
-from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes, poisson_sample
+from dpdist.gradients.sampling import Blocks, poisson_sample
 from dpdist.gradients.validation import make_synthetic_examples
 from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
 from dpdist.methods.hidden_noise import HiddenNoiseMethod, Redistribution
@@ -161,8 +161,9 @@ def _released_powers(section: Redistribution, sensitivity: float, setup: MethodS
 
     blocks = Blocks.for_batches(planned, section.sample_rate)
     for inputs, labels, real in _passes(
-        dataset, members, blocks, key, setup.build_initial_model(), powers
-    ):
+        dataset, members, blocks, key, setup.build_initial_model(), powers,
+        setup.recipe.resources.own_rows,
+    ):  # fmt: skip
         part = powers(inputs, labels)[real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
         larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
@@ -178,6 +179,7 @@ def _passes(
     key: bytes,
     model: nn.Module,
     run: Callable[[Tensor, Tensor], Tensor],
+    own_rows: bool,
 ) -> Iterator[tuple[Tensor, Tensor, slice | np.ndarray]]:
     """Inputs and labels of the members in passes of one shape, and which rows of each are real.
 
@@ -187,17 +189,13 @@ def _passes(
     """
     if not len(members):
         return
-    rows = blocks.rows_per_pass(_PASS)
+    rows = blocks.choose_pass_rows(_PASS, 1, True) if own_rows else blocks.rows_per_pass(_PASS)
     example = make_synthetic_examples(
         model, dataset.batch(members[:1]), dataset.targets(members[:1]), MAX_EXAMPLES
     )
     classes = find_row_classes(lambda *some: [run(*some)], *example, rows)
-    if classes is not None:
-        classes = blocks.choose_rows(classes)
-    for block in blocks.split(key, members):
-        slots = hash_rows(key, members[block])
-        for some, real in iter_padded_passes(members[block], rows, classes, slots):
-            yield dataset.batch(some), dataset.targets(some), real
+    for some, real in blocks.iter_passes(key, members, rows, classes, own_rows):
+        yield dataset.batch(members[some]), dataset.targets(members[some]), real
 
 
 def normalised_shares(sensitivities: Tensor, floor: float) -> Tensor:

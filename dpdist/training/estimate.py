@@ -115,6 +115,7 @@ def estimate(
     examples: tuple[Any, Tensor] | None = None,
     isolate: bool = False,
     micro_batch: int | None = None,
+    own_rows: bool = False,
     rates: Mapping[Any, float] | None = None,
     class_counts: Mapping[Any, int] | None = None,
 ) -> Estimate:
@@ -139,6 +140,7 @@ def estimate(
             without them time and memory are not estimated.
         isolate: as in `PrivateTraining`.
         micro_batch: as in `PrivateTraining`'s resources.
+        own_rows: as there, too.
         rates: relative sampling rates by class, as in `PrivateTraining`; the largest is priced.
         class_counts: the PUBLIC number of records of each class. Required with rates.
 
@@ -180,7 +182,7 @@ def estimate(
             "model": {"name": "linear", "isolate": isolate},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},
-            "resources": {"micro_batch": micro_batch},
+            "resources": {"micro_batch": micro_batch, "own_rows": own_rows},
             "script": {"model": "model", "optimizer": "optimizer", "loss": "loss"},
         },
         "estimate",
@@ -207,6 +209,7 @@ def _measured(
         micro_batch=most,
         isolate=recipe.model.isolate,
     )
+    engine.own_rows = recipe.resources.own_rows
     device = engine.parameters[0].device
     inputs, targets = records.examples(PROBE_EXAMPLES)
     inputs, targets = each_tensor(lambda each: each.to(device), inputs), targets.to(device)
@@ -217,7 +220,9 @@ def _measured(
         rate = examples_per_second(engine, TrainingObjective(), inputs, targets, blocks)
     rows = engine.rows_per_pass(blocks)
     held = extra_bytes(engine) + rows * each
-    executed = blocks.rows_per_batch(plan.records, step.mean_rate, rows, step.batch_cap)
+    executed = blocks.rows_per_batch(
+        plan.records, step.mean_rate, rows, step.batch_cap, engine.own_rows
+    )
     return executed / rate + _noise_seconds(engine.size, step.noise_std), held
 
 

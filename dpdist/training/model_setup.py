@@ -314,6 +314,7 @@ def build_engine(
     )
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
+    engine.own_rows = recipe.resources.own_rows
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
@@ -468,7 +469,9 @@ def _records_of_shard(recipe: Recipe, plan: PrivacyPlan) -> int:
 def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, blocks: Blocks, rows: int) -> float:
     """Return the rows of a step's passes, those included that fill passes up: all are computed."""
     step, records = plan.step(0), _records_of_shard(recipe, plan)
-    return _shards(recipe) * blocks.rows_per_batch(records, step.mean_rate, rows, step.batch_cap)
+    return _shards(recipe) * blocks.rows_per_batch(
+        records, step.mean_rate, rows, step.batch_cap, recipe.resources.own_rows
+    )
 
 
 def _counts(recipe: Recipe) -> list[int]:

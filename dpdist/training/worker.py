@@ -179,6 +179,7 @@ def replay_fingerprint(
         # With canonical shards the sum does not depend on the number of workers.
         "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
         "micro_batch": str(resources.micro_batch),
+        **({"rows": "own"} if resources.own_rows else {}),
         "threads": str(torch.get_num_threads()),
         "machines": ",".join(sorted(set(machines))),
         "code": code_digest(PACKAGES),

@@ -345,19 +345,25 @@ class Records:
 
 
 def test_a_paid_redistribution_lays_its_records_so_too() -> None:
-    def row_of(members: np.ndarray) -> dict[int, int]:
-        passes = _passes(
+    def row_of(members: np.ndarray, own_rows: bool) -> tuple[dict[int, int], int]:
+        passes = list(_passes(
             Records(), members, Blocks(1, 40), KEY, nn.Linear(1, 2),
-            lambda inputs, labels: RoundedByRow()(inputs),  # type: ignore[arg-type]
-        )  # fmt: skip
+            lambda inputs, labels: RoundedByRow()(inputs), own_rows,  # type: ignore[arg-type]
+        ))  # fmt: skip
         return {
-            int(inputs[row]): int(row) % 2
+            int(inputs[row]): int(row)
             for inputs, _, real in passes for row in torch.arange(len(inputs))[real]
-        }  # fmt: skip
+        }, len(passes[0][0])  # fmt: skip
 
-    whole = row_of(np.arange(1, 31))
-    assert sorted(whole) == list(range(1, 31)) and len(set(whole.values())) == 2
-    assert row_of(np.arange(2, 31)).items() <= whole.items()
+    whole, _ = row_of(np.arange(1, 31), False)
+    assert sorted(whole) == list(range(1, 31)) and {row % 2 for row in whole.values()} == {0, 1}
+    rest, _ = row_of(np.arange(2, 31), False)
+    assert (
+        all(row % 2 == whole[each] % 2 for each, row in rest.items())
+        and rest.items() - whole.items()
+    )
+    whole, rows = row_of(np.arange(1, 31), True)
+    assert whole == {each: int(hash_rows(KEY, np.array([each]))[0]) % rows for each in range(1, 31)}
 
 
 def test_masks_heads_and_sparse_numbers_tell_nothing_of_rows():

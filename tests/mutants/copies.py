@@ -159,8 +159,8 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/methods/hidden_noise_shares.py",
         "methods/test_hidden_noise::test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for",
-        ("        for some, real in iter_padded_passes(members[block], rows, classes, slots):\n            yield dataset.batch(some), dataset.targets(some), real",
-         "        for some in np.split(members[block], range(rows, len(block), rows)):\n            yield dataset.batch(some), dataset.targets(some), slice(None)",
+        ("    for some, real in blocks.iter_passes(key, members, rows, classes, own_rows):\n        yield dataset.batch(members[some]), dataset.targets(members[some]), real",
+         "    for some in np.split(members, range(rows, len(members), rows)):\n        yield dataset.batch(some), dataset.targets(some), slice(None)",
          "passes of a paid sum are as large as their records"),
         ("part = powers(inputs, labels)[real].sum(0)", "part = powers(inputs, labels).sum(0)",
          "rows that fill a pass count"),

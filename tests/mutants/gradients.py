@@ -370,6 +370,8 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/engine.py", "gradients/test_blocks",
         ("len(record_ids.unique()) < batch", "False", "two records have one id, and one noise"),
+        ("ids, rows, alike, self.own_rows)", "ids, rows, alike)",
+         "records that were promised a row of their own share rows"),
     ),
     *group(
         "dpdist/gradients/engine.py", "gradients/test_clipping_rules",
@@ -771,6 +773,31 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/gradients/sampling.py", "gradients/test_blocks",
+        ("            classes = np.arange(rows)\n", "            classes = None\n",
+         "a row of its own is the next free one"),
+        ("            if own_rows\n", "            if False\n",
+         "passes for rows of one's own are as large as for others"),
+    ),
+    *group(
+        "dpdist/training/model_setup.py", f"{STEP}::test_own_rows_reach_every_pass_of_a_run",
+        ("    engine.own_rows = recipe.resources.own_rows\n", "", "a recipe's own rows reach no engine"),
+    ),
+    *group(
+        "dpdist/training/worker.py", f"{STEP}::test_own_rows_reach_every_pass_of_a_run",
+        ('        **({"rows": "own"} if resources.own_rows else {}),\n', "",
+         "a run that goes on with other rows releases a step twice for one price"),
+    ),
+    *group(
+        "dpdist/private_training.py", "training/test_private_training::test_a_recipe_with_the_same_key_is_the_same_training",
+        ("        engine.own_rows = self._recipe.resources.own_rows\n", "",
+         "an own loop's own rows reach no engine"),
+    ),
+    *group(
+        "dpdist/training/estimate.py", "training/test_estimate",
+        ("    engine.own_rows = recipe.resources.own_rows\n", "", "own rows cost no time"),
+    ),
+    *group(
         "dpdist/gradients/sampling.py", "gradients/test_kernel_rows",
         ("wanted = classes[used[(row_hashes % np.uint64(len(used))).astype(np.int64)]]",
          "wanted = classes[used[np.arange(len(block)) % len(used)]]", "a record's class of row follows from its place"),
@@ -801,8 +828,10 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/hidden_noise_shares.py", "gradients/test_kernel_rows",
-        ("        for some, real in iter_padded_passes(members[block], rows, classes, slots):",
-         "        for some, real in iter_padded_passes(members[block], rows):", "a paid sum's rows are taken to round alike"),
+        ("key, members, rows, classes, own_rows):", "key, members, rows, None, own_rows):",
+         "a paid sum's rows are taken to round alike"),
+        ("key, members, rows, classes, own_rows):", "key, members, rows, classes):",
+         "records of a paid sum have no row of their own"),
     ),
     *group(
         "dpdist/gradients/layer_rules.py",

@@ -128,6 +128,9 @@ def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
     assert 29 < rows < 30  # of an expected 20, a pass has 29 rows, and some steps take two
     assert found.seconds_per_step == rows / 100 + 47 * 1.0
     assert found.seconds == 50 * found.seconds_per_step
+    own = estimated(privacy={"noise_multiplier": 2.0, "delta": 1e-3}, own_rows=True)
+    # However many rows a pass has, more of them are filled up.
+    assert own.seconds_per_step > rows / 100 + 47 * 2.0
 
 
 @pytest.mark.parametrize(

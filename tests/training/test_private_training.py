@@ -131,18 +131,21 @@ def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("recipe", "optimizer", "exact"),
+    ("recipe", "optimizer", "exact", "own_rows"),
     [
-        ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, lr=0.5), True),
-        ({"momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), True),
+        ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, lr=0.5), True, False),
+        ({"momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), True, True),
         ({"momentum": 0.0, "optimizer": "adam", "learning_rate": 0.01},
-         lambda p: torch.optim.Adam(p, lr=0.01), False),
+         lambda p: torch.optim.Adam(p, lr=0.01), False, False),
     ],
 )  # fmt: skip
-def test_a_recipe_with_the_same_key_is_the_same_training(tmp_path, recipe, optimizer, exact):
+def test_a_recipe_with_the_same_key_is_the_same_training(
+    tmp_path, recipe, optimizer, exact, own_rows
+):
+    passes = {"micro_batch": 16, "own_rows": own_rows}
     made, folder = make(
         tmp_path, "recipe", **{f"training__{k}": v for k, v in recipe.items()},
-        resources={"checkpoint_seconds": 1e-6, "micro_batch": 16},
+        resources={"checkpoint_seconds": 1e-6, **passes},
     )  # fmt: skip
     prepared = job.prepare(made, folder, "test")
     execute(prepared)
@@ -152,7 +155,7 @@ def test_a_recipe_with_the_same_key_is_the_same_training(tmp_path, recipe, optim
     model = model_setup.initial_model(made, model_setup.model_spec(made, dataset))
     t = training(
         tmp_path / "own", model, optimizer(model.parameters()), data=dataset, batch_size=40,
-        steps=12, privacy=made.privacy, resources={"micro_batch": 16},
+        steps=12, privacy=made.privacy, resources=passes,
     )  # fmt: skip
     t.run_all()
     assert t.plan == folder.read_plan()
