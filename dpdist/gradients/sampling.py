@@ -166,22 +166,14 @@ class Blocks:
         Args:
             most: rows that a pass may have.
             overhead: what a pass costs besides its rows, in rows.
-            own_rows: each record has a row of its own, so that a block takes as many passes as its
-                fullest row has records.
-
-        Returns:
-            The rows: `rows_per_pass` of `most`, or one of those lengths.
+            own_rows: a block takes as many passes as its fullest row has records.
         """
         return _choose_pass_rows(self.capacity, most, overhead, own_rows)
 
     def rows_per_batch(
-        self,
-        records: int,
-        sample_rate: float,
-        rows: int | None,
-        batch_cap: int | None = None,
+        self, records: int, sample_rate: float, rows: int | None, batch_cap: int | None = None,
         own_rows: bool = False,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Return how many rows the passes over a Poisson batch have on average, filled up.
 
         Args:
@@ -229,22 +221,12 @@ class Blocks:
         return np.where(np.isin(classes, names[: int(np.argmin(passes)) + 1]), classes, -1)
 
     def iter_passes(
-        self,
-        key: bytes,
-        ids: np.ndarray,
-        rows: int,
-        classes: np.ndarray | None = None,
+        self, key: bytes, ids: np.ndarray, rows: int, classes: np.ndarray | None = None,
         own_rows: bool = False,
-    ) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
-        """Yield positions in `ids` pass by pass, filled up, and which rows of each are real.
-
-        Args:
-            key: of the step.
-            ids: of the records, int64, distinct.
-            rows: of every pass.
-            classes: (rows,) from `row_independence.find_row_classes`.
-            own_rows: every record has one row in all passes, by its id and the key.
-        """
+    ) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:  # fmt: skip
+        """Yield positions in `ids` (int64, distinct) in passes of `rows` rows, filled up, and which
+        rows are real. classes: from `row_independence.find_row_classes`. own_rows: every record has
+        one row in all passes, by its id and the key."""
         if own_rows:
             classes = np.arange(rows)
         elif classes is not None:
@@ -324,11 +306,8 @@ def _choose_pass_rows(capacity: int, most: int, overhead: float, own_rows: bool)
     def cost(rows: int) -> float:
         wide = math.sqrt(2 * members)
         reached = range(0, capacity, rows)  # records that so many passes hold
-        passes = (
-            _fullest_row(members, rows)
-            if own_rows
-            else sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
-        )
+        passes = sum(math.erfc((held + 0.5 - members) / wide) / 2 for held in reached)
+        passes = _fullest_row(members, rows) if own_rows else passes
         return round(passes * (rows + overhead) / members, 4)  # alike on every machine
 
     lengths = {first << power for first in (2, 3) for power in range(capacity.bit_length())}

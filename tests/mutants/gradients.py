@@ -776,7 +776,7 @@ FAULTS: list[Fault] = [
         "dpdist/gradients/sampling.py", "gradients/test_blocks",
         ("            classes = np.arange(rows)\n", "            classes = None\n",
          "a row of its own is the next free one"),
-        ("            if own_rows\n", "            if False\n",
+        ("_fullest_row(members, rows) if own_rows else passes", "passes",
          "passes for rows of one's own are as large as for others"),
     ),
     *group(
