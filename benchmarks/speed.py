@@ -117,6 +117,35 @@ def classifier(
     return in_turn(steps, quick)
 
 
+def own_rows(quick: bool) -> Figures:
+    """How many times as long a step takes where every record has a row of its own."""
+    import copy
+
+    import torch
+    from _networks import vit_tiny
+    from training import interleave, our_step
+
+    from dpdist.models.zoo import resnet_gn, tf_cnn
+
+    torch.manual_seed(0)
+    found: Figures = {"ms": {}}
+    for name, model, shape, batch in (
+        ("CNN", tf_cnn((1, 28, 28), 10), (1, 28, 28), 256),
+        ("ResNet-8", resnet_gn((3, 32, 32), 10, depth=8), (3, 32, 32), 128),
+        ("ViT-Tiny", vit_tiny(quick), (3, 32, 32), 32),
+    ):
+        batch = 4 if quick else batch
+        inputs, targets = torch.rand(batch, *shape), torch.randint(0, 10, (batch,))
+        steps = {
+            way: our_step(copy.deepcopy(model), inputs, targets, own_rows=way == "own rows")
+            for way in ("ours", "own rows")
+        }
+        medians = interleave(steps, 1 if quick else 15, 1)
+        found["ms"][name] = {way: round(1e3 * each, 3) for way, each in medians.items()}
+        found[name] = round(medians["own rows"] / medians["ours"], 3)
+    return found
+
+
 def cnn(quick: bool) -> Figures:
     from dpdist.models.zoo import tf_cnn
 
@@ -279,6 +308,8 @@ ROWS = {
     "gpt2-lora": Row("GPT-2 of 6 layers, LoRA, 8 documents of 64 tokens", gpt2(True), STEP),
     "gpt2-whole": Row("GPT-2 of 6 layers, whole, 4 documents of 64 tokens", gpt2(False), STEP),
     "lstm": Row("LSTM on 64 texts of 64 words", lstm, STEP),
+    "own-rows": Row("a row of its own for every record / a step without", own_rows,
+                    {"CNN": 1.5, "ResNet-8": 1.5, "ViT-Tiny": 1.5}, (1,), at_most=True),
     "memory": Row("linear-heavy model, batch 512: peak / ordinary's", memory, {"memory": 1.15},
                   (1,), at_most=True),
     "workers": Row("two Ray workers, one thread each / two processes", workers,
@@ -292,7 +323,13 @@ ROWS = {
     "start-ray": Row("from the command to the first step, two workers on Ray", start_ray,
                      {"seconds": 20.0}, (1,), at_most=True),
 }  # fmt: skip
-WITHOUT_STEPS = ("memory", "workers", "start-local", "start-ray")  # no operations to tell apart
+WITHOUT_STEPS = (
+    "own-rows",
+    "memory",
+    "workers",
+    "start-local",
+    "start-ray",
+)  # no operations to tell apart
 
 
 # --- rows in processes of their own -----------------------------------------------------------

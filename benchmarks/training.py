@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import subprocess
@@ -62,19 +63,24 @@ def channels_last_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Ste
 
 
 def our_step(
-    model: nn.Module, inputs: Tensor, targets: Tensor, draws: ParameterPerturbation | None = None
-) -> Step:
-    """As a run executes it: keyed blocks, passes filled up to one shape."""
+    model: nn.Module, inputs: Tensor, targets: Tensor, draws: ParameterPerturbation | None = None,
+    own_rows: bool = False,
+) -> Step:  # fmt: skip
+    """As a run executes it: keyed blocks, passes filled up to one shape. With rows of their own
+    records need another number of passes under each key, so every step has a new one."""
     engine = GradientEngine(
         model, cross_entropy, clipping=FlatClipping(CLIP_NORM), perturbation=draws,
         blocks=Blocks.for_batches(RECORDS, len(inputs) / RECORDS),
     )  # fmt: skip
+    engine.own_rows = own_rows
     ids = torch.arange(len(inputs))
     sizes = [parameter.numel() for parameter in engine.parameters]
+    numbers = itertools.count() if own_rows else itertools.repeat(0)
 
     @torch.no_grad()
     def step() -> None:
-        flat = engine.clipped_sum(inputs, targets, draw_key=bytes(32), record_ids=ids).flat
+        key = next(numbers).to_bytes(32, "big")
+        flat = engine.clipped_sum(inputs, targets, draw_key=key, record_ids=ids).flat
         for parameter, piece in zip(engine.parameters, flat.split(sizes), strict=True):
             parameter.add_(piece.view(parameter.shape), alpha=-LEARNING_RATE / len(inputs))
 
