@@ -221,8 +221,7 @@ _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
 # Trials of one operation on other numbers: most of them, and numbers that they may work on, for
 # operations on single numbers, products of few columns and others.
 _TRIALS, _TRIAL_NUMBERS = 512, {"pointwise": 1 << 25, "product": 1 << 23, "other": 1 << 22}
-# Small tensors, of which vector registers leave numbers over, and the numbers tried on them.
-_SMALL, _CANDIDATES = 61, 1024
+_CANDIDATES = 1 << 13  # numbers among which those are looked for that codes round apart
 # Operations that are exact, or rounded correctly, by every code; and products of matrices.
 _ROUNDED_ALIKE = frozenset((
     "abs", "add", "clamp", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum", "mul",
@@ -513,10 +512,9 @@ def _results_of(func: Any, filled: list[Any], form: Any) -> list[Tensor]:
 def _other_results(func: Any, leaves: list[Any], form: Any, numbers: int) -> Iterator[list[Tensor]]:
     """Yield an operation's results where each tensor of real numbers has one number everywhere."""
     count = min(_TRIALS, max(_LEAST, _TRIAL_NUMBERS["pointwise"] // max(1, numbers)))
-    values = _numbers(count, len(leaves))
-    if count < _TRIALS:  # a wide one, of whose numbers few are computed by other code
-        values = _telling_numbers(func, leaves, form)[:count] + values[:count]
-    for own in values:
+    telling = _telling_numbers(func, leaves, form)[:count]
+    values = torch.cat([telling, _numbers(count, len(leaves))])[: max(2 * _LEAST, count // 4)]
+    for own in values.tolist():
         filled = [
             _laid_out_as(leaf, value) if isinstance(leaf, Tensor) else leaf
             for leaf, value in zip(leaves, own, strict=True)
@@ -525,26 +523,33 @@ def _other_results(func: Any, leaves: list[Any], form: Any, numbers: int) -> Ite
             yield found
 
 
-def _numbers(count: int, each: int) -> list[list[float]]:
+def _numbers(count: int, each: int) -> Tensor:
     values = 8 * torch.rand(count, each, generator=torch.Generator().manual_seed(0)) - 4
     values[::2] /= 4  # within (-1, 1), where every function is defined
     values[1::4] = values[1::4].abs() / 4  # probabilities
-    return values.tolist()
+    return values
 
 
-def _telling_numbers(func: Any, leaves: list[Any], form: Any) -> list[list[float]]:
-    """Return numbers for each tensor that an operation rounds otherwise at some place of a small
-    one: by these a large one tells in few trials where it does."""
-    found = []
-    for own in _numbers(_CANDIDATES, len(leaves)):
-        filled = [
-            leaf.new_full((_SMALL,), value if leaf.is_floating_point() else 1)
-            if isinstance(leaf, Tensor) else leaf
-            for leaf, value in zip(leaves, own, strict=True)
-        ]  # fmt: skip
-        if any(not _all_equal(each[:, None]) for each in _results_of(func, filled, form)):
-            found.append(own)
-    return found
+def _telling_numbers(func: Any, leaves: list[Any], form: Any) -> Tensor:
+    """Return numbers for each tensor, (count, tensors), that an operation rounds otherwise one by
+    one than side by side: by these a few trials tell which rows have numbers left over."""
+    values = _numbers(_CANDIDATES, len(leaves))
+    values *= 4.0 ** (torch.arange(_CANDIDATES)[:, None] // 4 % 5 - 3)
+    results = []
+    for step in (1, 2):  # numbers that do not lie side by side go through no vector register
+        filled = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                filled[place] = leaf.new_ones(step * _CANDIDATES)[::step]
+                if leaf.is_floating_point():
+                    filled[place].copy_(values[:, place])
+        results.append(_results_of(func, filled, form))
+    differ = torch.zeros(_CANDIDATES, dtype=torch.bool)
+    for one, other in zip(*results, strict=True):
+        if len(one) == _CANDIDATES:
+            same = (one == other) | (one.isnan() & other.isnan())
+            differ |= ~same.flatten(1).all(1) if same.dim() > 1 else ~same
+    return values[differ]
 
 
 def _laid_out_as(like: Tensor, value: float) -> Tensor:
