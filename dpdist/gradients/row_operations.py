@@ -662,12 +662,12 @@ _RULES: list[tuple[Rule, tuple[str, ...]]] = [
     (_unary_rule(_into_more), ("expand", "repeat")),
     (_concatenation, ("cat", "stack")),
     (_unary_rule(_along_dimensions("dim")), (
-        "sum", "mean", "amax", "amin", "prod", "any", "all", "logsumexp", "var", "std",
+        "sum", "mean", "amax", "amin", "any", "all", "logsumexp", "var", "std",
         "var_mean", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min",
         "count_nonzero",
     )),
     (_unary_rule(_along_dimensions("dim", keeps=True)), (
-        "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp",
+        "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "logcumsumexp",
         "sort", "topk", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes",
         "glu",
     )),

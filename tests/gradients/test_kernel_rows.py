@@ -244,6 +244,36 @@ def test_what_examples_hide_of_how_rows_round_is_found(made, monkeypatch) -> Non
         assert all(bool(((e[same] == e[same[:1]]) | e[same].isnan()).all()) for e in alone)
 
 
+@pytest.mark.parametrize("dim", [None, 1])
+def test_a_product_whose_gradient_asks_for_any_zero_is_refused(dim: int | None) -> None:
+    """A record with a zero factor changed the last bits of all: a sum moved by 62 C."""
+
+    def product(x: Tensor) -> Tensor:
+        return x[:, 0].prod() + x[:, 1] if dim is None else x.prod(dim)
+
+    class Product(nn.Module):
+        def __init__(self, trained: bool) -> None:
+            super().__init__()
+            self.layer, self.trained = nn.Linear(2, 2), trained
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            return product(hidden) if self.trained else hidden.sum(1) * x.prod(1)
+
+    x, labels, ids = torch.rand(8, 2), torch.zeros(8), torch.arange(8)
+    assert row_independence.find_mixing_operation(Product(True), lambda o, _: o, x, labels)
+    for trained in (False, True):
+        engine = GradientEngine(
+            Product(trained), lambda out, _: out, clipping=FlatClipping(1.0), blocks=Blocks(1, 8)
+        )
+        if not trained:
+            assert engine.clipped_sum(x, labels, draw_key=KEY, record_ids=ids).flat.any()
+            continue
+        engine._checked, engine.micro_batch = True, 8
+        with pytest.raises(UserError, match=r"must multiply by \*, got torch.prod"):
+            engine.clipped_sum(x, labels, draw_key=KEY, record_ids=ids)
+
+
 def test_an_operation_that_takes_probabilities_alone_is_tried_on_these() -> None:
     model = nn.Sequential(nn.Linear(5, 1), nn.Sigmoid(), nn.Flatten(0))
     engine = GradientEngine(
