@@ -45,7 +45,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from dpdist.core.errors import UserError
-from dpdist.core.version import PACKAGE
 from dpdist.gradients.hooks import (
     Inputs,
     Layer,
@@ -90,7 +89,9 @@ _UNTRACKED_CALLS = frozenset((
     "_to_dlpack", "_to_dlpack_versioned", "start_new_thread", "start_joinable_thread", "fork",
     "setprofile", "_pop_torch_dispatch_stack", "_pop_torch_function_stack",
 ))  # fmt: skip
-_TRUSTED_FOLDERS = tuple(f"{folder}/" for folder in (Path(str(torch.__file__)).parent, PACKAGE))
+_TRUSTED_FOLDERS = tuple(
+    f"{folder}/" for folder in (Path(str(torch.__file__)).parent, Path(__file__).parents[1])
+)
 # Python itself goes on after an error in these: a loop by number ends, a deletion is done.
 _SILENT = ("__getitem__", "__del__")
 
