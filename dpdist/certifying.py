@@ -33,7 +33,7 @@ from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import require_model
-from dpdist.importing import ForeignModel, build_foreign
+from dpdist.importing import ForeignModel, build_foreign, require_trained_weights
 from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
@@ -243,6 +243,8 @@ def _resolved(
     """Return inputs, settings and model. Raises UserError."""
     import torch
 
+    from dpdist.models.outputs import may_hold_script
+
     if isinstance(what, str | Path) and not _is_factory(what):
         what = _at_path(Path(what), trusted_factory)
     if isinstance(what, RunFolder):
@@ -256,20 +258,23 @@ def _resolved(
     elif isinstance(what, str):
         known = getattr(inputs, "classes", None) or int(np.max(inputs.labels)) + 1
         shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
-        network, spec = build_foreign(ForeignModel(what), shape, known)
+        foreign = ForeignModel(what)
+        network, spec = build_foreign(foreign, shape, known)
+        require_trained_weights(foreign, network, spec)
         code = FactoryCode.from_factories(spec.user_factories)
         subject = Subject(network, _digest(network), what, code)
     elif isinstance(what, torch.nn.Module):
         subject = _of_module(what)
     elif callable(what):
         subject = _of_callable(what)
-        if chosen.form is None:  # a trace would see one path through somebody's own code
-            chosen = chosen.model_copy(update={"form": "eager"})
     else:
         raise UserError(
             "what: must be a torch module, a callable, 'package.module:factory', a RunFolder, a "
             f"Release or a path, got {type(what).__name__}"
         )
+    if chosen.form is None and may_hold_script(subject.model):
+        # A trace would see one path through somebody's own code.
+        chosen = chosen.model_copy(update={"form": "eager"})
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
 
 
@@ -316,7 +321,13 @@ def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | S
 
 
 def _of_module(module: nn.Module) -> Subject:
+    import torch
+
+    from dpdist.models.outputs import Answers
+
     copied = models.fresh_copy(module).eval()  # the caller's own stays in its mode
+    if isinstance(copied, torch.jit.ScriptModule):  # whose methods are not all those of a module
+        copied = Answers(copied).eval()
     return Subject(copied, _digest(copied), type(module).__name__, _code_of(type(module)))
 
 

@@ -98,7 +98,8 @@ def import_model(
     all.
 
     Raises:
-        UserError: model, weights or data cannot be read or do not fit together; nothing is written.
+        UserError: model, weights or data cannot be read or do not fit together, or the weights are
+            random; nothing is written.
         OtherRun: the folder holds another run.
     """
     asked = _asked(foreign, data)
@@ -108,6 +109,7 @@ def import_model(
         section, shape, resized = _data_section(data, foreign, folder, aside / INPUTS)
         network, spec = build_foreign(foreign, shape, section["classes"])
         section |= _classes(section, spec.classes)
+        require_trained_weights(foreign, network, spec)
         recipe = _recipe(foreign, folder.name, section, spec, resized, certify, evaluate)
         _write(RunFolder(aside), recipe, network, spec, asked)
     return _found(folder, asked)  # another import of the same may have been faster
@@ -233,6 +235,33 @@ def build_foreign(
     spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)
     models.check_outputs(network, spec)
     return network, spec
+
+
+def require_trained_weights(foreign: ForeignModel, network: nn.Module, spec: ModelSpec) -> None:
+    """Raise UserError for a network with random weights, which nobody means to certify.
+
+    Without a file of weights the factory is called once more, under another seed: one that loads
+    its weights itself makes the same ones.
+    """
+    import torch
+
+    if foreign.weights is not None:
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()  # no seed that the caller may have set
+        again = models.build_model(spec).state_dict()
+    drawn = [
+        name for name, one in network.state_dict().items()
+        if not bool(((one == again[name]) | (one != one)).all())  # NaN is for others to refuse
+    ]  # fmt: skip
+    if drawn:
+        more = ", ..." if len(drawn) > 1 else ""
+        raise UserError(
+            f"--weights: must be given: made twice, {foreign.name} has other numbers in {drawn[0]}"
+            f"{more}, so its weights are random. Give the file of trained ones (in Python: the "
+            "trained module itself, or a factory that loads them)",
+            see="how-to/certify-any-model.md#by-command",
+        )
 
 
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:

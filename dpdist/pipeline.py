@@ -327,8 +327,8 @@ def dry_run(
     """Return name and value of each planned step of `run`, by the same checks.
 
     Nothing is written or trained. Where the folder holds a run of another recipe, the plan is that
-    of a new run, and a row says why this name cannot have it. Raises as `run` does before it
-    begins.
+    of a new run, and a row says why this name cannot have it. A row says so, too, where this
+    machine has no room for the workers; a cluster may. Raises as `run` does before it begins.
     """
     from dpdist.training.model_setup import describe_cost
 
@@ -343,6 +343,12 @@ def dry_run(
             work = checked(RunFolder(Path(empty) / recipe.name), context)
     work.check_budget(context)
     units = data_units_row(recipe, load_test_records(recipe, data_source(recipe)))
+    try:
+        if not folder.training_summary.exists():
+            require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
+            _require_gpus(recipe)
+    except UserError as error:  # it may run elsewhere, which a plan made here cannot know
+        taken.append(("not on this machine", str(error)))
     if isinstance(work, Search):
         trial, plan = work.example_trial()
         return [*taken, *work.describe(), *describe_cost(trial, plan), *units]

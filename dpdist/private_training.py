@@ -150,6 +150,12 @@ def _check_model(model: nn.Module) -> None:
                     f"{name or 'the top'}: pass what it wraps (model.{inside})",
                     see="how-to/own-loop.md#what-is-refused",
                 )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"model: must be a module in Python, got TorchScript at {name or 'the top'}: train "
+                "the module that was scripted or traced, and script it afterwards",
+                see="how-to/own-loop.md#what-is-refused",
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise UserError(

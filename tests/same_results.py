@@ -107,6 +107,7 @@ LEFT_OUT = {  # the end of a key's place in JSON
     "classifier.check": "a digest of answers to a batch that is drawn at random",
     "charge": "names what a run takes from a budget, drawn afresh",
     "seconds": "how long it took",
+    "timed_from": "of its last start",
     "folder": "where a run lies",
 }
 # Of some cases only, by the name of what is compared.

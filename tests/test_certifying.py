@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from torch import nn
 
 import dpdist
 from dpdist import data, models
+from dpdist.certification.inference import ExecutedClassifier
 from dpdist.certifying import certify
 from dpdist.certifying import test_inputs as inputs_of
 from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel, TestData, import_model
+from dpdist.models.outputs import Answers
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.guarantee
@@ -136,7 +139,7 @@ def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
         folder, data.load(data.DataSource("digits", 10), "test").first(4), executor="local"
     )
     assert (own.sigma, own.n, len(own.index)) == (0.2, 200, 4)
-    assert len(dpdist.certify("linear", "digits", few, executor="local").index) == 3
+    assert len(dpdist.certify("support.foreign:constant", "digits", few).index) == 3
 
 
 @pytest.mark.parametrize("actors", [1, 3])
@@ -192,6 +195,70 @@ def test_a_model_that_looks_at_its_batch_is_refused() -> None:
 def test_what_does_not_fit_is_refused(what: object, inputs: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
         dpdist.certify(what, inputs, SETTINGS, executor="local")
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/c: must be a folder that can be written, got Not a"):
+        dpdist.certify(
+            network(), points(), SETTINGS, folder=tmp_path / "file" / "c", executor="local"
+        )
+
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="must be a folder that can be written, got Read-only"):
+        dpdist.certify(network(), points(), SETTINGS, folder=tmp_path / "c", executor="local")
+
+
+# ---- TorchScript, which has no gradients to switch off and no pickle
+
+
+def scripted(kind: str, module: nn.Module) -> object:
+    if kind == "trace":
+        return torch.jit.trace(module, torch.zeros(1, 4))
+    script = torch.jit.script(module)
+    if kind == "freeze":
+        return torch.jit.freeze(script.eval())
+    return {"script": script, "part": nn.Sequential(nn.Identity(), script),
+            "closure": lambda x: script(x)}[kind]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trace", "script", "freeze", "part", "closure"])
+def test_torchscript_is_certified_as_the_module_it_was_made_from(kind: str) -> None:
+    few = SETTINGS.model_copy(update={"sigma": 1e-4, "n": 100})
+    given, module = points(), scripted(kind, network().eval())
+    table = dpdist.certify(module, given, few, executor="local")
+    assert table.prediction.tolist() == given[1][:6].tolist()
+    assert table.radius.min() > 0 and table.to_arrow()["k"].to_pylist() == [100] * 6
+
+
+@pytest.mark.slow
+def test_a_script_that_draws_is_refused() -> None:
+    """A trace of dropout in training mode keeps the draws: its eval() changes nothing."""
+    module = nn.Sequential(network(), nn.Dropout(0.5)).train()
+    trace = torch.jit.trace(module, torch.rand(1, 4), check_trace=False)
+    with pytest.raises(UserError, match="gets another answer when asked again"):
+        dpdist.certify(trace, points(), SETTINGS, executor="local")
+    script = torch.jit.script(module)  # has a mode, which stays the caller's
+    dpdist.certify(script, points(), SETTINGS.model_copy(update={"n": 100}), executor="local")
+    assert script.training
+
+
+def test_first_calls_of_what_may_be_a_script_come_before_all_counted_ones() -> None:
+    """Its executor specialises on them, so that last bits could follow who counted first."""
+    called: list[int] = []
+
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        called.append(len(x))
+        return x
+
+    ExecutedClassifier(Answers(answer), "eager", [(2, 4), (3, 4)])
+    assert called == [2, 2, 2, 3, 3, 3]
 
 
 def test_settings_and_resources_are_checked() -> None:

@@ -319,6 +319,23 @@ def test_predict_without_noise_is_plain_and_says_so(
     assert "no certificate" not in done.stdout
 
 
+@pytest.mark.parametrize("name", [FACTORY, "linear", "support.foreign:half_loaded"])
+def test_random_weights_are_refused(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(2)
+    complaint = refused("certify", "--model", name, "--data", "digits", "--sigma", "0.5",
+                        "--n", "100", "--runs", tmp_path, "--name", "x")  # fmt: skip
+    assert complaint.startswith("--weights: must be given") and name in complaint
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(UserError, match="the trained module itself"):
+        dpdist.certify(name, "digits", dpdist.Cohen(sigma=0.5, n=100), executor="local")
+
+
+def test_a_factory_that_loads_its_weights_needs_no_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "own")
+    recipe = import_model(ForeignModel("support.foreign:loaded"), TestData("digits"), folder)
+    model = models.load(folder.model_folder, trusted_factory=recipe.model.name)
+    assert torch.equal(model.head.weight, foreign.loaded().head.weight)
+
 @pytest.mark.long
 def test_a_timm_name_is_made_by_timm(tmp_path: Path) -> None:
     """A module stands in for timm that imports torchvision first, as it does, in a new process:
@@ -358,7 +375,9 @@ def test_a_table_of_numbers_is_imported(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     rows = {"a": [0.1, 0.2, 0.3], "b": [1.0, 2.0, 3.0], "label": [0, 1, 1]}
     pq.write_table(pa.table(rows), tmp_path / "rows" / "held.parquet")
-    given = ForeignModel("linear", classes=2)
+    zeros = {"1.weight": torch.zeros(2, 2), "1.bias": torch.zeros(2)}
+    save_file(zeros, tmp_path / "zeros.safetensors")
+    given = ForeignModel("linear", tmp_path / "zeros.safetensors", classes=2)
     where = TestData(str(tmp_path / "rows" / "held.parquet"))
     recipe = import_model(given, where, RunFolder(tmp_path / "table"))
     assert recipe.data.columns.features == ["a", "b"] and recipe.data.test == "held"

@@ -94,6 +94,8 @@ def test_workers_that_the_machine_cannot_hold_are_refused_with_the_sum(monkeypat
     assert said.startswith(f"resources.workers: must be at most {have}, got {have + 6}: ")
     assert f"{have + 6} x 1 CPUs are {have + 6}, this machine has {have}" in said
     assert list(tmp_path.iterdir()) == []
+    rows = dict(pipeline.dry_run(recipe, runs=tmp_path))  # another machine may hold them
+    assert rows["not on this machine"] == said and "guarantee" in rows
     share = float(re.search(r"cpus_per_worker: (\S+) would", said).group(1))
     session.require_workers(have + 6, share)  # as it says, they fit
 

@@ -31,6 +31,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_COUNT
 from dpdist.core.files import quoted
 from dpdist.models import NO_CLASS, predicted_classes
+from dpdist.models.outputs import may_hold_script
 from dpdist.randomness import device_generators
 from dpdist.randomness.keys import AesWords
 
@@ -270,7 +271,7 @@ class ExecutedClassifier:
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
             self._run = FORMS[form](model, torch.zeros(shapes[0], device=device))
-            for shape in shapes if form in _SPECIALISED else ():
+            for shape in shapes if form in _SPECIALISED or may_hold_script(model) else ():
                 # The graph executor specialises during the first calls; afterwards it is fixed.
                 for _ in range(_WARM):
                     self._run(torch.zeros(shape, device=device))

@@ -340,7 +340,7 @@ def starter_recipe(
         *(_TEXT_OPTIMIZER if texts else _OPTIMIZER),
         *([] if texts else _certify_lines(dataset)),
         "resources:",
-        "  workers: 1                   # of Ray Train; the result is the same on any number",
+        "  workers: 1                   # keep it during a run, or set training.reproducible: true",
     ]
     return "\n".join(lines) + "\n"
 

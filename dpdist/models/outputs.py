@@ -13,6 +13,8 @@ denoiser's output, so that the denoiser runs once.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +47,27 @@ class Answers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(self.function(x))
+
+
+def may_hold_script(model: nn.Module) -> bool:
+    """Return whether TorchScript runs in a model, as far as its modules tell; of a callable it may,
+    out of sight."""
+    return any(isinstance(each, Answers | torch.jit.ScriptModule) for each in model.modules())
+
+
+def _reduce_script(module: Any) -> tuple[Callable[[bytes], nn.Module], tuple[bytes]]:
+    return _load_script, (module.save_to_buffer(),)
+
+
+def _load_script(archive: bytes) -> nn.Module:
+    module: nn.Module = torch.jit.load(io.BytesIO(archive), map_location="cpu")
+    return module
+
+
+# Workers receive models and callables by pickle, which torch refuses for TorchScript: here it takes
+# the archive of `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
+for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevelTracedModule):
+    copyreg.pickle(_kind, _reduce_script)
 
 
 # --- language models ---------------------------------------------------------------------------

@@ -445,6 +445,16 @@ class Facts:
         return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
     @property
+    def training_took(self) -> str:
+        """Return the seconds of training in words, a str.
+
+        After a restart, those since its first step: how long earlier attempts took is not kept.
+        """
+        since = self.training_summary.get("timed_from", 0)
+        took = f"{self.training_summary['seconds']:.0f} s"
+        return f"{took} since step {since:,}" if since else took
+
+    @property
     def budget_problem(self) -> str | None:
         """Return why the cost of all runs on the data set is unknown, a str; None if it is known.
 
@@ -703,7 +713,7 @@ class Facts:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
         if self.budget_problem:
             rows.append(("data set", self.budget_problem))
-        took = "" if self.is_duration_secret else f", {self.training_summary['seconds']:.0f} s"
+        took = "" if self.is_duration_secret else f", {self.training_took}"
         if self.canary_notice is not None:
             rows.append(("audited run", self.canary_notice))
         rows.append(("training", self.recipe.method.describe(self.plan) + took))

@@ -286,7 +286,7 @@ def _training_rows(facts: Facts) -> list[tuple[str, str]]:
     rows = [("training code", f"digest {identity['code']}"),
             ("hardware", f"{several}, {threads} thread(s) each, on {machines}")]  # fmt: skip
     if not facts.is_duration_secret:
-        rows.append(("training took", f"{facts.training_summary['seconds']:.0f} s"))
+        rows.append(("training took", facts.training_took))
     return rows
 
 

@@ -88,6 +88,8 @@ class Monitor:
         self.metrics.close()
         self._write_progress(self.steps)
         made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
+        if self.start:
+            made["timed_from"] = self.start
         if sure := [group.independence for group in read_groups(self.folder) if group.independence]:
             made["independence"] = weakest(sure)  # of all starts: each of them took steps
         write_summary(
@@ -100,7 +102,11 @@ class Monitor:
 def write_summary(
     folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made: Any
 ) -> None:
-    """Write down that a training is finished, and how far its ledger goes. made: of the model."""
+    """Write down that a training is finished, and how far its ledger goes.
+
+    seconds: of the steps from made["timed_from"], where the last restart began; else of all. made:
+    of the model.
+    """
     write_json(
         folder.training_summary,
         {

@@ -38,6 +38,25 @@ def constant(num_classes: int = 10) -> nn.Module:
     return module
 
 
+def loaded(num_classes: int = 10) -> nn.Module:
+    """Makes a net and loads weights that do not depend on torch's generator."""
+    module = Net(num_classes)
+    numbers = torch.Generator().manual_seed(5)
+    weights = {
+        name: torch.rand(each.shape, generator=numbers)
+        for name, each in module.state_dict().items() if each.is_floating_point()
+    }  # fmt: skip
+    module.load_state_dict(weights, strict=False)
+    return module
+
+
+def half_loaded(num_classes: int = 10) -> nn.Module:
+    """Loads all but the head, as who takes a backbone for other classes does."""
+    module = loaded(num_classes)
+    module.head.reset_parameters()
+    return module
+
+
 @lru_cache
 def trained(seed: int = 0) -> Net:
     """A `net` after a few steps on the training digits, its BatchNorm's statistics away from their

@@ -516,6 +516,8 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
     assert [group.step for group in read_groups(again.run)] == [0, 3]
     assert len(again.run.metrics.read_text().splitlines()) == 6, "a step was repeated"
     assert torch.equal(flat(again.model), flat(whole.model))
+    took = [dpdist.read_facts(each.run).training_took for each in (whole, again)]
+    assert took[0].endswith(" s") and took[1].endswith(" s since step 3")
     with pytest.raises(UserError, match=r"^step: this object let go of"):
         t.checkpoint()
 
@@ -665,6 +667,10 @@ def dropping() -> nn.Module:
         (lambda: nn.LSTM(WIDTH, 2), sgd, {},
          "model: must return one tensor for the loss cross-entropy, got a tuple"),
         (lambda: nn.Linear(WIDTH, 1), sgd, {}, "must have one output a class for the loss cross"),
+        (lambda: torch.jit.script(nn.Linear(WIDTH, 2)), sgd, {},
+         "model: must be a module in Python, got TorchScript at the top: train the module that"),
+        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(WIDTH, 2), torch.zeros(1, WIDTH))), sgd,
+         {}, "got TorchScript at 0"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), sgd, {}, "0.weight of a lazy layer is not there"),
         (Net, lambda m: torch.optim.SGD, {}, "got type: make one, such as torch.optim.SGD(model."),
         (Net, sgd, {"folder": ""}, "folder: must be the path of a run, new or begun, got ''"),
