@@ -15,7 +15,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
@@ -30,11 +30,13 @@ from dpdist.core.files import read_yaml
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a recipe: so many training workers, each with so many CPUs and GPUs."""
+    """The needs of a recipe: so many training workers, each with so many CPUs and GPUs, and the
+    folder of its data, None where they are built in."""
 
     workers: int
     cpus: float
     gpus: float
+    data_root: str | None = None
 
 
 @dataclass
@@ -184,6 +186,7 @@ def check_ray_up(raw: dict[str, Any], report: Report) -> None:
     _check_ray_up_token(config, starts, report)
     _check_versions(config, report)
     _check_ray_up_storage(config, starts, report)
+    _check_file_mounts(raw.get("file_mounts") or {}, report)
     if kind == "local":
         report.notes.append(
             "start it with RAY_UP_enable_autoscaler_v2=0 ray up: the newer autoscaler counts the "
@@ -193,6 +196,35 @@ def check_ray_up(raw: dict[str, Any], report: Report) -> None:
             report.notes.append("whether the recipe fits on your own hosts cannot be seen here")
     else:
         _check_instance_types(config, report)
+
+
+MISSING_FILE = "file_mounts: "  # begins the notes on files that are not here
+_MAKERS = {".whl": "pip wheel --no-deps -w dist .", "auth_token": "ray get-auth-token --generate"}
+
+
+def _check_file_mounts(mounts: dict[str, Any], report: Report) -> None:
+    """Note what `ray up` would miss: it takes paths from the directory that it is called in."""
+    for local in map(str, mounts.values()):
+        if not Path(local).expanduser().exists():
+            how = next((f"; `{how}` makes it" for end, how in _MAKERS.items()
+                        if local.endswith(end)), "")  # fmt: skip
+            report.notes.append(
+                f"{MISSING_FILE}{local} is not there, seen from {Path.cwd()}; `ray up` takes it "
+                f"from the directory that it is called in{how}"
+            )
+
+
+def check_data_root(shared: Sequence[str], report: Report) -> None:
+    """Note a recipe's data outside the folders that all hosts share."""
+    root = report.needs.data_root if report.needs is not None else None
+    if root is not None and shared and not any(is_within(root, folder) for folder in shared):
+        note = (
+            f"the recipe's data.root, {root}, must lie on the storage of all hosts "
+            f"({', '.join(dict.fromkeys(shared))}), or be there on each of them: put the data "
+            "there, and say so with --data-root"
+        )
+        if note not in report.notes:
+            report.notes.append(note)
 
 
 def _complete_config(raw: dict[str, Any], report: Report) -> dict[str, Any] | None:
@@ -375,7 +407,9 @@ def _check_ray_up_storage(
         for node in config.get("available_node_types", {}).values():
             commands += node.get("initialization_commands") or []
         text = "\n".join(c for c in commands if re.search(r"\bmount(point)?\b", c))
-        if not any(is_within(place, word) for word in re.findall(r"/[\w./-]+", text)):
+        folders = [word for word in re.findall(r"/[\w./-]+", text) if is_within(place, word)]
+        check_data_root(folders, report)
+        if not folders:
             report.add_error(
                 f"{side}_setup_commands",
                 f"nothing mounts or checks the shared storage of DPDIST_RUNS={place}; mount it in "
@@ -549,6 +583,7 @@ def _check_kuberay_storage(
             f"DPDIST_RUNS={runs_folder} is on no volume that all pods share; mount a "
             "persistentVolumeClaim (ReadWriteMany) or nfs there",
         )
+    check_data_root([str(mount["mountPath"]) for mount in mounted], report)
     for volume in shared:
         name = (volume.get("persistentVolumeClaim") or {}).get("claimName")
         where, spec = claims.get(name, ("", None))

@@ -85,20 +85,25 @@ def check(
 
     Every complaint names file, key and what would be right; exit code 2 when there is one.
     """
-    from dpdist.cluster.cluster_file import Needs, check_file
+    from dpdist.cluster.cluster_file import MISSING_FILE, Needs, check_file
     from dpdist.core.version import __version__
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     needs = None
     if recipe is not None:
-        resources = resolve_recipe(recipe, changes=parse_changes(changes)).resources
-        needs = Needs(resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker)
+        resolved = resolve_recipe(recipe, changes=parse_changes(changes))
+        resources, root = resolved.resources, resolved.data.root
+        needs = Needs(
+            resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker,
+            None if root is None else str(root),
+        )  # fmt: skip
     complaints, notes = check_file(file, __version__, needs)
     for note in notes:
         typer.echo(f"{file}: note: {note}")
     if complaints:
         raise UserError("\n".join(f"{file}: {complaint}" for complaint in complaints))
-    typer.echo(f"{file}: good")
+    missing = any(note.startswith(MISSING_FILE) for note in notes)
+    typer.echo(f"{file}: good{', once the files that are not there are' if missing else ''}")
 
 
 @cluster_app.command("template")

@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from support.local_execution import call
 
 from dpdist.cluster.cluster_file import Needs, check_file, iter_strings, templates
 from dpdist.core.errors import ClusterError, UserError
@@ -410,6 +411,35 @@ def test_a_recipe_must_fit(name, tmp_path):
     assert any("has room for 8 training workers, the recipe asks for 9" in t for t in found)
     assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 4, 2)))
     assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 64, 0)))
+
+
+@pytest.mark.parametrize("name", ["aws", "local", "kuberay"])
+def test_data_beside_the_shared_storage_are_noted(name, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all(filled(name)))
+    for root, good in (("/mnt/dpdist/data", True), (None, True), ("/home/me/data", False),
+                       ("data", False)):  # fmt: skip
+        _, notes = check_file(path, VERSION, Needs(1, 1, 0, root))
+        said = [note for note in notes if f"data.root, {root}, must lie on the storage" in note]
+        assert len(said) == (not good), (root, notes)
+
+
+def test_files_that_ray_up_would_miss_are_named(tmp_path, monkeypatch):
+    """Relative to the directory of the call, as Ray reads them, not to the cluster file."""
+    (tmp_path / "here" / "dist").mkdir(parents=True)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump_all(filled("aws")))
+    (tmp_path / "constraints.txt").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    printed = call("cluster", "check", tmp_path / "c.yaml").stdout
+    assert "file_mounts: constraints.txt is not there" in printed
+    assert "whl is not there" in printed and "`pip wheel --no-deps -w dist .` makes it" in printed
+    assert "~/.ray/auth_token is not there" in printed
+    assert printed.endswith("good, once the files that are not there are\n")
+    (tmp_path / ".ray").mkdir()
+    for name in ("constraints.txt", "dist/dpdist-0.1.0-py3-none-any.whl", "../.ray/auth_token"):
+        Path(name).touch()
+    assert call("cluster", "check", tmp_path / "c.yaml").stdout.endswith("c.yaml: good\n")
 
 
 @pytest.mark.parametrize(
