@@ -52,7 +52,7 @@ from dpdist.data.adapters import (
     check_tokens,
     preference_records,
 )
-from dpdist.data.protocol import GroupedRecords, Groups, Records
+from dpdist.data.protocol import TARGETS, GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
@@ -500,6 +500,21 @@ def check_units_apart(public: Records, private: Records) -> None:
         )
 
 
+def _cure_of_call(inputs: Any, error: Exception) -> str:
+    """Return how a module of several arguments is called; "" where that is not the fault."""
+    if isinstance(inputs, Tensor) or not isinstance(error, TypeError):
+        return ""
+    call = "module(*batch[:-1]), batch[-1]"
+    if isinstance(inputs, Mapping):
+        own = ", ".join(f"batch[{name!r}]" for name in inputs if name != TARGETS)
+        call = f"module({own}), batch[{TARGETS!r}]"
+    return (
+        f". Under a named loss it gets ONE argument, a {type(inputs).__name__} of all: take that "
+        "apart in forward, or give a loss of your own, such as lambda module, batch: "
+        f"torch.nn.functional.cross_entropy({call}, reduction='none')"
+    )
+
+
 def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> ModelSpec:
     """Return how the trained model is described, and built again.
 
@@ -516,6 +531,7 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
                 raise UserError(
                     f"model: must take inputs as the records have them, {_forms(inputs)}; it fails "
                     f"on invented ones: {' '.join(str(error).split()) or type(error).__name__}"
+                    f"{_cure_of_call(inputs, error)}"
                 ) from error
             outputs = None
     if isinstance(loss, str) and not isinstance(outputs, Tensor):

@@ -648,7 +648,10 @@ def test_foreign_code_is_imported_only_when_it_is_named(copied, call, tmp_path, 
     name_model(copied, models.model_hash(copied))
     write_pages(copied)
     done = call("verify", copied)
-    assert done.code == 2 and "--trust-factory foreign:net" in done.err
+    assert (
+        done.code == 2
+        and "--trust-factory foreign:net; in Python trusted_factory='foreign:net')" in done.err
+    )
     assert "foreign" not in sys.modules
     done = call("verify", copied, "--trust-factory", "foreign:net")
     assert done.code == 0, done.err

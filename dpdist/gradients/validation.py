@@ -212,7 +212,34 @@ def check_example_independence(
         said = " ".join(" ".join([str(error)[:300], *getattr(error, "__notes__", ())]).split())
         raise UserError(
             f"the model cannot be run or differentiated: {type(error).__name__}: {said}"
+            f"{_cure(model, error)}"
         ) from error
+
+
+def _cure(model: nn.Module, error: Exception) -> str:
+    """Return how to mend what torch says without its cause; "" where that is not known."""
+    if isinstance(error, IndexError):
+        return (
+            "; it ran on invented examples: their numbers lie in [0, 1), a quarter of them in "
+            "[3, 13), and whole numbers are 0 or 1. Declare public ranges, as in "
+            "dpdist.as_records(data, ranges={'inputs': (0, 2)}), or clamp what indexes a table"
+        )
+    if "nested" in str(error).lower() and any(
+        getattr(module, "enable_nested_tensor", False) for module in model.modules()
+    ):
+        return "; make the TransformerEncoder with enable_nested_tensor=False"
+    return _suspected_layout(model)
+
+
+def _suspected_layout(model: nn.Module) -> str:
+    """Return the first layer that takes positions before records, with the way to turn them."""
+    for name, module in model.named_modules():
+        if getattr(module, "batch_first", True) is False:
+            return (
+                f"; {name or 'the top'} ({type(module).__name__}) takes positions before records: "
+                "where its inputs are (B, T, ...), set batch_first=True"
+            )
+    return ""
 
 
 def _refuse_recurrent_layers(model: nn.Module) -> None:
@@ -412,7 +439,8 @@ class _ModelCheck:
         ):
             where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
             raise UserError(
-                f"the model mixes examples {where}: one example's loss {_MIXES}",
+                f"the model mixes examples {where}: one example's loss {_MIXES}"
+                f"{_suspected_layout(self.model)}",
                 see="explanation/gradients.md#what-is-refused",
             )
 

@@ -64,8 +64,8 @@ def _load_script(archive: bytes) -> nn.Module:
     return module
 
 
-# Workers receive models and callables by pickle, which torch refuses for TorchScript: here it takes
-# the archive of `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
+# Workers receive models by pickle, which torch refuses for TorchScript: here it takes the archive of
+# `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
 for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevelTracedModule):
     copyreg.pickle(_kind, _reduce_script)
 

@@ -433,7 +433,8 @@ def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object)
         if name not in ZOO and name != trusted_factory:
             raise UserError(
                 f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
-                f"its code. If you trust it, name it (--trust-factory {name})",
+                f"its code. If you trust it, name it (--trust-factory {name}; in Python "
+                f"trusted_factory={name!r})",
                 see="how-to/extending.md#a-model",
             )
 

@@ -62,10 +62,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "torch.save(m.state_dict(), 'weights.pt')\""
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        what = "a TorchScript archive" if "TorchScript" in str(error) else "no PyTorch file"
+        got = f"no PyTorch file: {error_text(error)}"
+        if "TorchScript" in str(error):  # torch goes on about an option that is not there
+            got = (
+                "a TorchScript archive: save torch.jit.load(path).state_dict(), or certify the "
+                "loaded module in Python (dpdist.certify)"
+            )
         raise UserError(
             f"{path}: must be a state dict (torch.save(model.state_dict(), path)) or a "
-            f".safetensors file, got {what}: {error_text(error)}"
+            f".safetensors file, got {got}"
         ) from None
     return _state_dict(found, path)
 
@@ -112,7 +117,11 @@ def load_foreign(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     ]  # fmt: skip
     problems = [
         f"{what} {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("lacks", missing), ("has besides", left), ("where", shapes))
+        for what, names in (
+            ("lacks", missing),
+            ("has besides", left),
+            ("has other shapes:", shapes),
+        )
         if names
     ]
     if problems:

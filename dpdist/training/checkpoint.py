@@ -130,13 +130,14 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Return those tensors of a file that is as it was written. Raises UserError."""
     raw = read_bytes(path)
+    cure = f"move {path.parent} away, and the run repeats its steps from the checkpoint before it"
     try:
         tensors = load_tensors(raw)
     except SafetensorError as error:
-        raise UserError(f"{path}: damaged: {error_text(error)}") from error
+        raise UserError(f"{path}: damaged: {error_text(error)}; {cure}") from error
     about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
     if about.get(_DIGEST_KEY) != tensors_digest(tensors):
-        raise UserError(f"{path}: damaged: its numbers are not those that were written")
+        raise UserError(f"{path}: damaged: its numbers are not those that were written; {cure}")
     return tensors
 
 

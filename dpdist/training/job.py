@@ -563,7 +563,7 @@ def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
         if before != dataset.fingerprint:
             raise UserError(
                 f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
-                "or choose another --name",
+                "or choose another --name (in a loop of your own: folder=)",
                 see="explanation/privacy.md#what-a-run-really-released",
             )
 

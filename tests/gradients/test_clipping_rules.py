@@ -705,12 +705,40 @@ class _Squeezed(nn.Module):
         return (inputs.mean(1) @ self.weight).squeeze()[:, None]
 
 
+class _Masked(nn.Module):
+    """In evaluation mode torch packs the tokens that a mask leaves, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        none = torch.zeros(inputs.shape[:2], dtype=torch.bool)
+        return self.encoder(inputs, src_key_padding_mask=none).mean(1)
+
+
+class _Looked(nn.Module):
+    """Takes a column of numbers for the places of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.embedding(inputs[:, 3].long(), self.table)
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "said"),
     [
         (_Of(nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)), (3, 4),
          r"random operation.*layer layer has no rule.*no random numbers, as dropout"),
-        (_Of(nn.MultiheadAttention(4, 2)), (3, 4), "layer layer has no rule|mixes examples"),
+        (_Of(nn.MultiheadAttention(4, 2)), (3, 4),
+         r"layer \(MultiheadAttention\) takes positions before records.*set batch_first=True"),
+        (_Masked(), (3, 4), "make the TransformerEncoder with enable_nested_tensor=False"),
+        (_Looked(), (4,), r"invented examples.*ranges=\{'inputs': \(0, 2\)\}\), or clamp what"),
         (_Squeezed(), (3, 4), r"cannot be run or differentiated.*the model itself.*also one"),
         (_Of(nn.LSTM(4, 4, 2, dropout=0.2, batch_first=True)), (3, 4),
          r"layer \(LSTM\): dropout must be 0, got 0.2: .*torch.nn.Dropout between"),

@@ -628,6 +628,32 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.long
+class Two(nn.Module):
+    """Takes two arguments, which a named loss does not give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.cat([a, b], 1))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda module, batch: F.cross_entropy(
+            module(batch["a"], batch["b"]), batch["targets"], reduction="none"
+        ),
+        lambda module, batch: F.cross_entropy(module(*batch[:-1]), batch[-1], reduction="none"),
+    ],
+)
+def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path, loss):
+    x, y = torch.rand(2, 80, 2), torch.arange(80) % 2
+    inputs = {"a": x[0], "b": x[1]} if "targets" in loss.__code__.co_consts else (x[0], x[1])
+    training(tmp_path / "own", Two(), loss=loss, data=(inputs, y)).step()
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "options", "said"),
     [
@@ -715,6 +741,12 @@ def dropping() -> nn.Module:
         (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
         (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
          f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
+        (Two, sgd, {"data": (dict.fromkeys("ab", torch.rand(80, 2)), torch.zeros(80).long())},
+         "ONE argument, a dict of all: take that apart in forward, or give a loss of your own, "
+         "such as lambda module, batch: torch.nn.functional.cross_entropy(module(batch['a'], "
+         "batch['b']), batch['targets'], reduction='none')"),
+        (Two, sgd, {"data": ((torch.rand(80, 2), torch.rand(80, 2)), torch.zeros(80).long())},
+         "cross_entropy(module(*batch[:-1]), batch[-1], reduction='none')"),
         (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
         (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
         (Net, sgd, {"factory": "support.foreign:net"}, "factory: must build this model"),
@@ -1287,8 +1319,29 @@ def test_other_records_are_not_continued(tmp_path):
     t.close()
     inputs, labels = records()
     inputs[7, 2] += 1e-3
-    with pytest.raises(UserError, match="has changed since this run was begun"):
+    with pytest.raises(UserError, match=r"has changed since this run was begun.* own: folder=\)"):
         training(tmp_path / "own", data=(inputs, labels))
+
+
+def test_a_damaged_checkpoint_can_be_moved_away(tmp_path):
+    """As its refusal says: the steps since the one before it are replayed, and charged once."""
+    whole = training(tmp_path / "whole")
+    whole.run_all()
+    t = training(tmp_path / "own")
+    for _ in range(4):
+        t.step()
+    t.close()
+    newest = max(t.run.checkpoints.glob("step-*"))
+    raw = bytearray((newest / "state.safetensors").read_bytes())
+    raw[-3] ^= 1
+    (newest / "state.safetensors").write_bytes(raw)
+    with pytest.raises(UserError, match=re.escape(f"move {newest} away, and the run repeats")):
+        training(tmp_path / "own")
+    newest.rename(tmp_path / "aside")
+    again = training(tmp_path / "own")
+    again.run_all()
+    assert torch.equal(flat(again.model), flat(whole.model))
+    assert dpdist.read_facts(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
 
 
 def test_the_fingerprint_is_keyed(tmp_path):
