@@ -38,6 +38,14 @@ class Needs:
     gpus: float
     data_root: str | None = None
 
+    @classmethod
+    def of(cls, resources: Any, data_root: object) -> Needs:
+        """Return the needs of a recipe's section `resources`, and of its data."""
+        root = None if data_root is None else str(data_root)
+        return cls(
+            resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker, root
+        )
+
 
 @dataclass
 class Report:

@@ -35,7 +35,6 @@ from dpdist.core.files import (
     ColumnSpec,
     atomic_replacement,
     check_regular_or_missing,
-    error_text,
     parse_json,
     remove_leftovers,
     write_json,
@@ -202,7 +201,7 @@ class JobKind:
 def open_job_folder(output: Path, kind: JobKind) -> Iterator[Journal]:
     """The folder's journal, held by this process alone; a folder in which nothing began is removed.
 
-    Raises UserError when another process holds it, or where nothing can be written.
+    Raises UserError when another process holds it.
     """
     known = output.exists()
     try:
@@ -211,11 +210,6 @@ def open_job_folder(output: Path, kind: JobKind) -> Iterator[Journal]:
         raise UserError(
             f"{output}: another process is {kind.activity} into this folder; wait for it, stop it, "
             "or choose another folder (--output)"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{output}: must be a folder that can be written, got {error_text(error)}; choose "
-            "another folder (--output; in Python folder=)"
         ) from error
     with journal:
         remove_leftovers(output, *(path for path in output.rglob("*") if path.is_dir()))

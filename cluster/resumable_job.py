@@ -53,8 +53,8 @@ from dpdist.cluster import job_folder
 from dpdist.cluster.executor import Executor, open_executor, use_executor
 from dpdist.cluster.job_folder import JobKind, Journal, Progress
 from dpdist.cluster.work import Chunk, PoolSettings
-from dpdist.core.errors import InvalidResultsError
-from dpdist.core.files import ColumnSpec
+from dpdist.core.errors import InvalidResultsError, UserError
+from dpdist.core.files import ColumnSpec, error_text
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item
@@ -223,7 +223,7 @@ def run_job(
         return table
     with ExitStack() as stack:
         where = stack.enter_context(use_executor(executor) if executor else open_executor())
-        journal = stack.enter_context(job_folder.open_job_folder(output, spec.kind))
+        journal = _enter_folder(stack, output, spec.kind)
         about = job_folder.pin_settings(
             journal, spec.kind, wanted, spec.seed, lambda: spec.initial_record(output)
         )
@@ -249,6 +249,18 @@ def run_job(
     job_folder.write_table(spec.build_table(spec.finish(book, output), about), finished)
     parts.remove()
     return spec.load_table(finished)
+
+
+def _enter_folder(stack: ExitStack, output: Path, kind: JobKind) -> Journal:
+    """Return the journal of a folder that is held until `stack` ends. Raises UserError where
+    nothing can be written."""
+    try:
+        return stack.enter_context(job_folder.open_job_folder(output, kind))
+    except OSError as error:
+        raise UserError(
+            f"{output}: must be a folder that can be written, got {error_text(error)}; choose "
+            "another (--output, in Python folder=)"
+        ) from error
 
 
 @contextmanager

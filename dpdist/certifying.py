@@ -243,8 +243,6 @@ def _resolved(
     """Return inputs, settings and model. Raises UserError."""
     import torch
 
-    from dpdist.models.outputs import may_hold_script
-
     if isinstance(what, str | Path) and not _is_factory(what):
         what = _at_path(Path(what), trusted_factory)
     if isinstance(what, RunFolder):
@@ -272,7 +270,7 @@ def _resolved(
             "what: must be a torch module, a callable, 'package.module:factory', a RunFolder, a "
             f"Release or a path, got {type(what).__name__}"
         )
-    if chosen.form is None and may_hold_script(subject.model):
+    if chosen.form is None and models.may_hold_script(subject.model):
         # A trace would see one path through somebody's own code.
         chosen = chosen.model_copy(update={"form": "eager"})
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject

@@ -238,30 +238,11 @@ def build_foreign(
 
 
 def require_trained_weights(foreign: ForeignModel, network: nn.Module, spec: ModelSpec) -> None:
-    """Raise UserError for a network with random weights, which nobody means to certify.
+    """Raise UserError for a network without a file of weights whose factory draws them."""
+    from dpdist.models.weights import require_drawn_nowhere
 
-    Without a file of weights the factory is called once more, under another seed: one that loads
-    its weights itself makes the same ones.
-    """
-    import torch
-
-    if foreign.weights is not None:
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.seed()  # no seed that the caller may have set
-        again = models.build_model(spec).state_dict()
-    drawn = [
-        name for name, one in network.state_dict().items()
-        if not bool(((one == again[name]) | (one != one)).all())  # NaN is for others to refuse
-    ]  # fmt: skip
-    if drawn:
-        more = ", ..." if len(drawn) > 1 else ""
-        raise UserError(
-            f"--weights: must be given: made twice, {foreign.name} has other numbers in {drawn[0]}"
-            f"{more}, so its weights are random. Give the file of trained ones (in Python: the "
-            "trained module itself, or a factory that loads them)",
-            see="how-to/certify-any-model.md#by-command",
-        )
+    if foreign.weights is None:
+        require_drawn_nowhere(network, lambda: models.build_model(spec), foreign.name)
 
 
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:

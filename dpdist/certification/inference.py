@@ -30,8 +30,7 @@ from dpdist.certification.noise import Noise
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_COUNT
 from dpdist.core.files import quoted
-from dpdist.models import NO_CLASS, predicted_classes
-from dpdist.models.outputs import may_hold_script
+from dpdist.models import NO_CLASS, may_hold_script, predicted_classes
 from dpdist.randomness import device_generators
 from dpdist.randomness.keys import AesWords
 

@@ -92,11 +92,7 @@ def check(
     needs = None
     if recipe is not None:
         resolved = resolve_recipe(recipe, changes=parse_changes(changes))
-        resources, root = resolved.resources, resolved.data.root
-        needs = Needs(
-            resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker,
-            None if root is None else str(root),
-        )  # fmt: skip
+        needs = Needs.of(resolved.resources, resolved.data.root)
     complaints, notes = check_file(file, __version__, needs)
     for note in notes:
         typer.echo(f"{file}: note: {note}")

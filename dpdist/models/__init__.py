@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         NextTokenLogits,
         check_views,
         device_of,
+        may_hold_script,
         predicted_classes,
         softmax_scores,
     )
@@ -90,6 +91,7 @@ __all__ = [
     "load",
     "load_network",
     "load_weights",
+    "may_hold_script",
     "model_hash",
     "patch_features_of",
     "predicted_classes",
@@ -129,6 +131,7 @@ _WITH_TORCH = {
         "NextTokenLogits",
         "check_views",
         "device_of",
+        "may_hold_script",
         "predicted_classes",
         "softmax_scores",
     ),

@@ -55,17 +55,16 @@ def may_hold_script(model: nn.Module) -> bool:
     return any(isinstance(each, Answers | torch.jit.ScriptModule) for each in model.modules())
 
 
-def _reduce_script(module: Any) -> tuple[Callable[[bytes], nn.Module], tuple[bytes]]:
+def _reduce_script(module: Any) -> tuple[Callable[..., Any], tuple[bytes]]:
     return _load_script, (module.save_to_buffer(),)
 
 
-def _load_script(archive: bytes) -> nn.Module:
-    module: nn.Module = torch.jit.load(io.BytesIO(archive), map_location="cpu")
-    return module
+def _load_script(archive: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(archive), map_location="cpu")
 
 
-# Workers receive models by pickle, which torch refuses for TorchScript: here it takes the archive of
-# `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
+# Workers receive models by pickle, which torch refuses for TorchScript: here it takes the archive
+# of `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
 for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevelTracedModule):
     copyreg.pickle(_kind, _reduce_script)
 

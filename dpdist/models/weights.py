@@ -12,7 +12,7 @@ import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,32 @@ def _unwrapped(tensors: dict[str, Tensor], own: Any) -> dict[str, Tensor]:
             break
         tensors = {name.removeprefix(prefix): each for name, each in tensors.items()}
     return tensors
+
+
+def require_drawn_nowhere(network: nn.Module, build: Callable[[], nn.Module], name: str) -> None:
+    """Raise UserError for a network with random weights, which nobody means to certify.
+
+    It is made once more, under another seed: a factory that loads its weights makes the same ones.
+
+    Args:
+        network: as `build` made it before.
+        build: makes it again.
+        name: of the factory, for the complaint.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()  # no seed that the caller may have set
+        again = build().state_dict()
+    drawn = [
+        key for key, one in network.state_dict().items()
+        if not bool(((one == again[key]) | (one != one)).all())  # NaN is for others to refuse
+    ]  # fmt: skip
+    if drawn:
+        raise UserError(
+            f"--weights: must be given: made twice, {name} has other numbers in {drawn[0]}"
+            f"{', ...' if len(drawn) > 1 else ''}, so its weights are random. Give the file of "
+            "trained ones (in Python: the trained module itself, or a factory that loads them)",
+            see="how-to/certify-any-model.md#by-command",
+        )
 
 
 def file_digest(path: Path) -> str:
