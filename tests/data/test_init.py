@@ -328,3 +328,9 @@ def test_pictures_that_cannot_be_taken_leave_nothing_behind(kind):
     right = {"pipe": "is a pipe", "device": "is a device", "3 GB": "at most 268,435,456 are read",
              "900 megapixels": "900000000 pixels", "no picture": "decoded: no picture"}  # fmt: skip
     assert right.get(kind, "the name must be UTF-8 text") in refused("pets")
+
+
+def test_the_comment_on_workers_names_the_key_that_lets_them_change():
+    started(written({"a": [0.1 * i for i in range(8)], "label": [0, 1] * 4}))
+    (line,) = (each for each in Path("mine.yaml").read_text().splitlines() if "workers:" in each)
+    assert line.endswith("# keep it during a run, or set training.reproducible: true")
