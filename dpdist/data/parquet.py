@@ -476,7 +476,11 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
     there = [path.name for path in others if path.exists()]
     raise UserError(
         f"{base}: no Parquet file of split {split!r} (looked for {split}.parquet, ...)"
-        + (f"; run `dpdist init {base}`, which makes it of {there[0]}" if there else "")
+        + (
+            f"; run `dpdist init {base} --output NEW.yaml`, which makes it of {there[0]}"
+            if there
+            else ""
+        )
     )
 
 

@@ -556,6 +556,14 @@ def test_empty_labels_and_texts_of_csv_are_refused_by_their_line(value, split):
         said("st", "--label", "kind")
 
 
+def test_an_empty_label_of_parquet_is_refused_by_its_row():
+    for split, count in SPLITS.items():
+        kinds = ["a"] * (count - 1) + [""]
+        write_split(Path("st"), split, age=[float(n) for n in range(count)], kind=kinds)
+    with pytest.raises(UserError, match=r"train\.parquet row 29: column 'kind' must have a value"):
+        said("st", "--label", "kind")
+
+
 def test_classes_that_differ_in_blanks_alone_are_refused():
     write_rows("st", "age,kind", "N.5,x", train={3: "7.5,x "})
     with pytest.raises(UserError, match=r"column 'kind' has 'x ' and 'x', which differ in blanks"):

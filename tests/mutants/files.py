@@ -12,6 +12,7 @@ UNDER_WAY = "test_serving::test_too_many_under_way_are_sent_away"
 SOURCES = "data/test_init_columns::test_a_record_that_was_taken_out_of_csv_is_not_trained_on"
 OWN = "data/test_init_columns::test_parquet_that_init_did_not_make_is_never_replaced"
 NOBODY = "data/test_init_columns::test_records_of_nobody_in_parquet_are_no_group"
+EMPTY = "data/test_init_columns::test_an_empty_label_of_parquet_is_refused_by_its_row"
 BLANK = "data/test_init_columns::test_empty_labels_and_texts_of_csv_are_refused_by_their_line"
 ALIKE = "data/test_init_columns::test_classes_that_differ_in_blanks_alone_are_refused"
 
@@ -63,6 +64,13 @@ FAULTS: list[Fault] = [
          "a blank behind a name makes a person two"),
     ),
     *group(
+        "dpdist/private_training.py",
+        "training/test_private_training::test_units_are_equal_by_value",
+        ("    if isinstance(unit, Tensor) or names_nobody(unit):",
+         "    if isinstance(unit, Tensor) or unit is None or unit != unit:",
+         "records whose unit_id is an empty text are one person's"),
+    ),
+    *group(
         "dpdist/data/adapters.py", NOBODY,
         ("column.null_count or any(map(names_nobody, encoded.dictionary.to_pylist()))",
          "column.null_count", "strangers in a table are one unit"),
@@ -73,7 +81,7 @@ FAULTS: list[Fault] = [
          "strangers without a name are one unit"),
     ),
     *group(
-        "dpdist/data/discovery.py", f"{BLANK} {ALIKE}",
+        "dpdist/data/discovery.py", f"{BLANK} {ALIKE} {EMPTY}",
         ("            if (row := _first_blank(table[label])) is not None:", "            if False:",
          "an empty label is a class"),
         ("                row = _first_blank(table[column])\n", "                row = None\n",
