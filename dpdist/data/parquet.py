@@ -519,7 +519,12 @@ class Sources:
         path = folder / SOURCES_FILE
         if not path.exists():
             return Sources({}, {})
-        said = read_json(path, {"sources": dict, "files": dict})
+        try:
+            said = read_json(path, {"sources": dict, "files": dict})
+        except UserError as error:
+            raise UserError(
+                f"{error}; remove it with the Parquet files that it is about, and run `dpdist init`"
+            ) from None
         return Sources(said["sources"], said["files"])
 
     @staticmethod

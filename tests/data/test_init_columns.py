@@ -461,6 +461,9 @@ def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
     assert "made anew" not in said("st", "--label", "ill", "--output", "st3.yaml")
     train.unlink()  # what is not there says nothing
     assert "st/train: 25 records" in checked("st.yaml")
+    (folder / "dpdist-sources.json").write_text("{")
+    with pytest.raises(UserError, match=r"sources\.json: damaged: .*; remove it with the Parquet"):
+        checked("st.yaml")
 
 
 def test_a_run_on_records_that_changed_does_not_go_on():
