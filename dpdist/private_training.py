@@ -53,7 +53,7 @@ from dpdist.data.adapters import (
     preference_records,
 )
 from dpdist.data.protocol import TARGETS, GroupedRecords, Groups, Records
-from dpdist.data.record_hashes import hash_inputs
+from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
@@ -412,10 +412,11 @@ def _unit_of(records: Records, index: int) -> Hashable:
     """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
     unit = records.unit_id(index)
     unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit
-    if isinstance(unit, Tensor) or unit is None or unit != unit:
+    if isinstance(unit, Tensor) or names_nobody(unit):
+        got = "an empty text" if isinstance(unit, str) else type(unit).__name__
         raise UserError(
-            f"{records.name}: unit_id must return a number or a text for each record, got "
-            f"{type(unit).__name__} at {index:,}; let it return int(...) or str(...)"
+            f"{records.name}: unit_id must return a number or a text for each record, got {got} at "
+            f"{index:,}; let it return int(...) or str(...), and drop records of nobody"
         )
     return unit
 

@@ -34,7 +34,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Count, Finite, PositiveFraction, PositiveNoise, RunName
 
 if TYPE_CHECKING:
-    from dpdist.data.discovery import DiscoveredDataset
+    from dpdist.data.discovery import DiscoveredDataset, FoundSources
     from dpdist.importing import ForeignModel
 
 
@@ -108,24 +108,27 @@ def init_command(
         raise UserError(f"{output}: exists already; name another --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, group)
-    by_csv = discovery.csv_splits(folder)
-    if by_csv or discovery.has_pictures(folder):
+    sources = discovery.find_sources(folder)
+    if sources.names:
         # Aside until nothing can be refused any more: what is left would be taken for the data.
         with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
-            if by_csv:
+            if sources.csv:
                 found = discovery.inspect_csv_folder(folder, Path(aside), chosen)
             elif chosen == discovery.ChosenColumns():
                 found = discovery.inspect_picture_folder(folder, Path(aside))
             else:
                 raise UserError("--label, --features, --group: must be left out with pictures")
             scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
-            files = sorted(Path(aside).glob("*.parquet"))
+            files = sorted(path for path in Path(aside).iterdir() if path.is_file())
             _write_recipe(found, name, output, scaled, files, model)
+        for file in sources.made_before - {file.name for file in files}:
+            (folder / file).unlink()
     else:
         found = discovery.inspect_folder(folder, chosen)
         scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
         _write_recipe(found, name, output, scaled, (), model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
+    _tell_sources(folder, sources)
     _tell_left_out(found, scaled)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
@@ -202,6 +205,17 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     if dataset.answer_columns is not None:
         return f"prompts and answers (columns {', '.join(dataset.answer_columns)})"
     return None
+
+
+def _tell_sources(folder: Path, sources: FoundSources) -> None:
+    """Print which sources Parquet was made anew of, and which are not read."""
+    if sources.changed:
+        typer.echo(f"made anew: {', '.join(sources.changed)} changed since Parquet was made of it")
+    if sources.unread:
+        typer.echo(
+            f"not read: {', '.join(sources.unread)}: Parquet lies in {folder} that dpdist init did "
+            "not make of it; to read it, move that away"
+        )
 
 
 def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
@@ -491,10 +505,10 @@ data_app = typer.Typer(
 @data_app.command("list")
 def list_data(data_root: DataRoot = None) -> None:
     """List the built-in data sets, those under --data-root, and those that can be fetched."""
+    from dpdist import data
     from dpdist.core.errors import UserError
-    from dpdist.data.registry import BUILT_IN, DOWNLOADABLE
 
-    for name in BUILT_IN:
+    for name in data.BUILT_IN:
         typer.echo(f"{name}\tbuilt in")
     if data_root is not None:
         if not data_root.is_dir():
@@ -502,18 +516,21 @@ def list_data(data_root: DataRoot = None) -> None:
         for folder in sorted(path for path in data_root.iterdir() if path.is_dir()):
             files = len(list(folder.rglob("*.parquet")))
             typer.echo(f"{folder.name}\t{folder} ({files} Parquet files)")
-    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(DOWNLOADABLE)}")
+    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(data.DOWNLOADABLE)}")
 
 
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
+    from dpdist import data
     from dpdist.evaluation import data_units_row
     from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
     from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
     resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
     source = data_source(resolved)
+    if source.root is not None:
+        data.check_sources(source.root / source.name)
     train, test = records_with_canaries(resolved, source), load_test_records(resolved, source)
     for split in (train, test):
         typer.echo(

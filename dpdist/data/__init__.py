@@ -9,9 +9,11 @@ from dpdist.data.dataset import (
     refuse_common_groups,
     refuse_common_records,
 )
-from dpdist.data.parquet import FEATURES_FILE, Columns, holds_features
+from dpdist.data.parquet import FEATURES_FILE, Columns, check_sources, holds_features
+from dpdist.data.record_hashes import names_nobody
 from dpdist.data.registry import (
     BUILT_IN,
+    DOWNLOADABLE,
     DataSource,
     cache_folder,
     fetch,
@@ -29,6 +31,7 @@ from dpdist.data.text import (
 
 __all__ = [
     "BUILT_IN",
+    "DOWNLOADABLE",
     "FEATURES_FILE",
     "WORDS_FILE",
     "Columns",
@@ -40,11 +43,13 @@ __all__ = [
     "TextColumn",
     "WordList",
     "cache_folder",
+    "check_sources",
     "check_test_records_unseen",
     "check_test_split",
     "fetch",
     "holds_features",
     "load",
+    "names_nobody",
     "next_tokens",
     "refuse_common_groups",
     "refuse_common_records",

@@ -27,6 +27,7 @@ from torch.utils import data as torch_data
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY, open_parquet
+from dpdist.data import names_nobody
 from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
@@ -191,7 +192,24 @@ def _adapted(data: Any, options: Options) -> Records:
         return _of_fields(data, None, options)
     if isinstance(data, tuple) and len(data) == 2:
         return _of_fields(data[0], data, options)
+    if isinstance(data, Mapping) and any(isinstance(key, str) for key in data):
+        _refuse_columns(data, options)
     return _of_items(data, options)
+
+
+def _refuse_columns(data: Mapping[Any, Any], options: Options) -> NoReturn:
+    """Refuse a dict of columns, or what numpy.load returns of .npz, with the form that is taken."""
+    names = [name for name in options.inputs or data if name not in (options.target, options.unit)]
+    some = ", ".join(f"{name!r}: data[{name!r}]" for name in names[:3])
+    inputs = f"{{{some}{', ...' if len(names) > 3 else ''}}}"
+    if len(names) == 1:
+        inputs = f"data[{names[0]!r}]"
+    targets = "targets" if options.target is None else f"data[{options.target!r}]"
+    kind = type(data).__name__
+    options.refuse(
+        f"must be (inputs, targets), of which inputs may be a dict, got a {kind} of columns",
+        f"give ({inputs}, {targets}), or a table of pandas or pyarrow",
+    )
 
 
 # --- arrays -----------------------------------------------------------------------------------
@@ -431,7 +449,7 @@ def _check_units(options: Options, units: list[Any], count: int) -> list[Hashabl
             f"unit must have one value for each of the {count:,} records, got {len(found):,}",
             "give one for each",
         )
-    if any(each is None or each != each for each in found):  # NaN is not itself
+    if any(map(names_nobody, found)):
         options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
     return found
 
@@ -450,6 +468,7 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
         options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
     named = [str(name) for name in frame.columns]
     unit = options.unit if isinstance(options.unit, str) else None
+    _check_columns(named, options)
     used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
     for name, dtype in zip(named, frame.dtypes, strict=True):
         if name in used and name != unit and str(dtype) in ("object", "str", "category"):
@@ -464,6 +483,8 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
 
 def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
     then = "encode it as numbers, or leave it out with inputs=[...]"
+    if name == options.target:
+        then = "number its classes from 0, such as frame[name].astype('category').cat.codes"
     if kind.startswith(("binary", "large_binary", "struct")):
         then = "decode pictures into an array first, or train on the file by a recipe (dpdist init)"
     options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
@@ -479,15 +500,21 @@ def _of_table(table: pa.Table, options: Options) -> Records:
     return records
 
 
+def _check_columns(names: Sequence[str], options: Options) -> None:
+    """Refuse a table without a column that is asked for, and say which it has."""
+    unit = options.unit if isinstance(options.unit, str) else None
+    wanted = {*options.inputs, options.target, unit} - {None}
+    if missing := sorted(wanted - set(names), key=str):
+        options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
+
+
 def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
     """Return a table's columns by name, features as one matrix, and the shape of a batch."""
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         options.refuse(f"columns must have names of their own, got {twice[0]!r} twice", "rename it")
+    _check_columns(names, options)
     unit = options.unit if isinstance(options.unit, str) else None
-    wanted = {*options.inputs, options.target, unit} - {None}
-    if missing := sorted(wanted - set(names), key=str):
-        options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
     chosen = options.inputs or [name for name in names if name not in (options.target, unit)]
     if not chosen:
         options.refuse("must have a column of inputs beside target and unit", _known(names))
@@ -512,9 +539,9 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
 
 def _unit_numbers(column: pa.ChunkedArray, options: Options) -> np.ndarray:
     """Return a number for each unit, whatever names it: equal ones are the same unit."""
-    if column.null_count:
-        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
     encoded = column.combine_chunks().dictionary_encode()
+    if column.null_count or any(map(names_nobody, encoded.dictionary.to_pylist())):
+        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -591,7 +618,7 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
 
 def _of_name(name: str, options: Options) -> Records:
     """Return a built-in data set's training split, or a Parquet file's rows."""
-    from dpdist.data.registry import BUILT_IN, DataSource, load
+    from dpdist.data import BUILT_IN, DataSource, check_sources, load
 
     if name in BUILT_IN:
         return load(DataSource(name, BUILT_IN[name]), "train")
@@ -601,6 +628,7 @@ def _of_name(name: str, options: Options) -> Records:
             "give the file's path",
         )
     reader = open_parquet(name)
+    check_sources(Path(name).resolve().parent)
     try:
         table = reader.read()
     except Exception:

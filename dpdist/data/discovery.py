@@ -7,7 +7,10 @@ columns of prompts and answers, or a column of texts beside no label are learned
 
 from __future__ import annotations
 
+import csv as text_csv
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +34,19 @@ from dpdist.core.files import (
     parse_any_json,
     read_bytes,
 )
-from dpdist.data.parquet import decode_picture, image_bytes, is_list, read_rows, split_files
+from dpdist.data.parquet import (
+    FORMATS,
+    PICTURES,
+    Sources,
+    classes_in,
+    decode_picture,
+    image_bytes,
+    is_list,
+    pictures_in,
+    read_rows,
+    rows_of_nobody,
+    split_files,
+)
 
 TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
@@ -46,7 +61,6 @@ PROMPTS = (
 _OF_PROMPTS = ("input", "context", "system")  # columns that some data sets add to a prompt
 TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
 _FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _MOST_CLASSES = 1000  # of a label column that was not named
 _AT_ONCE = 500  # pictures in memory, of
 _MOST_AT_ONCE = 2**26  # bytes in all, but for the last
@@ -126,13 +140,15 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
     files = split_files(root, name, train)
     schema = open_parquet(files[0]).schema_arrow
-    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    if twice:
-        raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
+    _refuse_twice(schema.names, files[0])
     chosen.check(schema.names, files[0])
-    records, tested = (
-        sum(map(_count_rows, each)) for each in (files, split_files(root, name, test))
-    )
+    test_files = split_files(root, name, test)
+    records, tested = (sum(map(_count_rows, each)) for each in (files, test_files))
+    for count, each in ((records, files), (tested, test_files)):
+        if not count:
+            raise UserError(f"{each[0]}: {_NO_RECORDS}")
+    if chosen.group is not None:
+        _check_groups([*files, *test_files], chosen.group)
     if (documents := _documents_column(schema, chosen)) is not None:
         chats = is_list(schema.field(documents).type)
         return DiscoveredDataset(
@@ -145,9 +161,12 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
             root, name, train, test, records, tested, None, (), None, 0, (), (), None, chosen.group,
             _beside_documents(schema, pair, chosen.group), None, pair,
         )  # fmt: skip
-    label, image = chosen.label or label_column(schema, files), image_column(schema)
+    image = image_column(schema)
+    label = chosen.label or label_column(schema, files, by_option=True)
     if pa.types.is_nested(schema.field(label).type):
         raise UserError(f"--label: must be a column of classes, got {label}, which holds lists")
+    if not _is_class(schema.field(label).type):
+        raise _no_classes("--label: must be a column of classes", schema.field(label), "")
     image = None if chosen.features else image
     features, text, left_out = _find_inputs(schema, files, (label, image), chosen)
     classes, names = classes_of_column(schema, files, label)
@@ -156,6 +175,37 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
         root, name, train, test, records, tested, image, features, label, classes, names, shape,
         text, chosen.group, left_out,
     )  # fmt: skip
+
+
+_NO_RECORDS = "must hold one record at least, got no records"
+
+
+def _refuse_twice(names: Sequence[str], file: Path) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
+
+
+def _check_groups(files: Sequence[Path], group: str) -> None:
+    """Raise UserError for a record that belongs to nobody: all of these would be one person's."""
+    for file in files:
+        for first, table in read_rows(file, open_parquet(file), [group]):
+            if rows := rows_of_nobody(table[group].to_pylist()):
+                raise UserError(
+                    f"{file} row {first + rows[0]}: group column {group!r} must name whom each "
+                    "record belongs to, got none; drop these records, or give each an own group"
+                )
+
+
+def _no_classes(rule: str, field: pa.Field, how: str) -> UserError:
+    """The complaint about a column of numbers, or of another kind, as the label."""
+    got = f"{rule}, whole numbers or texts, got {field.name} of {field.type}; {how}"
+    if not pa.types.is_floating(field.type):
+        return UserError(f"{got}write it as whole numbers from 0, or texts")
+    return UserError(
+        f"{got}where numbers are to be told, write a recipe with data.targets: number",
+        see="how-to/own-data.md#numbers-labels-and-losses-of-your-own",
+    )
 
 
 def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
@@ -319,18 +369,29 @@ def _is_class(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def label_column(schema: pa.Schema, files: Sequence[Path]) -> str:
+def label_column(schema: pa.Schema, files: Sequence[Path], *, by_option: bool = False) -> str:
+    """The column of labels, by its name or as the only one that could be. by_option: --label names
+    it otherwise. Raises UserError where nobody could say which one it is."""
     by_name = {name.lower(): name for name in schema.names}
     for known in LABELS:
         if known in by_name and _is_class(schema.field(by_name[known]).type):
             return by_name[known]
+    for known in LABELS[:4]:
+        if known in by_name:
+            how = "name another column with --label, or " if by_option else ""
+            raise _no_classes(
+                f"{files[0]}: the label must be a class", schema.field(by_name[known]), how
+            )
     fit = [field.name for field in schema if _is_class(field.type)]
     if len(fit) == 1:
         return fit[0]
+    few = ", ".join(fit[:8]) + (", ..." if len(fit) > 8 else "")
+    some = f"{len(fit)} that could be it ({few})" if fit else "no other"
+    how = "name it with --label COLUMN, or rename it" if by_option else "rename it"
     raise UserError(
-        f"{files[0]}: no column {', '.join(LABELS[:4])}, and "
-        f"{len(fit)} others that could be the label; rename it to label, or texts "
-        "to text, prompts and answers to prompt and answer, and chats to messages"
+        f"{files[0]}: no column {', '.join(LABELS[:4])}, and {some} of whole numbers or texts; "
+        f"{how} to label, or texts to text, prompts and answers to prompt and answer, and chats to "
+        "messages"
     )
 
 
@@ -378,6 +439,12 @@ def classes_of_column(
     if not found:
         raise UserError(f"{files[0]}: column {label!r} has no values: no classes")
     if isinstance(found[0], str):
+        for one in found:
+            if (other := one.strip()) != one and other in found:
+                raise UserError(
+                    f"{files[0]}: column {label!r} has {one!r} and {other!r}, which differ in "
+                    "blanks alone; remove these"
+                )
         return len(found), tuple(found)
     if found[0] < 0:
         raise UserError(f"{files[0]}: column {label!r} has {found[0]}; classes begin at 0")
@@ -388,17 +455,27 @@ def _distinct_labels(files: Sequence[Path], label: str, kind: pa.DataType) -> se
     """The different values of the label column. Raises UserError for too many to be classes."""
     found: set[Any] = set()
     for file in files:
-        for _, table in read_rows(file, open_parquet(file), [label]):
+        for first, table in read_rows(file, open_parquet(file), [label]):
             if table[label].type != kind:
                 raise UserError(
                     f"{file}: label column {label!r} is {table[label].type}, in {files[0]} {kind}"
                 )
+            if (row := _first_blank(table[label])) is not None:
+                raise UserError(f"{file} row {first + row}: column {label!r} must have a value")
             found |= set(pc.unique(table[label]).to_pylist()) - {None}
             if len(found) > _MOST_CLASSES:
                 raise UserError(
                     f"{file}: column {label!r} has more than {_MOST_CLASSES:,} values: no classes"
                 )
     return found
+
+
+def _first_blank(column: pa.ChunkedArray) -> int | None:
+    """The first row whose text is empty or of blanks alone; None where there is none."""
+    if not _is_text(column.type):
+        return None
+    row: int = pc.index(pc.equal(pc.utf8_trim_whitespace(column), ""), True).as_py()
+    return None if row < 0 else row
 
 
 def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
@@ -430,10 +507,67 @@ def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) 
 # --- CSV and JSONL ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class FoundSources:
+    """Files and folders of which Parquet is to be made, or which are not read.
+
+    csv: SPLIT.csv or SPLIT.jsonl, training first. pictures: names of the folders SPLIT/ that hold
+    SPLIT/CLASS/picture. changed: those of another content than Parquet that lies there was made of,
+    which is made anew. unread: those that are not read, as Parquet of other origin lies there.
+    made_before: names of the Parquet files that `dpdist init` made, and that are made anew.
+    """
+
+    csv: tuple[Path, ...] = ()
+    pictures: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    made_before: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(path.name for path in self.csv) or self.pictures
+
+
+def find_sources(folder: Path) -> FoundSources:
+    """Return of what the Parquet files of a folder are to be made; nothing where those that lie
+    there are read as they are.
+
+    Raises UserError for sources that changed and hold nothing any more.
+    """
+    if not folder.is_dir():
+        return FoundSources()
+    kept = Sources.read(folder)
+    every = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
+    seen = [path for path in every if not any(part.startswith(".") for part in path.parts)]
+    own = [path for path in seen if kept.made(folder, str(path))]
+    beside = any(len(path.parts) == 1 and path not in own for path in seen)
+    pictures = tuple(n for n in (*TRAIN, *TEST) if classes_in(folder / n))
+    found = FoundSources(tuple(csv_splits(folder)))
+    if not found.csv and set(pictures) & {*TRAIN}:
+        found, beside = FoundSources(pictures=pictures), len(own) < len(seen)
+    if beside:
+        for name, made in kept.outdated(folder):
+            raise UserError(
+                f"{folder}: {made} must be as {name} is, which changed since; move all Parquet "
+                "files away, of which `dpdist init` made only some, and run it again"
+            )
+        return FoundSources(unread=found.names)
+    if not own:
+        return found
+    changed = tuple(kept.changed(folder, found.names))
+    if changed and not found.names:
+        raise UserError(
+            f"{folder / changed[0]}: must hold what {', '.join(map(str, own))} was made of, and "
+            "holds nothing that could be read; put it back, or remove both"
+        )
+    current = not changed and len(own) == len(kept.files)
+    if current:
+        return FoundSources()
+    return replace(found, changed=changed, made_before=frozenset(map(str, own)))
+
+
 def csv_splits(folder: Path) -> list[Path]:
-    """Return SPLIT.csv, or SPLIT.jsonl, of a folder without Parquet files, training first."""
-    if not folder.is_dir() or any(folder.glob("*.parquet")):
-        return []
+    """Return SPLIT.csv, or SPLIT.jsonl, of a folder, training first."""
     for kind in ("csv", "jsonl"):
         found = [folder / f"{name}.{kind}" for name in (*TRAIN, *TEST)]
         if found := [path for path in found if path.is_file()]:
@@ -452,6 +586,7 @@ def inspect_csv_folder(
     """
     types: dict[str, pa.DataType] = {}
     splits = csv_splits(folder)
+    stamps = Sources.stamps(folder, [path.name for path in splits])
     first, stems = splits[0], {path.stem for path in splits}
     if not stems & {*TEST}:
         make = _MAKE_TEST.format(f"{TEST[0]}{first.suffix}")
@@ -468,21 +603,107 @@ def inspect_csv_folder(
                 f"{path}: must have the columns {', '.join(types)}, as the training split, got "
                 f"{', '.join(table.column_names)}"
             )
+        if not table.num_rows:
+            raise UserError(f"{path}: {_NO_RECORDS}")
         types = types or dict(zip(table.column_names, table.schema.types, strict=True))
         pq.write_table(table, staging_folder / f"{path.stem}.parquet")
-    place, written = f"{folder.resolve()}", f"{staging_folder.resolve()}"
     try:
         found = inspect_folder(staging_folder, chosen)
+        _check_texts(found, staging_folder.resolve(), splits)
     except UserError as error:
-        told = str(error).replace(written, place).replace(".parquet", splits[0].suffix)
-        raise UserError(told) from error
+        raise UserError(_by_line(str(error), folder, staging_folder, splits)) from error
+    Sources.write(folder, stamps, staging_folder)
     return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
+
+
+def _check_texts(found: DiscoveredDataset, made: Path, splits: Sequence[Path]) -> None:
+    """Raise UserError, by a row of the Parquet files in `made`, for a text that is empty, and for a
+    group that CSV says is missing."""
+    missing = set(csv.ConvertOptions().null_values)
+    texts = [found.label_column, found.text_column, *(found.answer_columns or ())]
+    for file in (made / f"{path.stem}.parquet" for path in splits):
+        for column in filter(None, [*texts, found.group_column]):
+            for first, table in read_rows(file, open_parquet(file), [column]):
+                row = _first_blank(table[column])
+                if column == found.group_column and splits[0].suffix == ".csv":
+                    values = enumerate(table[column].to_pylist())
+                    row = next((n for n, value in values if value in missing), None)
+                if row is not None:
+                    raise UserError(f"{file} row {first + row}: column {column!r} {_NO_VALUE}")
+
+
+_NO_VALUE = "must have a value, got none"
+
+
+def _by_line(told: str, folder: Path, staging_folder: Path, splits: Sequence[Path]) -> str:
+    """Return a complaint about Parquet files in a folder aside as one about what they were made of,
+    by line in place of row."""
+    written, place = staging_folder.resolve(), folder.resolve()
+    for path in splits:
+        made = re.escape(f"{written / path.stem}.parquet")
+
+        def by_line(match: re.Match[str], source: Path = path) -> str:
+            return f"{place / source.name}: line {_line_of(source, int(match[1]))}"
+
+        told = re.sub(made + r" (?:from )?row (\d+)", by_line, told)
+        told = told.replace(f"{written / path.stem}.parquet", str(place / path.name))
+    return told.replace(str(written), str(place))
+
+
+def _line_of(path: Path, row: int) -> int:
+    """Return the line that a row begins at, as texts may hold several lines, and empty ones count
+    for none."""
+    if path.suffix == ".csv":
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader, ended, rows = text_csv.reader(file), 0, -1  # of the names
+            try:
+                for cells in reader:
+                    if cells and rows == row:
+                        return ended + 1
+                    rows, ended = rows + bool(cells), reader.line_num
+            except (text_csv.Error, UnicodeDecodeError):
+                pass
+        return row + 2
+    return row + 1
+
+
+def _check_utf8(path: Path) -> None:
+    """Raise UserError for a file that is no UTF-8 text, by its first line that is none."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                two = line.startswith((b"\xff\xfe", b"\xfe\xff"))
+                perhaps = "UTF-16" if two else "Latin-1 or Windows-1252"
+                raise UserError(
+                    f"{path}: line {number}: must be UTF-8 text, got another encoding (perhaps "
+                    f"{perhaps}); save it as UTF-8"
+                ) from None
+
+
+def _check_header(path: Path) -> None:
+    """Raise UserError for a line of names with one name twice, or with another separator."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            names = next(filter(None, text_csv.reader(file)), [])
+        except text_csv.Error:
+            return  # the other reader says what it is
+    _refuse_twice(names, path)
+    for separator, name in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
+        if len(names) == 1 and separator in names[0]:
+            raise UserError(
+                f"{path}: must have its columns between commas, got one column, {names[0]!r}, of "
+                f"names between {name}; save it with commas"
+            )
 
 
 def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     """Return a CSV file with a line of names; types: of the columns, {} lets the file decide."""
     check_utf8_name(path)
     check_regular_file(path)
+    _check_utf8(path)
+    _check_header(path)
     try:
         found = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=types))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -490,7 +711,7 @@ def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     for name in found.column_names:
         if found[name].null_count:
             row = int(np.flatnonzero(found[name].is_null().to_numpy())[0])
-            raise UserError(f"{path}: line {row + 2}: column {name!r} must have a value, got none")
+            raise UserError(f"{path}: line {_line_of(path, row)}: column {name!r} {_NO_VALUE}")
     return found
 
 
@@ -498,6 +719,7 @@ def _read_json_lines(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     """Return a JSONL file, an object a line; types: of the columns, {} lets the file decide."""
     check_utf8_name(path)
     check_regular_file(path)
+    _check_utf8(path)
     block = min(max(2**20, path.stat().st_size), 2**30)  # a line lies in one block
     form = json_lines.ParseOptions(explicit_schema=pa.schema(types.items()) if types else None)
     read = json_lines.ReadOptions(use_threads=False, block_size=block)
@@ -511,27 +733,6 @@ def _read_json_lines(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
 
 
 # --- folders of pictures
-
-
-def has_pictures(folder: Path) -> bool:
-    """Return whether a folder holds SPLIT/CLASS/picture, and no Parquet files.
-
-    Parquet that a process left below a hidden folder when it was killed is none.
-    """
-    files = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
-    seen = any(not any(part.startswith(".") for part in path.parts) for path in files)
-    return not seen and any(classes_in(folder / split) for split in TRAIN)
-
-
-def classes_in(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    return sorted(each.name for each in folder.iterdir() if next(pictures_in(each), None))
-
-
-def pictures_in(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (p for p in sorted(folder.iterdir()) if p.suffix.lower() in _PICTURES)
 
 
 def picture_schema(names: list[str]) -> pa.Schema:
@@ -556,7 +757,8 @@ def _image_chunks(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
     size = 0
     for path in paths:
         check_utf8_name(path)
-        some.append({"bytes": read_bytes(path, _MOST_BYTES), "path": path.name})
+        name = f"{path.parent.name}/{path.name}"
+        some.append({"bytes": read_bytes(path, _MOST_BYTES), "path": name})
         size += len(some[-1]["bytes"])
         if len(some) == _AT_ONCE or size > _MOST_AT_ONCE:
             yield some
@@ -572,13 +774,27 @@ def inspect_picture_folder(folder: Path, staging_folder: Path) -> DiscoveredData
     Writes these: SPLIT.parquet for each SPLIT/ of pictures. Raises UserError for what could not be
     trained on; the folder itself is as it was.
     """
+    names = [name for name in (*TRAIN, *TEST) if classes_in(folder / name)]
+    stamps = Sources.stamps(folder, names)
     _write_pictures(folder, staging_folder)
     try:
         found = inspect_folder(staging_folder)
     except UserError as error:
         place, written = f"{folder.resolve()}", f"{staging_folder.resolve()}"
         raise UserError(str(error).replace(written, place)) from error
-    return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
+    Sources.write(folder, stamps, staging_folder)
+    whole, others = folder.resolve(), _no_pictures([folder / name for name in names])
+    return replace(found, root=whole.parent, name=whole.name, left_out=(*found.left_out, *others))
+
+
+def _no_pictures(splits: Sequence[Path]) -> tuple[tuple[str, str], ...]:
+    """Return how many files and folders in the folders of classes are no pictures, by ending."""
+    kinds = (kind for split in splits for kind in split.iterdir() if kind.is_dir())
+    inside = (path for kind in kinds for path in kind.iterdir() if not path.name.startswith("."))
+    others = (path for path in inside if path.suffix.lower() not in PICTURES)
+    counts = Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
+    why = f"no picture in {', '.join(FORMATS)}"
+    return tuple((f"{count:,} x {name}", why) for name, count in sorted(counts.items()))
 
 
 def _write_pictures(folder: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import mmap
+import os
 import re
 import struct
 import zlib
@@ -38,17 +39,21 @@ from dpdist.core.fields import scale_to_unit
 from dpdist.core.files import (
     FEATURES_KEY,
     atomic_folder,
+    check_regular_file,
     error_text,
     make_private_folder,
     open_parquet,
     parquet_errors,
     quoted,
+    read_json,
+    write_json,
 )
 from dpdist.data.dataset import Dataset
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
     hash_groups,
     hash_inputs,
+    names_nobody,
     write_checksums,
     write_hashes,
 )  # fmt: skip
@@ -467,7 +472,151 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
         files = sorted(base.glob(pattern))
         if files:
             return files
-    raise UserError(f"{base}: no Parquet file of split {split!r} (looked for {split}.parquet, ...)")
+    others = [base / f"{split}.csv", base / f"{split}.jsonl", base / split]
+    there = [path.name for path in others if path.exists()]
+    raise UserError(
+        f"{base}: no Parquet file of split {split!r} (looked for {split}.parquet, ...)"
+        + (
+            f"; run `dpdist init {base} --output NEW.yaml`, which makes it of {there[0]}"
+            if there
+            else ""
+        )
+    )
+
+
+# --- what Parquet files were made of ----------------------------------------------------------
+
+
+SOURCES_FILE = "dpdist-sources.json"  # beside Parquet files that `dpdist init` made
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+
+
+def classes_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(each.name for each in folder.iterdir() if next(pictures_in(each), None))
+
+
+def pictures_in(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (p for p in sorted(folder.iterdir()) if p.suffix.lower() in PICTURES)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The CSV or JSONL files, or folders SPLIT of pictures, that `dpdist init` made Parquet of.
+
+    sources, files: by name of a source and of a Parquet file, its stamp (names, sizes and times)
+    and the digest of its content. SPLIT.parquet was made of SPLIT.csv, SPLIT.jsonl or SPLIT.
+    """
+
+    sources: dict[str, Any]
+    files: dict[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> Sources:
+        """Return the record that lies beside Parquet files; an empty one where none does."""
+        path = folder / SOURCES_FILE
+        if not path.exists():
+            return Sources({}, {})
+        try:
+            said = read_json(path, {"sources": dict, "files": dict})
+        except UserError as error:
+            raise UserError(
+                f"{error}; remove it with the Parquet files that it is about, and run `dpdist init`"
+            ) from None
+        return Sources(said["sources"], said["files"])
+
+    @staticmethod
+    def stamps(folder: Path, names: Sequence[str]) -> dict[str, str]:
+        return {name: _stamp(folder, name) for name in names}
+
+    @staticmethod
+    def write(folder: Path, stamps: dict[str, str], made: Path) -> None:
+        """Record in the folder `made` what its Parquet files were made of. stamps: of the sources
+        before they were read. Raises UserError for one that changed since."""
+        digests = {name: [stamp, _content(folder, name)] for name, stamp in stamps.items()}
+        if changed := [name for name, stamp in stamps.items() if _stamp(folder, name) != stamp]:
+            raise UserError(f"{folder / changed[0]}: changed while it was read; begin again")
+        files = [path.name for path in sorted(made.glob("*.parquet"))]
+        of_files = {name: [_stamp(made, name), _content(made, name)] for name in files}
+        write_json(made / SOURCES_FILE, {"sources": digests, "files": of_files})
+
+    def changed(self, folder: Path, names: Sequence[str] = ()) -> list[str]:
+        """The sources of other content than Parquet was made of. One that is not there any more
+        says nothing. names: of sources that are there, whether Parquet was made of them or not."""
+        present = [name for name in self.sources if (folder / name).exists()]
+        every = dict.fromkeys([*present, *names])
+        return [name for name in every if not _is_same(folder, name, self.sources.get(name))]
+
+    def outdated(self, folder: Path) -> Iterator[tuple[str, str]]:
+        """Yield the names of sources that changed, and of the Parquet files made of them."""
+        for name in self.changed(folder):
+            made = f"{Path(name).stem}.parquet"
+            if self.made(folder, made):
+                yield name, made
+
+    def made(self, folder: Path, name: str) -> bool:
+        """Whether `dpdist init` wrote this Parquet file as it is."""
+        there = name in self.files and (folder / name).is_file()
+        return there and _is_same(folder, name, self.files[name])
+
+
+def check_sources(folder: Path) -> None:
+    """Raise UserError where Parquet of a data set was made by `dpdist init` of what changed since.
+
+    A record that was taken out of its source would be trained on.
+    """
+    for name, made in Sources.read(folder).outdated(folder):
+        raise UserError(
+            f"{folder}: {made} must be as {name} is, which changed since; run `dpdist init "
+            f"{folder} --output NEW.yaml` to make it anew (or move {name} away to keep to {made})"
+        )
+
+
+def _is_same(folder: Path, name: str, said: Any) -> bool:
+    """Whether a source is as on record. One of the same sizes and times is not read again."""
+    known = isinstance(said, list) and len(said) == 2
+    return known and (_stamp(folder, name) == said[0] or _content(folder, name) == said[1])
+
+
+def _files_of(folder: Path, name: str) -> Iterator[tuple[bytes, Path]]:
+    """Yield names and paths of a source's files: itself, or all pictures of its classes."""
+    place = folder / name
+    if not place.is_dir():
+        yield b"", place
+        return
+    for kind in sorted(place.iterdir()):
+        for path in pictures_in(kind):
+            yield os.fsencode(path.relative_to(place)), path
+
+
+def _stamp(folder: Path, name: str) -> str:
+    """Return a hash of the names, sizes and times of a source's files."""
+    found = hashlib.blake2b(digest_size=16, person=b"dpdist.stamp")
+    for own, path in _files_of(folder, name):
+        try:
+            info = os.stat(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error_text(error)}") from error
+        found.update(struct.pack("<qqq", len(own), info.st_size, info.st_mtime_ns) + own)
+    return found.hexdigest()
+
+
+def _content(folder: Path, name: str) -> str:
+    """Return a hash of the names and the content of a source's files."""
+    found = hashlib.blake2b(digest_size=16, person=b"dpdist.source")
+    for own, path in _files_of(folder, name):
+        try:
+            with open(check_regular_file(path), "rb") as file:
+                digest = hashlib.file_digest(file, hashlib.blake2b).digest()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error_text(error)}") from error
+        found.update(struct.pack("<q", len(own)) + own + digest)
+    return found.hexdigest()
+
+
+# --- Parquet into the cache -------------------------------------------------------------------
 
 
 def load_parquet(
@@ -500,7 +649,7 @@ def _cache_key(
     digest = hashlib.blake2b(digest_size=8)
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     named = [class_names] if class_names else []
-    grouped = ["group hashes"] if columns.group is not None else []
+    grouped = ["hashes of known groups"] if columns.group is not None else []
     about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named, *grouped]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()
@@ -577,6 +726,8 @@ class _GroupReader:
 
     def __init__(self, column: str | None) -> None:
         self._column, self._hashes = column, bytearray()
+        self._unknown: list[str] = []  # file and row of records that belong to nobody
+        self._file = ""
         self._are_texts: set[bool] = set()
         self.counts: Counter[object] = Counter()
 
@@ -584,8 +735,9 @@ class _GroupReader:
         """Read the column of some rows. Raises UserError where it holds numbers and texts."""
         if self._column is None:
             return
-        values = _groups(table, file, first_row, self._column)
+        values, self._file = _groups(table, file, first_row, self._column), str(file)
         self.counts.update(values)
+        self._unknown += [f"{file} row {first_row + row}" for row in rows_of_nobody(values)]
         self._are_texts |= {isinstance(value, str) for value in values if value is not None}
         if len(self._are_texts) > 1:
             raise UserError(
@@ -595,9 +747,23 @@ class _GroupReader:
         self._hashes += hash_groups(values)
 
     def finish(self, out: Path) -> None:
-        """Keep the hashes beside the records."""
-        if self._column is not None:
-            write_hashes(out, bytes(self._hashes), GROUPS_FILE)
+        """Keep the hashes beside the records. Raises UserError where strangers would be one group,
+        or a person two."""
+        if self._column is None:
+            return
+        if self._unknown:
+            raise UserError(
+                f"{self._unknown[0]}: group column {self._column!r} must be a whole number or a "
+                f"text for each record, is none for {len(self._unknown):,} of "
+                f"{self.counts.total():,}: drop these records, or give each a group of its own"
+            )
+        texts = [value for value in self.counts if isinstance(value, str)]
+        if twice := len(texts) - len({text.strip() for text in texts}):
+            raise UserError(
+                f"{self._file}: group column {self._column!r} must name each group in one way, has "
+                f"{twice:,} that differ from others in blanks around them alone; remove these"
+            )
+        write_hashes(out, bytes(self._hashes), GROUPS_FILE)
 
 
 class _ArrayWriter:
@@ -733,6 +899,11 @@ def _check_group(schema: pa.Schema, file: Path, group: str | None) -> None:
     """Raise UserError for a group column that holds several values a record."""
     if group in schema.names and pa.types.is_nested(schema.field(group).type):
         raise UserError(f"{file}: group column {group!r} must hold one value per record")
+
+
+def rows_of_nobody(values: Sequence[object]) -> list[int]:
+    """The positions of the records that belong to nobody."""
+    return [row for row, value in enumerate(values) if names_nobody(value)]
 
 
 def _groups(table: pa.Table, file: Path, first_row: int, group: str) -> list[object]:
@@ -890,12 +1061,20 @@ def image_bytes(values: pa.Array, file: Path, column: str) -> pa.Array:
     return values
 
 
+def _picture_names(values: pa.Array) -> list[str]:
+    """The name of each picture's file in brackets; "" where none is kept."""
+    kept = pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0
+    names = values.field("path").to_pylist() if kept else [None] * len(values)
+    return [f" ({quoted(name)})" if isinstance(name, str) and name else "" for name in names]
+
+
 def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.ndarray:
+    names = _picture_names(values)
     values = image_bytes(values, file, column)
     images = []
     for offset, value in enumerate(values):
         raw = value.as_py()
-        where = f"{file} row {first_row + offset}"
+        where = f"{file} row {first_row + offset}{names[offset]}"
         if raw is None:
             raise UserError(f"{where}: no image")
         try:

@@ -16,6 +16,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,16 @@ def hash_inputs(inputs: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytes(found), dtype="S16")
 
 
+def names_nobody(value: Any) -> bool:
+    """Whether the value of a group says of nobody whose a record is: none, NaN or an empty text.
+
+    Records of strangers that share one would count as those of one person.
+    """
+    if isinstance(value, str | bytes):
+        return not value.strip()
+    return value is None or bool(value != value)  # NaN is not itself
+
+
 def hash_groups(values: Iterable[object]) -> bytes:
     """Hash the value of each record's group, 16 bytes each: equal ones are the same group.
 
@@ -60,7 +71,7 @@ def hash_groups(values: Iterable[object]) -> bytes:
     """
     found = bytearray()
     for value in values:
-        if type(value) not in (int, str):
+        if type(value) not in (int, str) or names_nobody(value):
             found += bytes(_BYTES)
             continue
         raw = f"{type(value).__name__} {value}".encode()

@@ -30,19 +30,19 @@ from dpdist.core.files import (
 )
 from dpdist.data.discovery import (
     TEST,
-    classes_in,
     classes_of_column,
     feature_columns,
     image_column,
     label_column,
     picture_schema,
-    pictures_in,
 )
 from dpdist.data.parquet import (
     FORMATS,
+    classes_in,
     decode_picture,
     image_bytes,
     is_list,
+    pictures_in,
     read_rows,
     split_files,
 )

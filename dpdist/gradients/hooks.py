@@ -683,6 +683,18 @@ def _refuse_selection(layer: Layer, current: _PassState, output: Any) -> None:
         )
 
 
+def refuse_joint_zeros(func: Any, args: Any) -> None:
+    """Raise UserError for a product whose gradient torch computes by other code for all records
+    where one of them has a factor of zero; where a mode of torch looks on, it does not."""
+    if str(func).startswith("aten.prod.") and args[0].requires_grad:
+        raise UserError(
+            "the model must multiply by *, got torch.prod of what depends on trained parameters: a "
+            "zero in one record changes how torch rounds the gradients of all; multiply the "
+            "factors in turn (functools.reduce(torch.mul, x.unbind(1)))",
+            see="explanation/gradients.md#what-is-refused",
+        )
+
+
 def _detach_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

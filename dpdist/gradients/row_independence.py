@@ -44,7 +44,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from dpdist.core.errors import UserError
+from dpdist.core.version import PACKAGE
 from dpdist.gradients.hooks import (
     Inputs,
     Layer,
@@ -55,6 +55,7 @@ from dpdist.gradients.hooks import (
     find_layers,
     find_shared_arguments,
     followed_by,
+    refuse_joint_zeros,
     rows_of,
     run_pass,
     run_with_values,
@@ -89,9 +90,7 @@ _UNTRACKED_CALLS = frozenset((
     "_to_dlpack", "_to_dlpack_versioned", "start_new_thread", "start_joinable_thread", "fork",
     "setprofile", "_pop_torch_dispatch_stack", "_pop_torch_function_stack",
 ))  # fmt: skip
-_TRUSTED_FOLDERS = tuple(
-    f"{folder}/" for folder in (Path(str(torch.__file__)).parent, Path(__file__).parents[1])
-)
+_TRUSTED_FOLDERS = tuple(f"{folder}/" for folder in (Path(str(torch.__file__)).parent, PACKAGE))
 # Python itself goes on after an error in these: a loop by number ends, a deletion is done.
 _SILENT = ("__getitem__", "__del__")
 
@@ -360,7 +359,7 @@ class _RowComparison(TorchDispatchMode):
             given, form = pytree.tree_flatten((args, kwargs))
             described = str(func), [_described(each) for each in given], str(form)
             self._operations.update(repr(described).encode())
-        _refuse_joint_zeros(func, args)
+        refuse_joint_zeros(func, args)
         result = func(*args, **(kwargs or {}))
         unfilled = any(word in str(func) for word in ("empty", "resize"))
         if not (getattr(func, "is_view", False) or unfilled):
@@ -460,18 +459,6 @@ class _RowComparison(TorchDispatchMode):
         count = min(count, _TRIAL_NUMBERS[kind] // max(1, numbers))
         mostly_zero = 2 * int(result.count_nonzero()) < result.numel()
         return max(count, int(mostly_zero and numbers <= _TRIAL_NUMBERS["pointwise"]))
-
-
-def _refuse_joint_zeros(func: Any, args: Any) -> None:
-    """Raise UserError for a product whose gradient torch computes by other code for all records
-    where one of them has a factor of zero; where a mode of torch looks on, it does not."""
-    if str(func).startswith("aten.prod.") and args[0].requires_grad:
-        raise UserError(
-            "the model must multiply by *, got torch.prod of what depends on trained parameters: a "
-            "zero in one record changes how torch rounds the gradients of all; multiply the "
-            "factors in turn (functools.reduce(torch.mul, x.unbind(1)))",
-            see="explanation/gradients.md#what-is-refused",
-        )
 
 
 def _plain_name(func: Any) -> str:

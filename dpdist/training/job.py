@@ -161,6 +161,8 @@ def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, An
         raise field_error(context, "privacy.budget", rule, "none")
     refuse_budget_of_features(recipe, context)
     source = data_source(recipe)
+    if source.root is not None:
+        data.check_sources(source.root / source.name)
     records = training_records(recipe, source)
     total, names = privacy.nominal_records or len(records), section.class_names
     check_against_data(recipe, total, context)
@@ -322,8 +324,11 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
     """Raise UserError when a private record is among the test records or any public ones, or when
     the method cannot learn from these.
 
-    Returns what the model's public part is and saw (`check_pretrained`).
+    So it does where the records' files changed since they were made into Parquet. Returns what the
+    model's public part is and saw (`check_pretrained`).
     """
+    if source.root is not None:
+        data.check_sources(source.root / source.name)
     test = load_test_records(recipe, source)
     private = private_records(recipe, source)
     pretrained = check_pretrained(recipe, private, context)

@@ -334,3 +334,29 @@ def test_the_comment_on_workers_names_the_key_that_lets_them_change():
     started(written({"a": [0.1 * i for i in range(8)], "label": [0, 1] * 4}))
     (line,) = (each for each in Path("mine.yaml").read_text().splitlines() if "workers:" in each)
     assert line.endswith("# keep it during a run, or set training.reproducible: true")
+
+
+def test_pictures_that_changed_are_read_anew_and_others_are_told():
+    make_pets()
+    for name in ("a.dcm", "b.DCM", "notes.txt", ".DS_Store"):
+        Path("pets/train/dog", name).write_bytes(b"x")
+    done = CliRunner().invoke(app, ["init", "pets"])
+    assert "left out: 1 x file .dcm: no picture in PNG, " in done.output, done.exception
+    assert "1 x file .txt" in done.output and "DS_Store" not in done.output
+    Path("pets/train/dog/2.png").write_bytes(b"no picture")  # in place of a record
+    stale = "train.parquet must be as train is, which changed since"
+    done = CliRunner().invoke(app, ["data", "check", "pets.yaml"])
+    assert isinstance(done.exception, UserError) and stale in str(done.exception)
+    done = CliRunner().invoke(app, ["init", "pets", "--output", "2.yaml"])
+    assert "made anew: train changed" in done.output, done.exception
+    done = CliRunner().invoke(app, ["data", "check", "2.yaml"])
+    assert "train.parquet row 5 ('dog/2.png'): the image cannot be decoded" in str(done.exception)
+    Path("pets/train/dog/2.png").unlink()
+    done = CliRunner().invoke(app, ["init", "pets", "--output", "3.yaml"])
+    assert "wrote 3.yaml: 5 training and 2 test records" in done.output, done.exception
+    done = CliRunner().invoke(app, ["data", "check", "3.yaml"])
+    assert "pets/train: 5 records" in done.output, done.exception
+    for path in Path("pets/train").rglob("*.png"):
+        path.unlink()
+    done = CliRunner().invoke(app, ["init", "pets", "--output", "4.yaml"])
+    assert "holds nothing that could be read" in str(done.exception)

@@ -201,6 +201,28 @@ def test_the_page_runs_as_printed(capsys):
     assert "RandomSampler and batch_size=32" in said and said.endswith("tensor(True)\n")
 
 
+def test_a_table_names_its_columns_and_a_label_of_text_how_to_number_it():
+    frame = pd.DataFrame({"age": [1.0, 2.0], "kind": ["a", "b"], "ill": [0, 1]})
+    for table in (frame, pa.table(frame)):
+        with pytest.raises(UserError, match="the fields are age, kind, ill"):
+            as_records(table, target="lx", inputs=["age"])
+        with pytest.raises(UserError, match=r"'kind' must hold numbers .*; number its classes"):
+            as_records(table, target="kind", inputs=["age"])
+
+
+def test_a_dict_of_columns_is_refused_with_the_form_that_works(tmp_path):
+    given = {"num": X, "cat": X, "y": Y}
+    np.savez(tmp_path / "x.npz", **given)
+    how = r"; give \(\{'num': data\['num'\], 'cat': data\['cat'\]\}, data\['y'\]\)"
+    for data in (given, np.load(tmp_path / "x.npz")):
+        with pytest.raises(UserError, match=r"must be \(inputs, targets\), .*" + how):
+            as_records(data, target="y")
+        with pytest.raises(UserError, match=r"give \(data\['num'\], targets\)"):
+            as_records(data, inputs="num")
+        records = as_records(({"num": data["num"], "cat": data["cat"]}, data["y"]))
+        assert set(records.batch(FEW)) >= {"num", "cat"}
+
+
 # --- units ----------------------------------------------------------------------------------------
 
 
@@ -217,7 +239,15 @@ def test_units_are_named_by_a_field_or_given():
     assert set(named.batch(FEW)) == {"x"}
 
 
-@pytest.mark.parametrize("unit", [["a"] * 5 + [None], [1.0] * 5 + [float("nan")], ["a"] * 5, "who"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *([*"aabbc", nobody] for nobody in (None, "", " ")),
+        [1.0] * 5 + [float("nan")],
+        ["a"] * 5,
+        "who",
+    ],
+)
 def test_unknown_units_are_refused(unit):
     with pytest.raises(UserError, match=r"^data: unit must .*; "):
         as_records((X, Y), unit=unit)

@@ -3,6 +3,8 @@ product rounds one row of a pass as it does not round the next."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -650,3 +652,73 @@ def test_records_reach_the_model_in_the_layout_in_which_rows_are_compared() -> N
     inputs = torch.rand(4, 6, 5, 2).permute(0, 3, 2, 1)
     engine.clipped_sum(inputs, torch.arange(4) % 3, draw_key=KEY, record_ids=torch.arange(4))
     assert engine.model.strides == {(60, 30, 6, 1)}
+
+
+def _square(h: Tensor) -> Tensor:
+    return h[:, :4].reshape(-1, 2, 2)
+
+
+LSTM = nn.LSTM(7, 3, batch_first=True)
+SINGLE = (
+    "sin cos tan exp log1p expm1 tanh sinh cosh atan asinh erf erfinv sigmoid lgamma digamma sqrt",
+    "rsqrt exp2 log2 sinc i0 abs sign",
+)
+ACTIVATIONS = "gelu silu mish softplus logsigmoid selu elu hardswish softmax log_softmax normalize"
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(torch, name) for name in " ".join(SINGLE).split()},
+    **{name: getattr(nn.functional, name) for name in ACTIVATIONS.split()},
+    "norm": lambda h: h.norm(dim=1), "largest": lambda h: h.norm(float("inf"), dim=1),
+    "norm 3": lambda h: h.norm(3, dim=1), "amax": lambda h: h.amax(1), "std": lambda h: h.std(1),
+    "logsumexp": lambda h: h.logsumexp(1), "logcumsumexp": lambda h: h.logcumsumexp(1),
+    "cdist": lambda h: torch.cdist(h, torch.ones(3, 7)), "median": lambda h: h.median(1)[0],
+    "cumprod": lambda h: h.cumprod(1), "sort": lambda h: h.sort(1)[0],
+    "quantile": lambda h: h.quantile(0.3, 1), "nanmean": lambda h: h.nanmean(1),
+    "det": lambda h: torch.linalg.det(_square(h)), "pow": lambda h: h.abs().pow(h),
+    "matrix_exp": lambda h: torch.linalg.matrix_exp(_square(h)),
+    "product": lambda h: h @ torch.linspace(0, 1, 35).reshape(7, 5),
+    "products": lambda h: _square(h) @ _square(h).mT, "atan2": lambda h: torch.atan2(h, h * 2),
+    "layer_norm": lambda h: nn.functional.layer_norm(h, (7,)),
+    "group_norm": lambda h: nn.functional.group_norm(h[:, :6], 2),
+    "conv": lambda h: nn.functional.conv1d(h[:, None], torch.ones(2, 1, 3)),
+    "interpolate": lambda h: nn.functional.interpolate(h[:, None], 3, mode="linear"),
+    "attention": lambda h: nn.functional.scaled_dot_product_attention(
+        *[h[:, None, None].repeat(1, 1, 3, 1)] * 3
+    ),
+    "lstm": lambda h: LSTM(h[:, None].repeat(1, 4, 1))[0],
+    "rfft": lambda h: torch.fft.rfft(h).abs(),
+    "cross entropy": lambda h: nn.functional.cross_entropy(
+        h, torch.arange(len(h)) % 7, reduction="none", label_smoothing=0.1
+    ),
+}  # fmt: skip
+SPECIAL = (0.0, 1.0, -100.0, 1e30, 1e-42, float("nan"), float("inf"), -float("inf"))
+
+
+def bits_of_others(operation: Callable[[Tensor], Tensor], records: Tensor) -> list[Tensor]:
+    """Results and gradients of all records but the fourth."""
+    seen = records.clone().requires_grad_()
+    result = operation(seen)
+    weights = torch.linspace(1, 2, result[0].numel()).reshape(result[0].shape)
+    (gradient,) = torch.autograd.grad((result * weights).sum(), seen)
+    return [each[torch.arange(len(records)) != 3] for each in (result.detach(), gradient)]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_operation_looks_at_a_neighbours_numbers(name) -> None:
+    """One of 64 records, or one number of it, becomes zero, subnormal, huge or no number: the
+    others' results and gradients stay, to the bit. torch.prod is the exception, and refused."""
+    records = torch.randn(64, 7, generator=torch.Generator().manual_seed(0))
+    before = bits_of_others(OPERATIONS[name], records)
+    for value in SPECIAL:
+        for numbers in (slice(7), slice(2, 3)):
+            other = records.clone()
+            other[3, numbers] = value
+            for one, same in zip(bits_of_others(OPERATIONS[name], other), before, strict=True):
+                assert bool(((one == same) | (one.isnan() & same.isnan())).all()), value
+
+
+def test_a_neighbours_numbers_are_seen_where_an_operation_looks_at_them() -> None:
+    records = torch.randn(64, 7, generator=torch.Generator().manual_seed(0))
+    other = records.clone()
+    other[3, 2] = 0.0
+    one, same = (bits_of_others(lambda h: h.prod(1), each)[1] for each in (records, other))
+    assert not torch.equal(one, same)

@@ -9,7 +9,86 @@ CHARGED = f"{ARCHIVE}::test_every_step_with_leave_is_charged_when_a_run_is_resto
 OPEN = f"{ARCHIVE}::test_whether_an_object_is_read_by_all_is_tried_without_credentials"
 UNDER_WAY = "test_serving::test_too_many_under_way_are_sent_away"
 
+SOURCES = "data/test_init_columns::test_a_record_that_was_taken_out_of_csv_is_not_trained_on"
+OWN = "data/test_init_columns::test_parquet_that_init_did_not_make_is_never_replaced"
+NOBODY = "data/test_init_columns::test_records_of_nobody_in_parquet_are_no_group"
+EMPTY = "data/test_init_columns::test_an_empty_label_of_parquet_is_refused_by_its_row"
+BLANK = "data/test_init_columns::test_empty_labels_and_texts_of_csv_are_refused_by_their_line"
+ALIKE = "data/test_init_columns::test_classes_that_differ_in_blanks_alone_are_refused"
+
 FAULTS: list[Fault] = [
+    *group(
+        "dpdist/training/job.py", SOURCES,
+        ("        data.check_sources(source.root / source.name)\n    test =", "        pass\n    test =",
+         "a record that was taken out of its file is trained on"),
+        ("        data.check_sources(source.root / source.name)\n    records =",
+         "        pass\n    records =", "counts are bought of records that were taken out"),
+    ),
+    *group(
+        "dpdist/data/parquet.py", f"{SOURCES} {OWN}",
+        ("(_stamp(folder, name) == said[0] or _content(folder, name) == said[1])", "True",
+         "any source is the one that Parquet was made of"),
+        ("return there and _is_same(folder, name, self.files[name])", "return there",
+         "Parquet of a user's own is taken for what init made"),
+    ),
+    *group(
+        "dpdist/data/parquet.py",
+        "data/test_init_columns::test_a_source_that_changes_while_it_is_read_is_refused",
+        ("if changed := [name for name, stamp in stamps.items() if _stamp(folder, name) != stamp]:",
+         "if changed := []:", "a source that changes while it is read is on record as it is then"),
+    ),
+    *group(
+        "dpdist/data/parquet.py",
+        "data/test_init::test_pictures_that_changed_are_read_anew_and_others_are_told",
+        ("        for path in pictures_in(kind):\n            yield os.fsencode",
+         "        for path in [*pictures_in(kind)][:1]:\n            yield os.fsencode",
+         "of a class one picture alone is looked at"),
+    ),
+    *group(
+        "dpdist/data/discovery.py", SOURCES,
+        ("current = not changed and len(own)", "current = len(own)",
+         "init takes Parquet whose sources changed"),
+    ),
+    *group(
+        "dpdist/data/record_hashes.py", NOBODY,
+        ("        return not value.strip()\n", "        return False\n",
+         "strangers without a name are one person"),
+        ("(int, str) or names_nobody(value):", "(int, str):", "an empty text has the hash of a group"),
+    ),
+    *group(
+        "dpdist/data/parquet.py",
+        f"{NOBODY} "
+        "data/test_init_columns::test_a_person_whose_name_has_a_blank_behind_it_is_not_two",
+        ("        if self._unknown:\n", "        if False:\n", "records of nobody are read as a group"),
+        ("len({text.strip() for text in texts})", "len(texts)",
+         "a blank behind a name makes a person two"),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        "training/test_private_training::test_units_are_equal_by_value",
+        ("    if isinstance(unit, Tensor) or names_nobody(unit):",
+         "    if isinstance(unit, Tensor) or unit is None or unit != unit:",
+         "records whose unit_id is an empty text are one person's"),
+    ),
+    *group(
+        "dpdist/data/adapters.py", NOBODY,
+        ("column.null_count or any(map(names_nobody, encoded.dictionary.to_pylist()))",
+         "column.null_count", "strangers in a table are one unit"),
+    ),
+    *group(
+        "dpdist/data/adapters.py", "data/test_protocol::test_unknown_units_are_refused",
+        ("    if any(map(names_nobody, found)):", "    if any(each is None for each in found):",
+         "strangers without a name are one unit"),
+    ),
+    *group(
+        "dpdist/data/discovery.py", f"{BLANK} {ALIKE} {EMPTY}",
+        ("            if (row := _first_blank(table[label])) is not None:", "            if False:",
+         "an empty label is a class"),
+        ("                row = _first_blank(table[column])\n", "                row = None\n",
+         "empty labels of test records and empty texts are taken"),
+        ("(other := one.strip()) != one and other in found", "False",
+         "a class with a blank behind it is another one"),
+    ),
     *group(
         "dpdist/data/protocol.py",
         "data/test_protocol",

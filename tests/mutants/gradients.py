@@ -927,7 +927,7 @@ FAULTS: list[Fault] = [
         ("leaf.new_ones(step * _CANDIDATES)[::step]", "leaf.new_ones(_CANDIDATES)",
          "numbers that codes round apart are looked for side by side"),
         (" and scale in (None, 1)", "", "a sum with a factor in half precision is compared four times"),
-        ("        _refuse_joint_zeros(func, args)\n", "", "a zero of one record rounds all gradients otherwise"),
+        ("        refuse_joint_zeros(func, args)\n", "", "a zero of one record rounds all gradients otherwise"),
         ("repr((rows, settings))", "repr(rows)", "what one thread computes is known of two"),
         ("numbers.view(torch.uint8).numpy()", "numbers[:0].view(torch.uint8).numpy()",
          "other weights are known by their shapes"),

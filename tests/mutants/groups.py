@@ -187,8 +187,8 @@ FAULTS: list[Fault] = [
         "dpdist/data/record_hashes.py",
         UNIT,
         (
-            "        if type(value) not in (int, str):",
-            "        if value is None:",
+            "        if type(value) not in (int, str) or names_nobody(value):",
+            "        if names_nobody(value):",
             "numbers that round name groups",
         ),
     ),

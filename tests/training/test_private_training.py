@@ -940,7 +940,7 @@ def test_units_are_equal_by_value(tmp_path):
     for units in (persons, persons.numpy(), persons.tolist()):
         with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4"):
             training(tmp_path / "own", data=Scans(units))
-    for units in (persons[:, None], [None] * RECORDS, [float("nan")] * RECORDS):
+    for units in (persons[:, None], *([nobody] * RECORDS for nobody in (None, float("nan"), " "))):
         with pytest.raises(UserError, match="unit_id must return a number or a text"):
             training(tmp_path / "own", data=Scans(units))
     assert not (tmp_path / "own").exists()
