@@ -66,6 +66,7 @@ from dpdist.gradients.per_example import (
     PerExampleGradient,
     arithmetic_of,
     rounds_factors,
+    sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.row_independence import (
@@ -631,12 +632,13 @@ class GradientEngine:
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of them, with other parameters where rows are compared."""
-        if self._zeros_replaced:
+        with sums_in_order(inputs.device):
+            if not self._zeros_replaced:
+                found: Tensor = self.model(inputs)
+                return found
             values = {name: without_zeros(parameter) for name, parameter in self._named.items()}
-            found: Tensor = run_with_values(self.model, values, lambda: self.model(inputs))
-        else:
-            found = self.model(inputs)
-        return found
+            found = run_with_values(self.model, values, lambda: self.model(inputs))
+            return found
 
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -690,7 +692,7 @@ class GradientEngine:
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
         )
         losses: Tensor
-        with _errors_of_isolated_models():
+        with _errors_of_isolated_models(), sums_in_order(device_of(inputs)):
             grads, losses = per_example(values, inputs, targets, share)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
@@ -900,6 +902,7 @@ class WholeBatchEngine(GradientEngine):
             with (
                 override_outputs(self.model, self._hidden_noise(record_ids, draw_key, 0)),
                 torch.enable_grad(),
+                sums_in_order(device_of(inputs)),
             ):
                 losses = example_losses(self.model, self.objective, values, seen, targets)
                 found = torch.autograd.grad(losses.sum(), [values[name] for name in self._named])

@@ -30,7 +30,7 @@ from dpdist.gradients.layer_rules import (
     find_rule,
     per_example_vjp,
 )
-from dpdist.gradients.per_example import LayerCall
+from dpdist.gradients.per_example import LayerCall, sums_in_order
 
 # --- losses and batches -----------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ def run_pass(
             (losses if weights is None else losses * weights).sum().backward()
         return losses
 
-    with _install_hooks(layers, current), torch.enable_grad():
+    with _install_hooks(layers, current), torch.enable_grad(), sums_in_order(device_of(inputs)):
         losses: Tensor = run_with_values(model, everything, forward_and_backward)
         with torch.no_grad():
             for layer, call in current.pending:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,7 +157,8 @@ class EmbeddingGradient:
         live = self.ids >= 0
         example = torch.arange(batch, device=self.ids.device)[:, None].expand_as(self.ids)
         index = (example[live], self.ids[live])
-        return out.index_put_(index, self.values[live], accumulate=True)
+        with sums_in_order(out.device):
+            return out.index_put_(index, self.values[live], accumulate=True)
 
 
 Contribution = DenseGradient | OuterProductGradient | EmbeddingGradient
@@ -199,6 +201,31 @@ def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
     precisions = products.fp32_precision, other.conv.fp32_precision, other.rnn.fp32_precision
     ways = torch.get_num_threads(), *chosen, cudnn.deterministic, cudnn.benchmark
     return torch.is_autocast_enabled(device.type), *precisions, *ways
+
+
+@contextmanager
+def sums_in_order(device: torch.device) -> Iterator[None]:
+    """Have torch's kernels on a CPU add up one number after the other until the end of the block.
+
+    With several threads its sum by index (`index_put_`, the gradient of `h[:, places]`) splits all
+    numbers among them, wherever a record's end, and the threads add in the order in which they
+    come: one record's bits then change with its neighbours' and from one pass to the next.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = (
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_deterministic_fill_uninitialized_memory(),
+    )
+    torch._C._set_deterministic_algorithms(True, warn_only=not before[0] or before[1])
+    torch._C._set_deterministic_fill_uninitialized_memory(before[0] and before[2])
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+        torch._C._set_deterministic_fill_uninitialized_memory(before[2])
 
 
 def rounds_factors(device: torch.device) -> bool:

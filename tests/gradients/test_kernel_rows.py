@@ -14,7 +14,7 @@ from dpdist.core.errors import UserError
 from dpdist.gradients import per_example, row_independence
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, consistency_targets, cross_entropy
-from dpdist.gradients.per_example import OuterProductGradient
+from dpdist.gradients.per_example import EmbeddingGradient, OuterProductGradient
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes
 from dpdist.methods.hidden_noise_shares import _passes
@@ -611,6 +611,62 @@ def test_agreed_targets_are_made_in_the_passes_of_gradients(micro_batch: int | N
         keep = ids != gone
         rest = consistency_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
         assert torch.equal(rest, whole[keep])
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_neighbours_padding_does_not_move_where_threads_part(two_threads) -> None:
+    """A table that two modules share: numbers that threads added in their own order left 0 or 1
+    of 1e9 - 1e9 + 1 in a record where another one had a token less. A sum moved by 2.3 C."""
+    ids = torch.zeros(32, 3, dtype=torch.int64)
+    values = torch.tensor([1e9, -1e9, 1.0])[None, :, None].expand(32, 3, 8192).contiguous()
+    for padded in range(4):
+        ids.view(-1)[:padded] = -1
+        for _ in range(3):
+            found = EmbeddingGradient(ids, values, 2).to_dense()
+            assert bool((found[2:, 0] == 1).all())
+
+
+class ByPlaces(nn.Module):
+    """Positions that are looked up in a hidden layer, as the gradient of which torch adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ordered = nn.Linear(2, 8), list[bool]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x[:, :2]).t()[torch.zeros(x.shape[1] - 2, dtype=torch.int64)]
+        self.ordered.append(torch.are_deterministic_algorithms_enabled())
+        if found.requires_grad:
+            found.register_hook(self._note)
+        return (found * x[:, 2:].t().contiguous()).sum(0)[:, None]
+
+    def _note(self, _: Tensor) -> None:
+        self.ordered.append(torch.are_deterministic_algorithms_enabled())
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_threads_add_up_gradients_by_index_in_one_order(isolate, two_threads) -> None:
+    """An equal pass had other bits, with own rows too: a sum moved by 326 C."""
+    x = torch.zeros(64, 2050)
+    x[:, :3], x[:, 1025], x[:, 1026] = torch.tensor([1.0, 1.0, 1e9]), 3.0, -1e9
+    engine = GradientEngine(
+        ByPlaces(), lambda out, _: out[:, 0], clipping=FlatClipping(1.0), blocks=Blocks(1, 64),
+        isolate=isolate,
+    )  # fmt: skip
+    engine.own_rows, ids = True, torch.arange(64)
+    whole, again = (
+        engine.clipped_sum(x, torch.zeros(64), draw_key=KEY, record_ids=ids).flat for _ in range(2)
+    )
+    assert torch.equal(whole, again)
+    engine.outputs(x)
+    assert all(engine.model.ordered) and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_rows_that_round_a_norm_otherwise_are_of_another_class(

@@ -11,6 +11,38 @@ OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/gradients/per_example.py",
+        "gradients/test_kernel_rows",
+        (
+            "        with sums_in_order(out.device):\n            return",
+            "        if True:\n            return",
+            "threads part a table's gradients where neighbours' padding says",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/hooks.py",
+        "gradients/test_kernel_rows::test_threads_add_up_gradients_by_index_in_one_order",
+        (
+            "torch.enable_grad(), sums_in_order(device_of(inputs)):",
+            "torch.enable_grad():",
+            "threads add up a pass' gradients by index as they come",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/engine.py",
+        "gradients/test_kernel_rows::test_threads_add_up_gradients_by_index_in_one_order",
+        (
+            "with _errors_of_isolated_models(), sums_in_order(device_of(inputs)):",
+            "with _errors_of_isolated_models():",
+            "threads add up an isolated pass' gradients as they come",
+        ),
+        (
+            "        with sums_in_order(inputs.device):\n",
+            "        if True:\n",
+            "threads add up by index as they come where copies agree",
+        ),
+    ),
+    *group(
         "dpdist/training/model_setup.py",
         "training/test_batch_norm",
         (
