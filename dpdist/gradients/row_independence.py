@@ -226,7 +226,8 @@ _ZEROS = 16  # trials of zeros alone: of both signs the larger one is 0.0 or -0.
 _CANDIDATES = 1 << 13  # numbers among which those are looked for that codes round apart
 # Operations that are exact, or rounded correctly, by every code; and products of matrices.
 _ROUNDED_ALIKE = frozenset((
-    "abs", "add", "copy", "div", "mul", "neg", "relu", "rsub", "sqrt", "square", "sub", "threshold_backward", "where",
+    "abs", "add", "copy", "div", "mul", "neg", "relu", "rsub", "sqrt", "square", "sub",
+    "threshold_backward", "where",
     "_to_copy", "cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index",
     "index_select", "max_pool2d_with_indices", "nll_loss_forward", "repeat", "select_backward",
     "slice_backward", "sort", "stack",
