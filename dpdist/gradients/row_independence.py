@@ -222,11 +222,12 @@ _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
 # Trials of one operation on other numbers: most of them, and numbers that they may work on, for
 # operations on single numbers, products of few columns and others.
 _TRIALS, _TRIAL_NUMBERS = 512, {"pointwise": 1 << 25, "product": 1 << 23, "other": 1 << 22}
+_ZEROS = 16  # trials of zeros alone: of both signs the larger one is 0.0 or -0.0
 _CANDIDATES = 1 << 13  # numbers among which those are looked for that codes round apart
 # Operations that are exact, or rounded correctly, by every code; and products of matrices.
 _ROUNDED_ALIKE = frozenset((
-    "abs", "add", "clamp", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum", "mul",
-    "neg", "relu", "rsub", "sqrt", "square", "sub", "threshold_backward", "where",
+    "abs", "add", "copy", "div", "mul", "neg", "relu", "rsub", "sqrt", "square", "sub",
+    "threshold_backward", "where",
     "_to_copy", "cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index",
     "index_select", "max_pool2d_with_indices", "nll_loss_forward", "repeat", "select_backward",
     "slice_backward", "sort", "stack",
@@ -516,6 +517,8 @@ def _other_results(func: Any, leaves: list[Any], form: Any, numbers: int) -> Ite
     count = min(_TRIALS, max(_LEAST, _TRIAL_NUMBERS["pointwise"] // max(1, numbers)))
     telling = _telling_numbers(func, leaves, form)[:count]
     values = torch.cat([telling, _numbers(count, len(leaves))])[: max(2 * _LEAST, count // 4)]
+    zeros = 0.0 * values.new_tensor(list(itertools.product((1.0, -1.0), repeat=2)))
+    values = torch.cat([zeros.repeat(1, len(leaves))[:, : len(leaves)], values])
     for own in values.tolist():
         filled = [
             _laid_out_as(leaf, value) if isinstance(leaf, Tensor) else leaf
@@ -570,8 +573,9 @@ def _span(like: Tensor) -> int:
 def _scrambled_results(
     func: Any, leaves: list[Any], form: Any, count: int
 ) -> Iterator[list[Tensor]]:
-    """Yield an operation's results on scrambled numbers: rows that are equal stay so."""
-    for number in range(count):
+    """Yield an operation's results on scrambled numbers, and last on zeros of both signs: rows that
+    are equal stay so."""
+    for number in (*range(count), *range(-min(count, _ZEROS), 0)):
         filled = [_scrambled(each, number) if isinstance(each, Tensor) else each for each in leaves]
         if not (found := _results_of(func, filled, form)):
             return
@@ -580,7 +584,8 @@ def _scrambled_results(
 
 def _scrambled(like: Tensor, number: int) -> Tensor:
     """Return a tensor of the same layout with other last bits, equal ones where they were equal,
-    between half and twice what they were. Every second time zeros become numbers, too."""
+    between half and twice what they were. Every second time zeros become numbers, too. At
+    numbers below 0 all become zeros."""
     if like.is_complex():
         return torch.view_as_complex(_scrambled(torch.view_as_real(like), number))
     if like.dtype not in _MANTISSA_BITS or not like.numel():
@@ -598,6 +603,9 @@ def _scrambled(like: Tensor, number: int) -> Tensor:
     other.copy_(torch.where(own.isfinite(), other, own))
     zero = 1 + factor % 61 / 64 if number % 2 == 0 else 0.0
     other.masked_fill_(own == 0, zero)
+    if number < 0:
+        signed = torch.zeros_like(other).copysign((mixed >> bits - 4 & 1).to(like.dtype) - 0.5)
+        other.copy_(torch.where(own.isfinite(), signed, own))
     return other.as_strided(like.shape, like.stride())
 
 
@@ -625,8 +633,10 @@ def _described(argument: Any) -> Any:
 
 
 def _all_equal(rows: Tensor) -> bool:
-    """Return whether all rows are equal to the first one, also in what is no number."""
-    same = rows == rows[:1]
+    """Return whether all rows are equal to the first one, also in zeros' signs and in what is no
+    number."""
+    bits = rows.view(_INTEGERS[rows.element_size()])
+    same = bits == bits[:1]
     return bool(same.all()) or bool((same | (rows.isnan() & rows[:1].isnan())).all())
 
 

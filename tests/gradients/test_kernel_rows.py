@@ -288,6 +288,32 @@ def test_an_operation_that_takes_probabilities_alone_is_tried_on_these() -> None
     assert found.flat.any()
 
 
+SIGNED = {
+    "maximum": lambda x: torch.maximum(x[:, 0].contiguous(), x[:, 1].contiguous()),
+    "clamp": lambda x: x[:, 0].contiguous().clamp(min=x[:, 1].contiguous()),
+    "softshrink": lambda x: nn.functional.softshrink(x[:, :1].contiguous())[:, 0],
+    "amax": lambda x: x.t().contiguous().amax(0),
+}
+
+
+@pytest.mark.parametrize("made", SIGNED)
+def test_signs_of_zeros_that_other_code_chooses_are_found(made) -> None:
+    """Of -0.0 and 0.0 the larger one is either. A gate by `copysign` moved a sum by 45 C."""
+    signs = torch.rand(200, 5, generator=torch.Generator().manual_seed(0)) - 0.5
+    alone = [SIGNED[made]((0 * sign).expand(37, 5).contiguous()).signbit() for sign in signs]
+    if all(bool((each == each[0]).all()) for each in alone):
+        pytest.skip("on this machine all rows round alike")
+    examples = torch.rand(64, 2000, generator=torch.Generator().manual_seed(0))
+
+    def run(inputs: Tensor, _: Tensor) -> list[Tensor]:
+        return [inputs, torch.ones(37).copysign(SIGNED[made](inputs[:, :5]))]
+
+    found = row_independence.find_row_classes(run, examples, torch.zeros(64), 37)
+    assert found is not None
+    for same in (np.flatnonzero(found == one) for one in set(found)):
+        assert all(bool((each[same] == each[same[0]]).all()) for each in alone)
+
+
 class RoundedByRow(nn.Module):
     """Stands for a kernel that rounds odd rows of a pass otherwise."""
 
