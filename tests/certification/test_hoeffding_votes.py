@@ -17,12 +17,14 @@ from support.local_execution import call
 from torch import nn
 
 import dpdist
+from dpdist import models
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.variants import HoeffdingVotes
 from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
 from dpdist.core.errors import UserError
+from dpdist.models import ModelSpec
 
 pytestmark = pytest.mark.guarantee
 
@@ -145,8 +147,11 @@ def test_the_calculator() -> None:
 
 
 def test_the_command(here: None, tmp_path: Path) -> None:
-    words = ("certify", "--model", "linear", "--data", "digits", "--sigma", "0.25", "--n", "100",
-             "--max-inputs", "2", "--runs", tmp_path, "--name", "x")  # fmt: skip
+    spec = ModelSpec("linear", (1, 8, 8), 10, {})
+    models.save(models.initialise(spec, 0), spec, tmp_path / "model")
+    words = ("certify", "--model", "linear", "--weights", tmp_path / "model" / "model.safetensors",
+             "--data", "digits", "--sigma", "0.25", "--n", "100", "--max-inputs", "2",
+             "--runs", tmp_path, "--name", "x")  # fmt: skip
     done = call(*words, "--bound", "hoeffding")
     assert done.exit_code == 0, (done.output, done.exception)
     (path,) = tmp_path.glob("x/certificates/*/certificates.parquet")

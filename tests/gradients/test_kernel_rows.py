@@ -695,6 +695,20 @@ def test_threads_add_up_gradients_by_index_in_one_order(isolate, two_threads) ->
     assert all(engine.model.ordered) and not torch.are_deterministic_algorithms_enabled()
 
 
+def test_the_order_of_sums_holds_until_the_last_thread_is_done() -> None:
+    """Workers that are threads of one process enter and leave in any order."""
+    first, second = (per_example.sums_in_order(torch.device("cpu")) for _ in range(2))
+    asked = torch.are_deterministic_algorithms_enabled
+    assert not asked()
+    first.__enter__()
+    second.__enter__()
+    assert asked()
+    first.__exit__(None, None, None)
+    assert asked()
+    second.__exit__(None, None, None)
+    assert not asked()
+
+
 def test_rows_that_round_a_norm_otherwise_are_of_another_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

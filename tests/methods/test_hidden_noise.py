@@ -144,7 +144,8 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     monkeypatch.setattr(hidden_noise_shares, "noised_powers", lambda total, *rest: total)
     privacy = SimpleNamespace(nominal_records=None)
     setup: Any = SimpleNamespace(
-        recipe=SimpleNamespace(privacy=privacy), spec=spec, private_records=Records(),
+        recipe=SimpleNamespace(privacy=privacy, resources=SimpleNamespace(own_rows=False)),
+        spec=spec, private_records=Records(),
         key=b"k" * 32, build_initial_model=lambda: models.initialise(spec, 0),
     )  # fmt: skip
     section = Redistribution(source="paid", clip_norm=clip)

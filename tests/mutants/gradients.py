@@ -32,6 +32,11 @@ FAULTS: list[Fault] = [
             "        if True:\n            return",
             "threads part a table's gradients where neighbours' padding says",
         ),
+        (
+            "            if not _settings_before:\n                torch._C._set_det",
+            "            if True:\n                torch._C._set_det",
+            "the first worker that is done ends the order of all others' sums",
+        ),
     ),
     *group(
         "dpdist/gradients/hooks.py",
@@ -948,7 +953,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/engine.py", "gradients/test_kernel_rows",
         ("self._zeros_replaced = True", "pass", "parameters that begin at zero round no row otherwise"),
-        ("found: Tensor = run_with_values(self.model, values, lambda: self.model(inputs))",
+        ("found = run_with_values(self.model, values, lambda: self.model(inputs))",
          "found: Tensor = self.model(inputs)", "a head that begins at zero makes all targets agree"),
         ("        rows, ids = self.rows_per_pass(blocks), np.asarray", "        rows, ids = blocks.capacity, np.asarray",
          "passes have the rows of a block"),
