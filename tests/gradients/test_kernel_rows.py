@@ -759,10 +759,11 @@ SINGLE = (
     "sin cos tan exp log1p expm1 tanh sinh cosh atan asinh erf erfinv sigmoid lgamma digamma sqrt",
     "rsqrt exp2 log2 sinc i0 abs sign",
 )
-ACTIVATIONS = "gelu silu mish softplus logsigmoid selu elu hardswish softmax log_softmax normalize"
+ACTIVATIONS = "gelu silu mish softplus logsigmoid selu elu hardswish normalize"
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in " ".join(SINGLE).split()},
     **{name: getattr(nn.functional, name) for name in ACTIVATIONS.split()},
+    "softmax": lambda h: h.softmax(1), "log_softmax": lambda h: h.log_softmax(1),
     "norm": lambda h: h.norm(dim=1), "largest": lambda h: h.norm(float("inf"), dim=1),
     "norm 3": lambda h: h.norm(3, dim=1), "amax": lambda h: h.amax(1), "std": lambda h: h.std(1),
     "logsumexp": lambda h: h.logsumexp(1), "logcumsumexp": lambda h: h.logcumsumexp(1),
