@@ -325,7 +325,6 @@ class _RowComparison(TorchDispatchMode):
     def __init__(self, rows: int, given: Sequence[Tensor] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
-        self._others: set[Any] = set()  # that were tried on scrambled numbers
         self._operations: Any = None  # of the first pass, being hashed
         self._name: bytes | None = None  # of them all
         if given is not None:
@@ -427,23 +426,28 @@ class _RowComparison(TorchDispatchMode):
         if _plain_name(func) in _ROUNDED_ALIKE and scale in (None, 1):
             return
         described = str([_described(leaf) for leaf in given[0]]), str(given[1]), str(likely)
-        name = str(func), len(self.classes), arithmetic_of(results[0].device), *described
+        name: Any = str(func), len(self.classes), arithmetic_of(results[0].device), *described
         shapes = [each.shape for each in results]
         if kind != "pointwise" or any(each.is_complex() for each in tensors):
-            if name not in self._others:
-                self._others.add(name)
-                count = self._count_trials(kind, tensors, results[0], likely[0])
-                for found in _scrambled_results(func, *given, count):
-                    if [each.shape for each in found] == shapes:  # of other numbers, they may vary
-                        self._compare(found, likely)
-            return
+            count = self._count_trials(kind, tensors, results[0], likely[0])
+            # Kernels choose their code by the first number's place in memory, too.
+            name = count, *(each.data_ptr() % 64 for each in tensors), *name
+            trials = _scrambled_results(func, *given, count)
+        else:
+            trials = _other_results(func, *given, results[0].numel())
         if name not in self._tried:
             before, self.classes = self.classes, np.zeros_like(self.classes)
-            for found in _other_results(func, *given, results[0].numel()):
-                if [each.shape for each in found] == shapes:
+            ran = False
+            for found in trials:
+                ran = True
+                if [each.shape for each in found] == shapes:  # of other numbers, they may vary
                     self._compare(found, likely)
-            self._tried[name], self.classes = self.classes, before
-        self.classes = _join_classes(self.classes, self._tried[name])
+            found_classes, self.classes = self.classes, before
+            if not ran:  # by these numbers; others may be taken
+                return
+            self._tried[name] = found_classes
+        if self._tried[name].any():
+            self.classes = _join_classes(self.classes, self._tried[name])
 
     def _count_trials(
         self, kind: str, tensors: list[Tensor], result: Tensor, places: Sequence[RecordLocation]
