@@ -55,7 +55,7 @@ def test_one_record_changes_its_own_block_and_no_other(members, count, capacity,
     st.integers(1, 9), st.binary(min_size=32, max_size=32), st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_an_own_row_is_that_of_the_id_and_the_key(members, count, capacity, rows, key, random):
-    """Whoever else joins, and whichever rows round alike."""
+    """Neither the other records nor the classes of rows change the row of a record."""
     blocks, ids = Blocks(count, capacity), list(members)
     random.shuffle(ids)
 

@@ -298,7 +298,8 @@ SIGNED = {
 
 @pytest.mark.parametrize("made", SIGNED)
 def test_signs_of_zeros_that_other_code_chooses_are_found(made) -> None:
-    """Of -0.0 and 0.0 the larger one is either. A gate by `copysign` moved a sum by 45 C."""
+    """torch.maximum(-0.0, 0.0) is either zero, by the code that runs. A gate by `copysign`, which
+    reads the sign, moved a sum by 45 C."""
     signs = torch.rand(200, 5, generator=torch.Generator().manual_seed(0)) - 0.5
     alone = [SIGNED[made]((0 * sign).expand(37, 5).contiguous()).signbit() for sign in signs]
     if all(bool((each == each[0]).all()) for each in alone):
