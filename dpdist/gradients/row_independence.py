@@ -28,6 +28,7 @@ import dis
 import hashlib
 import importlib
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,7 +224,8 @@ _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
 # operations on single numbers, products of few columns and others.
 _TRIALS, _TRIAL_NUMBERS = 512, {"pointwise": 1 << 25, "product": 1 << 23, "other": 1 << 22}
 _ZEROS = 16  # trials of zeros alone: of both signs the larger one is 0.0 or -0.0
-_CANDIDATES = 1 << 13  # numbers among which those are looked for that codes round apart
+_telling: dict[tuple[str, str, str], Tensor] = {}  # by operation, types and other arguments
+_CANDIDATES = 1 << 16  # numbers among which those are looked for that codes round apart
 # Operations that are exact, or rounded correctly, by every code; and products of matrices.
 _ROUNDED_ALIKE = frozenset((
     "abs", "add", "copy", "div", "mul", "neg", "relu", "rsub", "sqrt", "square", "sub",
@@ -371,11 +373,16 @@ class _RowComparison(TorchDispatchMode):
         return result
 
     def _compare(
-        self, results: Sequence[Tensor], likely: Sequence[Sequence[RecordLocation]]
+        self,
+        results: Sequence[Tensor],
+        likely: Sequence[Sequence[RecordLocation]],
+        *,
+        exactly: bool = False,
     ) -> None:
+        differ = _differ if exactly else _differ_by_rounding
         for result, places in zip(results, likely, strict=True):
             for each in (self._by_row(result, place) for place in places):
-                if _differ_by_rounding(each):
+                if differ(each):
                     self.refine(each)
 
     def _by_row(self, tensor: Tensor, place: RecordLocation) -> Tensor:
@@ -422,32 +429,101 @@ class _RowComparison(TorchDispatchMode):
         tensors = [leaf for leaf in given[0] if isinstance(leaf, Tensor)]
         if kind is None or results[0].device.type != "cpu" or not all(map(_is_described, tensors)):
             return
-        scale = _argument(func, args, kwargs, "alpha")
-        if _plain_name(func) in _ROUNDED_ALIKE and scale in (None, 1):
+        scale, parts = _argument(func, args, kwargs, "alpha"), any(t.is_complex() for t in tensors)
+        if _plain_name(func) in _ROUNDED_ALIKE and scale in (None, 1) and not parts:
             return
         described = str([_described(leaf) for leaf in given[0]]), str(given[1]), str(likely)
         name: Any = str(func), len(self.classes), arithmetic_of(results[0].device), *described
         shapes = [each.shape for each in results]
-        if kind != "pointwise" or any(each.is_complex() for each in tensors):
+        single = kind == "pointwise" and not parts
+        if not single:
             count = self._count_trials(kind, tensors, results[0], likely[0])
             # Kernels choose their code by the first number's place in memory, too.
             name = count, *(each.data_ptr() % 64 for each in tensors), *name
-            trials = _scrambled_results(func, *given, count)
+            trials = self._scrambled_results(func, *given, count)
         else:
             trials = _other_results(func, *given, results[0].numel())
         if name not in self._tried:
             before, self.classes = self.classes, np.zeros_like(self.classes)
             ran = False
+            # One number everywhere is everywhere the same result, not by rounding alone.
+            exactly = single and all(map(torch.is_floating_point, tensors))
             for found in trials:
                 ran = True
                 if [each.shape for each in found] == shapes:  # of other numbers, they may vary
-                    self._compare(found, likely)
+                    self._compare(found, likely, exactly=exactly)
             found_classes, self.classes = self.classes, before
             if not ran:  # by these numbers; others may be taken
                 return
             self._tried[name] = found_classes
         if self._tried[name].any():
             self.classes = _join_classes(self.classes, self._tried[name])
+
+    def _scrambled_results(
+        self, func: Any, leaves: list[Any], form: Any, count: int
+    ) -> Iterator[list[Tensor]]:
+        """Yield an operation's results on scrambled numbers: rows that are equal stay so. Every
+        second time all rows have the first one's, and last zeros of both signs."""
+        places = [
+            self._likely_places(each) if _is_plain(each) else []
+            for each in (torch.view_as_real(leaf) if _is_complex(leaf) else leaf for leaf in leaves)
+        ]
+        for number in (*range(count), *range(-min(count, _ZEROS), 0)):
+            filled, turn, renewed = list(leaves), number // 2, number >= 0 and number % 2 == 0
+            for leaf, each in enumerate(leaves):
+                if isinstance(each, Tensor):
+                    own: Sequence[RecordLocation | None] = places[leaf] or (None,)
+                    place = own[turn % len(own)]
+                    turn //= len(own)
+                    filled[leaf] = (
+                        self._renewed(each, number, leaf, place)
+                        if renewed
+                        else _scrambled(each, number)
+                    )
+            if found := _results_of(func, filled, form):
+                yield found
+            elif not renewed:  # so it is with its own numbers
+                return
+
+    def _renewed(
+        self, like: Tensor, number: int, leaf: int, place: RecordLocation | None
+    ) -> Tensor:
+        """Return a tensor of the same layout whose rows, at this place, are equal, while no two
+        numbers of a row are: the first row's, with other bits where they are of usual size and with
+        new numbers elsewhere, since zeros, infinities or equal numbers round to nothing. Every
+        second time all are new."""
+        if like.is_complex():
+            parts = self._renewed(torch.view_as_real(like), number, leaf, place)
+            return torch.view_as_complex(parts)
+        if like.dtype not in _MANTISSA_BITS or not like.numel():
+            return like.clone()
+        before, bits = _before(like), _MANTISSA_BITS[like.dtype]
+        other = like.new_ones(before + _span(like))[before:].as_strided(like.shape, like.stride())
+        source, target = like, other
+        if place is not None:
+            dimension, inner = place
+            source, target = (
+                each.unflatten(dimension, (-1, len(self.classes), inner))
+                for each in (source, target)
+            )
+            source = source.narrow(dimension + 1, 0, 1)
+        for dimension, step in enumerate(target.stride()):
+            if step == 0:  # one number for all of them
+                source, target = (each.narrow(dimension, 0, 1) for each in (source, target))
+        generator = torch.Generator().manual_seed(_TRIALS * leaf + number)
+        new = 8 * torch.rand(source.shape, generator=generator, dtype=torch.float64) - 4
+        size = source.abs()
+        known = (size > 2.0**-bits) & (size < 2.0**bits)
+        mixed = new.to(like.dtype)
+        if number % 4:
+            mixed = source.where(known, mixed)
+        whole = mixed.contiguous().view(_INTEGERS[like.element_size()])
+        whole ^= torch.randint(1 << bits, whole.shape, generator=generator, dtype=whole.dtype)
+        try:
+            target.copy_(whole.view(like.dtype).expand_as(target))
+        except RuntimeError:  # windows that overlap
+            return _scrambled(like, number)
+        return other
 
     def _count_trials(
         self, kind: str, tensors: list[Tensor], result: Tensor, places: Sequence[RecordLocation]
@@ -542,23 +618,44 @@ def _numbers(count: int, each: int) -> Tensor:
 def _telling_numbers(func: Any, leaves: list[Any], form: Any) -> Tensor:
     """Return numbers for each tensor, (count, tensors), that an operation rounds otherwise one by
     one than side by side: by these a few trials tell which rows have numbers left over."""
-    values = _numbers(_CANDIDATES, len(leaves))
-    values *= 4.0 ** (torch.arange(_CANDIDATES)[:, None] // 4 % 5 - 3)
+    kinds = [each.dtype if isinstance(each, Tensor) else _described(each) for each in leaves]
+    name = str(func), str(kinds), str(form)
+    if name in _telling:
+        return _telling[name]
+    values = _candidates(leaves)
+    count = len(values)
     results = []
     for step in (1, 2):  # numbers that do not lie side by side go through no vector register
         filled = list(leaves)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                filled[place] = leaf.new_ones(step * _CANDIDATES)[::step]
+                filled[place] = leaf.new_ones(step * count)[::step]
                 if leaf.is_floating_point():
                     filled[place].copy_(values[:, place])
         results.append(_results_of(func, filled, form))
-    differ = torch.zeros(_CANDIDATES, dtype=torch.bool)
+    differ = torch.zeros(count, dtype=torch.bool)
     for one, other in zip(*results, strict=True):
-        if len(one) == _CANDIDATES:
+        if len(one) == count:
             same = (one == other) | (one.isnan() & other.isnan())
             differ |= ~same.flatten(1).all(1) if same.dim() > 1 else ~same
-    return values[differ]
+    _telling[name] = values[differ][:_TRIALS]
+    return _telling[name]
+
+
+def _candidates(leaves: list[Any]) -> Tensor:
+    """Return numbers for each tensor, (count, leaves), float64: usual ones; some as large and small
+    as numbers go, where codes overflow or lose bits otherwise; and all of the half precisions."""
+    values = _numbers(_CANDIDATES, len(leaves)).double()
+    values *= 4.0 ** (torch.arange(_CANDIDATES)[:, None] // 4 % 5 - 3)
+    kinds = {leaf.dtype for leaf in leaves if _is_plain(leaf)}
+    reach = min((math.log2(torch.finfo(kind).max) for kind in kinds), default=1.0)
+    powers = 2 * torch.rand(values.shape, generator=torch.Generator().manual_seed(1)) - 1
+    values[2::4] *= 2.0 ** (reach * powers[2::4])  # for each tensor another one
+    values[3::8] *= 2.0 ** (reach * powers[3::8, :1])
+    if len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}:
+        bits = torch.arange(1 << 16)[:, None] * (2 * torch.arange(len(leaves)) + 1)
+        values = torch.cat([values, bits.to(torch.int16).view(*kinds).double()])
+    return values
 
 
 def _laid_out_as(like: Tensor, value: float) -> Tensor:
@@ -574,22 +671,15 @@ def _span(like: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in steps) if like.numel() else 0
 
 
-def _scrambled_results(
-    func: Any, leaves: list[Any], form: Any, count: int
-) -> Iterator[list[Tensor]]:
-    """Yield an operation's results on scrambled numbers, and last on zeros of both signs: rows that
-    are equal stay so."""
-    for number in (*range(count), *range(-min(count, _ZEROS), 0)):
-        filled = [_scrambled(each, number) if isinstance(each, Tensor) else each for each in leaves]
-        if not (found := _results_of(func, filled, form)):
-            return
-        yield found
+def _before(like: Tensor) -> int:
+    """Return how many numbers behind a multiple of 64 bytes a tensor begins: kernels choose their
+    code by the first number's place in memory, too."""
+    return like.data_ptr() % 64 // like.element_size()
 
 
 def _scrambled(like: Tensor, number: int) -> Tensor:
     """Return a tensor of the same layout with other last bits, equal ones where they were equal,
-    between half and twice what they were. Every second time zeros become numbers, too. At
-    numbers below 0 all become zeros."""
+    between half and twice what they were. At numbers below 0 all become zeros."""
     if like.is_complex():
         return torch.view_as_complex(_scrambled(torch.view_as_real(like), number))
     if like.dtype not in _MANTISSA_BITS or not like.numel():
@@ -597,16 +687,13 @@ def _scrambled(like: Tensor, number: int) -> Tensor:
     bits = _MANTISSA_BITS[like.dtype]
     mask, factor = (1 << bits) - 1, 2 * pow(3, 13 * number + 7, 1 << 13) + 1
     own = like.as_strided((_span(like),), (1,))
-    # Kernels choose their code by the first number's place in memory, too.
-    before = like.data_ptr() % 64 // like.element_size()
-    other = like.new_empty(before + len(own))[before:]
+    other = like.new_empty(_before(like) + len(own))[_before(like) :]
     whole, mixed = (each.view(_INTEGERS[like.element_size()]) for each in (own, other))
     torch.bitwise_right_shift(whole, bits // 2, out=mixed)
     mixed.bitwise_xor_(whole).mul_(factor).add_(factor**2 % 997).bitwise_and_(mask)
     mixed.bitwise_or_(whole & ~mask)
     other.copy_(torch.where(own.isfinite(), other, own))
-    zero = 1 + factor % 61 / 64 if number % 2 == 0 else 0.0
-    other.masked_fill_(own == 0, zero)
+    other.masked_fill_(own == 0, 0.0)
     if number < 0:
         signed = torch.zeros_like(other).copysign((mixed >> bits - 4 & 1).to(like.dtype) - 0.5)
         other.copy_(torch.where(own.isfinite(), signed, own))
@@ -644,9 +731,14 @@ def _all_equal(rows: Tensor) -> bool:
     return bool(same.all()) or bool((same | (rows.isnan() & rows[:1].isnan())).all())
 
 
+def _differ(rows: Tensor) -> bool:
+    """Return whether rows differ, be it by no more than a sign of zero."""
+    return bool(rows.numel()) and not _all_equal(rows)
+
+
 def _differ_by_rounding(rows: Tensor) -> bool:
     """Return whether rows differ, and by no more than other orders of summation explain."""
-    if not rows.numel() or _all_equal(rows):
+    if not _differ(rows):
         return False
     kind = torch.finfo(rows.dtype)
     usual = rows.abs() < kind.max / 2  # what masks an entry is as large as numbers go, or infinite

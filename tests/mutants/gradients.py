@@ -12,6 +12,39 @@ OPTIONS = "methods/test_functional_options"
 FAULTS: list[Fault] = [
     *group(
         "dpdist/gradients/row_independence.py",
+        "gradients/test_kernel_rows::test_what_examples_hide_of_how_rows_round_is_found",
+        (
+            " and scale in (None, 1) and not parts:",
+            " and scale in (None, 1):",
+            "products of complex numbers count as exact",
+        ),
+        (
+            "    powers = 2 * torch.rand(values.shape, generator=torch.Generator().manual_seed(1)) - 1\n",
+            "    powers = torch.zeros_like(values)\n",
+            "no operation is tried on numbers that are all tiny or huge",
+        ),
+        (
+            "exactly = single and all(",
+            "exactly = False and all(",
+            "a number in one row and none in the next are taken for no rounding",
+        ),
+        (
+            "            source = source.narrow(dimension + 1, 0, 1)\n",
+            "            return _scrambled(like, 1)\n",
+            "numbers that are zero or equal for all examples stay so in trials",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/row_independence.py",
+        "gradients/test_kernel_rows::test_numbers_that_tell_nothing_hide_no_rows_of_the_next_model",
+        (
+            "renewed = list(leaves), number // 2, number >= 0 and number % 2 == 0",
+            "renewed = list(leaves), number // 2, False",
+            "trials on one model's numbers alone are remembered for the next",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/row_independence.py",
         "gradients/test_kernel_rows::test_signs_of_zeros_that_other_code_chooses_are_found",
         (
             "    bits = rows.view(_INTEGERS[rows.element_size()])\n",
@@ -970,12 +1003,10 @@ FAULTS: list[Fault] = [
         ("else \"other\"", "else None", "a distance is compared four times"),
         ("for place in possible_locations(tensor.shape, rows):", "for place in [(0, len(tensor) // rows)]:",
          "rows are looked for where records lie first"),
-        ("other.masked_fill_(own == 0, zero)", "other.masked_fill_(own == 0, 0.0)",
-         "what is zero for all examples hides how rows round"),
         (" | (rows.isnan() & first.isnan())", "", "what is no number hides how rows round"),
         ("    telling = _telling_numbers(func, leaves, form)[:count]", "    telling = _numbers(0, len(leaves))",
          "one number of a wide layer is compared four times"),
-        ("leaf.new_ones(step * _CANDIDATES)[::step]", "leaf.new_ones(_CANDIDATES)",
+        ("leaf.new_ones(step * count)[::step]", "leaf.new_ones(count)",
          "numbers that codes round apart are looked for side by side"),
         (" and scale in (None, 1)", "", "a sum with a factor in half precision is compared four times"),
         ("        refuse_joint_zeros(func, args)\n", "", "a zero of one record rounds all gradients otherwise"),
