@@ -30,12 +30,13 @@ import importlib
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -235,6 +236,7 @@ _ROUNDED_ALIKE = frozenset((
     "slice_backward", "sort", "stack",
 ))  # fmt: skip
 _FEW_COLUMNS = 64
+_FEW_NUMBERS = 1 << 16  # that are compared sooner than corners of them
 _PRODUCTS = frozenset(("mm", "bmm", "mv", "addmm", "addmv", "baddbmm"))
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 _REMEMBERED = 1 << 20  # most numbers of a model and examples that are remembered
@@ -317,6 +319,7 @@ class _RowComparison(TorchDispatchMode):
 
     _known: ClassVar[dict[bytes, np.ndarray]] = {}  # by all that the first pass executed
     _tried: ClassVar[dict[Any, np.ndarray]] = {}  # of one operation, by all but its numbers
+    _trying: ClassVar[Any] = threading.RLock()
 
     supports_higher_order_operators = True
 
@@ -327,6 +330,7 @@ class _RowComparison(TorchDispatchMode):
     def __init__(self, rows: int, given: Sequence[Tensor] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
+        self._pass_number, self._executed = -1, set[Any]()
         self._operations: Any = None  # of the first pass, being hashed
         self._name: bytes | None = None  # of them all
         if given is not None:
@@ -336,6 +340,11 @@ class _RowComparison(TorchDispatchMode):
                 self._operations.update(repr(_described(tensor)).encode())
                 numbers = tensor.detach().cpu().contiguous().view(-1)
                 self._operations.update(numbers.view(torch.uint8).numpy())
+
+    def __enter__(self) -> Self:
+        self._pass_number += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def refine(self, tensor: Tensor) -> None:
         """Split classes whose rows (rows, ...) differ in a bit."""
@@ -363,16 +372,23 @@ class _RowComparison(TorchDispatchMode):
             self._operations.update(repr(described).encode())
         refuse_joint_zeros(func, args)
         result = func(*args, **(kwargs or {}))
-        unfilled = any(word in str(func) for word in ("empty", "resize"))
-        if not (getattr(func, "is_view", False) or unfilled):
+        if _computes(func):
             found = _compared(result)
             places = [self._likely_places(each) for each in found]
             self._compare(found, places)
             if any(places) and _is_torchs_own(func):
-                self._try_other_numbers(func, args, kwargs or {}, found, places)
+                if self._is_new(func, found, places):
+                    self._try_other_numbers(func, args, kwargs or {}, found, places)
             elif any(places) and found[0].device.type == "cpu":  # what it runs is not seen
                 self.classes = np.arange(len(self.classes))
         return result
+
+    def _is_new(self, func: Any, results: list[Tensor], places: list[Any]) -> bool:
+        """Return whether the first passes, where all is tried, had no such operation."""
+        kind = func, tuple((each.shape, each.dtype) for each in results), str(places)
+        known = self._pass_number >= _LEAST and kind in self._executed
+        self._executed.add(kind)
+        return not known
 
     def _compare(
         self,
@@ -398,11 +414,16 @@ class _RowComparison(TorchDispatchMode):
         rows, found = len(self.classes), []
         if not tensor.numel():
             return []
-        usual = tensor.nan_to_num(0.0, 0.0, 0.0).abs()
-        allowed = torch.finfo(tensor.dtype).eps ** 0.7 * float(usual.max())
+        allowed = None
         for place in possible_locations(tensor.shape, rows):
             split = tensor.unflatten(place[0], (-1, rows, place[1])).movedim(place[0] + 1, 0)
             pair = split[:: rows - 1]  # the first row and the last one
+            if pair.numel() <= _FEW_NUMBERS and _all_equal(pair.flatten(1)):
+                found.append(place)
+                continue
+            if allowed is None:
+                usual = tensor.nan_to_num(0.0, 0.0, 0.0).abs()
+                allowed = torch.finfo(tensor.dtype).eps ** 0.7 * float(usual.max())
             some = pair[
                 (slice(None), *(slice(None, None, max(1, size - 1)) for size in pair.shape[1:]))
             ]
@@ -436,7 +457,6 @@ class _RowComparison(TorchDispatchMode):
             return
         described = str([_described(leaf) for leaf in given[0]]), str(given[1]), str(likely)
         name: Any = str(func), len(self.classes), arithmetic_of(results[0].device), *described
-        shapes = [each.shape for each in results]
         single = kind == "pointwise" and not parts
         if not single:
             count = self._count_trials(kind, tensors, results[0], likely[0])
@@ -445,21 +465,34 @@ class _RowComparison(TorchDispatchMode):
             trials = self._scrambled_results(func, *given, count)
         else:
             trials = _other_results(func, *given, results[0].numel())
-        if name not in self._tried:
-            before, self.classes = self.classes, np.zeros_like(self.classes)
-            ran = False
-            # One number everywhere is everywhere the same result, not by rounding alone.
-            exactly = single and all(map(torch.is_floating_point, tensors))
-            for found in trials:
-                ran = True
-                if [each.shape for each in found] == shapes:  # of other numbers, they may vary
-                    self._compare(found, likely, exactly=exactly)
-            found_classes, self.classes = self.classes, before
-            if not ran:  # by these numbers; others may be taken
-                return
-            self._tried[name] = found_classes
+        # One number everywhere is everywhere the same result, not by rounding alone.
+        exactly = single and all(map(torch.is_floating_point, tensors))
+        with self._trying:  # of several threads, the others wait for the first one's trials
+            if name not in self._tried:
+                found = self._classes_of_trials(trials, results, likely, exactly=exactly)
+                if found is None:  # by these numbers; others may be taken
+                    return
+                self._tried[name] = found
         if self._tried[name].any():
             self.classes = _join_classes(self.classes, self._tried[name])
+
+    def _classes_of_trials(
+        self,
+        trials: Iterable[list[Tensor]],
+        results: list[Tensor],
+        likely: list[list[RecordLocation]],
+        *,
+        exactly: bool,
+    ) -> np.ndarray | None:
+        """Return the classes of rows by trials alone; None where there were none."""
+        shapes, ran = [each.shape for each in results], False
+        before, self.classes = self.classes, np.zeros_like(self.classes)
+        for found in trials:
+            ran = True
+            if [each.shape for each in found] == shapes:  # of other numbers, they may vary
+                self._compare(found, likely, exactly=exactly)
+        found_classes, self.classes = self.classes, before
+        return found_classes if ran else None
 
     def _scrambled_results(
         self, func: Any, leaves: list[Any], form: Any, count: int
@@ -570,6 +603,13 @@ def _is_complex(value: Any) -> bool:
 def _is_torchs_own(func: Any) -> bool:
     """Return whether it is one of torch's operations, which may be tried on any numbers."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+
+
+@cache
+def _computes(func: Any) -> bool:
+    """Return whether an operation's results are numbers of its own."""
+    unfilled = any(word in str(func) for word in ("empty", "resize"))
+    return not (getattr(func, "is_view", False) or unfilled)
 
 
 @cache
