@@ -32,11 +32,11 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for
 _LEAST = 4
 _NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
 # Trials of one operation on other numbers: most of them, and numbers that they may work on, for
-# operations on single numbers, products of few columns and others.
+# operations on single numbers, products and others.
 _TRIALS, _TRIAL_NUMBERS = 512, {"pointwise": 1 << 25, "product": 1 << 23, "other": 1 << 22}
 _ZEROS = 16  # trials of zeros alone: of both signs the larger one is 0.0 or -0.0
 _telling: dict[tuple[str, str, str], Tensor] = {}  # by operation, types and other arguments
@@ -235,7 +235,6 @@ _ROUNDED_ALIKE = frozenset((
     "index_select", "max_pool2d_with_indices", "nll_loss_forward", "repeat", "select_backward",
     "slice_backward", "sort", "stack",
 ))  # fmt: skip
-_FEW_COLUMNS = 64
 _FEW_NUMBERS = 1 << 16  # that are compared sooner than corners of them
 _PRODUCTS = frozenset(("mm", "bmm", "mv", "addmm", "addmv", "baddbmm"))
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
@@ -264,7 +263,8 @@ def find_row_classes(
     that are computed on the way are compared too: a step, such as the gradient of a hinge, hides
     last bits from what follows it, and yet falls otherwise by them. A row may have one number alone
     that other code computes, of which one in thirty tells the codes apart, and all examples may
-    have zeros where records have none: operations are tried on more numbers, each by itself.
+    have zeros where records have none: operations are tried on more numbers, each by itself. After
+    the first examples what is computed on the way is compared only where something was not tried.
 
     The classes are remembered in this process, by the executed operations and all numbers of a
     small model and of the examples. When these return, two passes are compared, not one for each
@@ -290,7 +290,8 @@ def find_row_classes(
     for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
             break
-        with torch.autograd.set_multithreading_enabled(False), compared:
+        watched = compared if number < _LEAST or compared.untried else nullcontext()
+        with torch.autograd.set_multithreading_enabled(False), watched:
             found = run(_filled(inputs, number, rows), _filled(targets, number, rows))
         for tensor in found:
             compared.refine(tensor.detach())
@@ -330,7 +331,7 @@ class _RowComparison(TorchDispatchMode):
     def __init__(self, rows: int, given: Sequence[Tensor] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.classes = np.zeros(rows, np.int64)
-        self._pass_number, self._executed = -1, set[Any]()
+        self.untried = False  # whether something was compared by the numbers of passes alone
         self._operations: Any = None  # of the first pass, being hashed
         self._name: bytes | None = None  # of them all
         if given is not None:
@@ -340,11 +341,6 @@ class _RowComparison(TorchDispatchMode):
                 self._operations.update(repr(_described(tensor)).encode())
                 numbers = tensor.detach().cpu().contiguous().view(-1)
                 self._operations.update(numbers.view(torch.uint8).numpy())
-
-    def __enter__(self) -> Self:
-        self._pass_number += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def refine(self, tensor: Tensor) -> None:
         """Split classes whose rows (rows, ...) differ in a bit."""
@@ -377,18 +373,10 @@ class _RowComparison(TorchDispatchMode):
             places = [self._likely_places(each) for each in found]
             self._compare(found, places)
             if any(places) and _is_torchs_own(func):
-                if self._is_new(func, found, places):
-                    self._try_other_numbers(func, args, kwargs or {}, found, places)
+                self._try_other_numbers(func, args, kwargs or {}, found, places)
             elif any(places) and found[0].device.type == "cpu":  # what it runs is not seen
                 self.classes = np.arange(len(self.classes))
         return result
-
-    def _is_new(self, func: Any, results: list[Tensor], places: list[Any]) -> bool:
-        """Return whether the first passes, where all is tried, had no such operation."""
-        kind = func, tuple((each.shape, each.dtype) for each in results), str(places)
-        known = self._pass_number >= _LEAST and kind in self._executed
-        self._executed.add(kind)
-        return not known
 
     def _compare(
         self,
@@ -451,13 +439,14 @@ class _RowComparison(TorchDispatchMode):
         kind, given = _trial_kind(func), pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in given[0] if isinstance(leaf, Tensor)]
         if kind is None or results[0].device.type != "cpu" or not all(map(_is_described, tensors)):
+            self.untried = True
             return
         scale, parts = _argument(func, args, kwargs, "alpha"), any(t.is_complex() for t in tensors)
         if _plain_name(func) in _ROUNDED_ALIKE and scale in (None, 1) and not parts:
             return
         described = str([_described(leaf) for leaf in given[0]]), str(given[1]), str(likely)
         name: Any = str(func), len(self.classes), arithmetic_of(results[0].device), *described
-        single = kind == "pointwise" and not parts
+        single, count = kind == "pointwise" and not parts, None
         if not single:
             count = self._count_trials(kind, tensors, results[0], likely[0])
             # Kernels choose their code by the first number's place in memory, too.
@@ -471,6 +460,7 @@ class _RowComparison(TorchDispatchMode):
             if name not in self._tried:
                 found = self._classes_of_trials(trials, results, likely, exactly=exactly)
                 if found is None:  # by these numbers; others may be taken
+                    self.untried |= count != 0
                     return
                 self._tried[name] = found
         if self._tried[name].any():
@@ -562,15 +552,16 @@ class _RowComparison(TorchDispatchMode):
         self, kind: str, tensors: list[Tensor], result: Tensor, places: Sequence[RecordLocation]
     ) -> int:
         """Return how often an operation is tried: often where a row has few numbers, or its last
-        ones may be those that a register leaves over; and once where most are zero, since records
-        may fill what is zero for all examples."""
+        ones may be those that a register leaves over, never where a row has many; and once where
+        most are zero, since records may fill what is zero for all examples."""
         numbers, rows = result.numel() + sum(map(_span, tensors)), len(self.classes)
         narrow = min(result.numel() // rows, *result.shape[-2:][: result.dim() - 1], 1 << 30)
         if kind == "other":
             outermost = all(d == 0 and inner * rows == len(result) for d, inner in places)
             narrow = result.numel() // rows if outermost else 1
-        count = 0 if narrow >= _FEW_COLUMNS else _TRIALS // (2 * max(1, narrow))
-        count = min(count, _TRIAL_NUMBERS[kind] // max(1, numbers))
+        wanted: int = _TRIALS // (2 * max(1, narrow))
+        count = min(wanted, _TRIAL_NUMBERS[kind] // max(1, numbers))
+        self.untried |= count < wanted
         mostly_zero = 2 * int(result.count_nonzero()) < result.numel()
         return max(count, int(mostly_zero and numbers <= _TRIAL_NUMBERS["pointwise"]))
 

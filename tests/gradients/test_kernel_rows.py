@@ -65,6 +65,20 @@ def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
     assert found is not None and found[0] == found[1] != found[2] == found[3]
 
 
+def test_what_cannot_be_tried_is_compared_for_every_example() -> None:
+    """A draw is not repeated, so each pass is looked at, and not what comes out at its end alone."""
+    examples = torch.arange(1.0, 9.0)[:, None]
+
+    def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        moved = inputs.clone()
+        if float(targets[0]) == 7:
+            moved[1::2] = moved[1::2].nextafter(torch.tensor(99.0))
+        return [torch.normal(moved, 0.0).round()]
+
+    found = row_independence.find_row_classes(run, examples, torch.arange(8.0), 4)
+    assert found is not None and found.tolist() == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("size", [1, 7, 60])
 def test_every_record_runs_once_in_a_row_of_its_own_class(size: int) -> None:
     members = np.arange(100, 100 + size)
