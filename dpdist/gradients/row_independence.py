@@ -235,7 +235,6 @@ _ROUNDED_ALIKE = frozenset((
     "index_select", "max_pool2d_with_indices", "nll_loss_forward", "repeat", "select_backward",
     "slice_backward", "sort", "stack",
 ))  # fmt: skip
-_FEW_NUMBERS = 1 << 16  # that are compared sooner than corners of them
 _PRODUCTS = frozenset(("mm", "bmm", "mv", "addmm", "addmv", "baddbmm"))
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 _REMEMBERED = 1 << 20  # most numbers of a model and examples that are remembered
@@ -406,17 +405,14 @@ class _RowComparison(TorchDispatchMode):
         for place in possible_locations(tensor.shape, rows):
             split = tensor.unflatten(place[0], (-1, rows, place[1])).movedim(place[0] + 1, 0)
             pair = split[:: rows - 1]  # the first row and the last one
-            if pair.numel() <= _FEW_NUMBERS and _all_equal(pair.flatten(1)):
-                found.append(place)
-                continue
-            if allowed is None:
-                usual = tensor.nan_to_num(0.0, 0.0, 0.0).abs()
-                allowed = torch.finfo(tensor.dtype).eps ** 0.7 * float(usual.max())
             some = pair[
                 (slice(None), *(slice(None, None, max(1, size - 1)) for size in pair.shape[1:]))
             ]
-            if bool(((some[1] - some[0]).abs() > allowed).any()):
-                continue  # in the corners already
+            if not _all_equal(some.flatten(1)):  # in the corners already
+                if allowed is None:
+                    allowed = torch.finfo(tensor.dtype).eps ** 0.7 * _largest(tensor)
+                if bool(((some[1] - some[0]).abs() > allowed).any()):
+                    continue
             pair = pair.flatten(1)
             if _all_equal(pair) or _differ_by_rounding(pair):
                 found.append(place)
@@ -762,6 +758,14 @@ def _described(argument: Any) -> Any:
         laid_out = argument.stride(), argument.storage_offset()
         return tuple(argument.shape), str(argument.dtype), str(argument.device), *laid_out
     return argument if isinstance(argument, _SETTINGS) else next(_UNKNOWN)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest size of its finite numbers."""
+    least, most = map(float, torch.aminmax(tensor))
+    if not (math.isfinite(least) and math.isfinite(most)):
+        least, most = map(float, torch.aminmax(tensor.nan_to_num(0.0, 0.0, 0.0)))
+    return max(-least, most)
 
 
 def _all_equal(rows: Tensor) -> bool:
