@@ -628,7 +628,8 @@ class GradientEngine:
             if record_ids is None:
                 raise UserError("augmentation needs record_ids: it is drawn for each record")
             inputs = self.augmentation(inputs, record_ids, draw_key, draw)
-        return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
+        with sums_in_order(device_of(inputs)):  # adversarial draws differentiate the model
+            return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of them, with other parameters where rows are compared."""

@@ -20,6 +20,7 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.noise import add_noise
+from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.perturbations import (
     FixedHiddenPerturbation,
     HiddenPerturbation,
@@ -218,9 +219,10 @@ def heterogeneous_std(scale: float, k_r: Tensor) -> Tensor:
 
 def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
     """|dL/dh|^beta of each record: float32 (B, *hidden). L is the record's cross-entropy."""
-    hidden = split.first(inputs).detach().requires_grad_()
-    loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    with sums_in_order(inputs.device):
+        hidden = split.first(inputs).detach().requires_grad_()
+        loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, hidden)
     result: Tensor = gradient.abs().pow(beta)
     return result
 

@@ -4,6 +4,7 @@ product rounds one row of a pass as it does not round the next."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -765,6 +766,23 @@ def test_threads_add_up_gradients_by_index_in_one_order(isolate, two_threads) ->
     assert torch.equal(whole, again)
     engine.outputs(x)
     assert all(engine.model.ordered) and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_threads_add_up_the_gradients_of_adversarial_draws_in_one_order(two_threads) -> None:
+    """What a draw follows from the model's gradient, as stobatch's does, is a record's own."""
+
+    class Ordered(InputPerturbation):
+        def perturb_inputs(self, *given: Any) -> Tensor:
+            assert torch.are_deterministic_algorithms_enabled()
+            return super().perturb_inputs(*given)
+
+    engine = GradientEngine(
+        nn.Linear(3, 2), cross_entropy, clipping=FlatClipping(1.0), blocks=Blocks(1, 4),
+        perturbation=Ordered(2, 0.1),
+    )  # fmt: skip
+    ids = torch.arange(4)
+    engine.clipped_sum(torch.rand(4, 3), ids % 2, draw_key=KEY, record_ids=ids)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_order_of_sums_holds_until_the_last_thread_is_done() -> None:

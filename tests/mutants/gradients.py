@@ -920,6 +920,18 @@ FAULTS: list[Fault] = [
          "        return None", "agreed targets are computed in any row"),
     ),
     *group(
+        "dpdist/gradients/engine.py",
+        "gradients/test_kernel_rows::test_threads_add_up_the_gradients_of_adversarial_draws_in_one_order",
+        ("        with sums_in_order(device_of(inputs)):  # adv", "        if True:  # adv",
+         "threads add up what adversarial draws follow as they come"),
+    ),
+    *group(
+        "dpdist/methods/hidden_noise_shares.py",
+        "methods/test_hidden_noise::test_threads_add_up_the_powers_of_records_in_one_order",
+        ("    with sums_in_order(inputs.device):\n", "    if True:\n",
+         "threads add up the gradients of a paid sum as they come"),
+    ),
+    *group(
         "dpdist/methods/hidden_noise_shares.py", "gradients/test_kernel_rows",
         ("key, members, rows, classes, own_rows):", "key, members, rows, None, own_rows):",
          "a paid sum's rows are taken to round alike"),
