@@ -1325,7 +1325,8 @@ class PrivateTraining:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
-        Before the first step it is that of 0 steps.
+        Before the first step it is that of 0 steps. Of a loop that stops by what its steps told,
+        state `plan.guarantee()`, of all planned steps: where it stopped is a release, too.
         """
         if not self._started:  # nothing was released: scores alone are charged
             return self.plan.guarantee(steps=0)

@@ -78,6 +78,7 @@ class Smoothing(Certificate):
 
     mode: str
     wrong_key_hint: ClassVar[str] = "with sigma, by smoothing the inputs"
+    vote_title: ClassVar[str] = "vote (Cohen)"  # tells tables of one noise apart
     # the first of a noise bank are asked for again and again
     cache_first_blocks: ClassVar[bool] = True
 

@@ -102,9 +102,7 @@ def _drop_neutral_settings(section: Any) -> Any:
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
             if value is not None and not (complete and value == nothing):
-                instead = "".join(
-                    f" or be {mode}" for mode in _allowed_modes(section) if name == "mode"
-                )
+                instead = "".join(f" or be {other}" for other in _alternatives(section, name))
                 raise key_error(
                     name, f"must be left out{instead} {kind.wrong_key_hint}, got {quoted(value)}"
                 )
@@ -115,6 +113,14 @@ def _is_complete(section: Mapping[str, Any]) -> bool:
     """Return whether a section holds the options of every certificate, as early versions wrote."""
     early = section.get("mode") != HoeffdingVotes.mode_name()
     return early and section.keys() >= _OF_EVERY_KIND
+
+
+def _alternatives(section: Mapping[str, Any], name: str) -> list[str]:
+    """Return the values that a key which fits no field of the certificate may have after all."""
+    if name == "mode":
+        return _allowed_modes(section)
+    of_votes = _requested_mode(section) == Cohen.mode_name() and section.get("sigma") is not None
+    return [_USUAL, HoeffdingVotes.mode_name()] if name == "bound" and of_votes else []
 
 
 def _allowed_modes(section: Mapping[str, Any]) -> list[str]:

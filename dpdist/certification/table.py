@@ -706,7 +706,7 @@ class VoteTable(TableFormat[_Votes]):
         would.
         """
         first = table.slice(0, 1).to_pylist()[0]
-        title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
+        title = f"{self.settings_class.vote_title}, {first['noise']} {first['sigma']:g}"
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         both = combined_noise_of_table(table)
         if both is None:

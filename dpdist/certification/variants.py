@@ -71,6 +71,7 @@ class HoeffdingVotes(Cohen):
     mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
     bound: Literal["hoeffding"] = "hoeffding"
     wrong_key_hint: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
+    vote_title: ClassVar[str] = "vote (Hoeffding)"
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:

@@ -680,8 +680,13 @@ budget_app = typer.Typer(
 def show_budgets(
     folder: Annotated[Path, path_option("A recipe's budget folder.")] = Path("budgets"),
     delta: Annotated[
-        float, option("Delta of a composed guarantee, and of each run alone.", Probability)
-    ] = 1e-5,
+        float | None,
+        option(
+            "Delta of a composed guarantee, and of each run alone (default: that of the ceiling; "
+            "1e-05 without one).",
+            Probability,
+        ),
+    ] = None,
     replace_one: Annotated[
         bool, flag("--replace-one", "Neighbours differ by one record's value.")
     ] = False,
@@ -712,9 +717,14 @@ def show_budgets(
             typer.echo(line)
 
 
-def _budget_record(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict[str, Any]:
+def _budget_record(
+    budget: DataBudget, delta: float | None, neighbours: Neighbours
+) -> dict[str, Any]:
     from dpdist.privacy.budget import composed_guarantee
 
+    if delta is None:  # a run alone beside its ceiling: at one delta, or they cannot be compared
+        ceiling = budget.terms.ceiling
+        delta = 1e-5 if ceiling is None else ceiling.delta
     total = budget.guarantee(delta, neighbours)
     return {
         "budget": budget.path.name,
@@ -729,6 +739,7 @@ def _budget_record(budget: DataBudget, delta: float, neighbours: Neighbours) -> 
                 "name": charge.name,
                 "status": charge.status,
                 "epsilon": composed_guarantee([charge], delta, neighbours).epsilon,
+                "delta": delta,
             }
             for charge in budget.charges
         ],
@@ -753,7 +764,8 @@ def _budget_lines(record: dict[str, Any]) -> Iterator[str]:
         yield f"  holds if {line}"
     for run in record["runs"]:
         alone = format_epsilon(run["epsilon"])
-        yield f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}"
+        alone = f"alone {alone} at delta {format_exact(run['delta'])}"
+        yield f"  {run['name']:<24} {alone:<28} {run['status']}  {run['run']}"
 
 
 def _ceiling_usage(budget: DataBudget) -> dict[str, Any] | None:

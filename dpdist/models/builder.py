@@ -211,9 +211,23 @@ _CLASS_PARAMETERS = ("num_classes", "n_classes", "classes", "nclasses", "num_lab
 
 
 def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
-    if spec.name in ZOO or takes_shape(factory, spec.options):
-        return factory(tuple(spec.input_shape), spec.classes, **spec.options)
-    return factory(**spec.options)
+    return factory(*_positional_arguments(factory, spec), **spec.options)
+
+
+def _positional_arguments(factory: Callable[..., Any], spec: ModelSpec) -> tuple[Any, ...]:
+    shaped = spec.name in ZOO or takes_shape(factory, spec.options)
+    return (tuple(spec.input_shape), spec.classes) if shaped else ()
+
+
+def _refuses_call(factory: Callable[..., Any], spec: ModelSpec) -> bool:
+    """Return whether the factory has other parameters, rather than failed in its own code."""
+    try:
+        inspect.signature(factory).bind(*_positional_arguments(factory, spec), **spec.options)
+    except TypeError:
+        return True
+    except ValueError:  # a builtin does not say
+        return False
+    return False
 
 
 def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
@@ -226,7 +240,14 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
         raise
     except Exception as error:  # whatever a user's factory does
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise UserError(f"model {spec.name!r} cannot be built: {reason}") from error
+        refused = f"model {spec.name!r} cannot be built: {reason}"
+        if spec.name in ZOO or not _refuses_call(factory, spec):
+            raise UserError(refused) from error
+        raise UserError(
+            f"{refused}; write a function of input_shape and num_classes that builds it, and name "
+            "that one",
+            see="how-to/certify-any-model.md#by-command",
+        ) from error
     if not isinstance(network, nn.Module):
         raise UserError(
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"

@@ -178,7 +178,14 @@ def test_complaints_name_the_key() -> None:
             r"certify\.mode: must be one of fixed, target, anytime, two-class, hoeffding, got "
             r"'randomised'",
         ),
-        ({"sigma": 0.5, "bound": "counts"}, r"certify\.bound: must be left out with sigma"),
+        (
+            {"sigma": 0.5, "bound": "hoefding"},
+            r"certify\.bound: must be left out or be clopper-pearson or be hoeffding with sigma",
+        ),
+        (
+            {"sigma": 0.5, "mode": "target", "radii": [0.1], "bound": "counts"},
+            r"certify\.bound: must be left out with sigma",
+        ),
         ({"sigma": 0.5, "mode": "target"}, r"certify\.radii: must be given when mode is target"),
         ({"sigma": 0.5, "beta": 1}, r"certify\.beta: unknown key"),
         ("sigma", r"certify: .*"),

@@ -197,6 +197,10 @@ def failing(shape, classes):
     return {}["no such layer"]
 
 
+def three(width, depth, classes):
+    return torch.nn.Linear(width, classes)
+
+
 def test_tied_weights_are_saved(tmp_path):
     name = f"{__name__}:tied"
     spec = ModelSpec(name, (6,), 6)
@@ -210,7 +214,8 @@ def test_tied_weights_are_saved(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{__name__}:failing", "cannot be built: KeyError: 'no such layer'"),
+        (f"{__name__}:failing", "cannot be built: KeyError: 'no such layer'$"),
+        (f"{__name__}:three", "missing .*'classes'; write a function of input_shape and num_class"),
         (":net", "cannot import ':net'"),
         ("torchvision.models:resnet18", r"name: torchvision, options: {architecture: resnet18}"),
         ("__main__:net", "must be importable in every worker, got '__main__:net'"),

@@ -25,6 +25,7 @@ from dpdist.privacy.budget import (
     composed_guarantee,
     read_budgets,
 )
+from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import ChainedJournal, JournalError, Ledger, anchor_path
 from dpdist.privacy.phases import (
     GaussianReleases,
@@ -428,6 +429,10 @@ def test_the_command(folder):
     text = CliRunner().invoke(budget_app, arguments, catch_exceptions=False).stdout
     assert "toy: epsilon 4 at delta 0.0001" in text and "name of two" in text
     assert "no guarantee by itself" in text
+    alone = f"alone {format_epsilon(PLAN.guarantee().epsilon)} at delta 0.0001"
+    assert text.count(alone) == 2
+    unsaid = CliRunner().invoke(budget_app, arguments[:2], catch_exceptions=False).stdout
+    assert unsaid == text  # beside a ceiling, by default at its own delta
     with pytest.raises(UserError, match="not a folder"):
         CliRunner().invoke(budget_app, ["--folder", str(folder) + "x"], catch_exceptions=False)
     with pytest.raises(UserError, match="delta"):

@@ -24,6 +24,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, certify_scores
 from dpdist.certification.registry import kind_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.variants import HoeffdingVotes
 from dpdist.certification.worker import ScoreSampler
 from dpdist.cli import certify
 from dpdist.cluster import job_folder
@@ -61,13 +62,16 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
 def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     """Three right of four; noise, sigma and data as `changes` say."""
     changed = {"noise": "gaussian", "sigma": 0.5, "data": "d", "model": "m"} | (changes or {})
-    settings: Any = Cohen(sigma=changed["sigma"], n=N, noise=changed["noise"])
+    kind = changed.get("kind", Cohen)
+    settings: Any = kind(sigma=changed["sigma"], n=N, noise=changed["noise"])
     verdict = settings.decide(
         [{"selected": 0, "histogram": [N - 5, 5]}], settings.build_sampler(None, ())
     )
-    rows = [kind_of(Cohen).table_format.row(settings, i, i // 3, verdict, None) for i in range(4)]
+    rows = [kind_of(kind).table_format.row(settings, i, i // 3, verdict, None) for i in range(4)]
     about = {
-        "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},
+        "settings": {
+            "n": N, "mode": settings.mode, "noise": settings.noise, "sigma": settings.sigma,
+        },
         "model": changed["model"], "data": changed["data"], "seed": "s",
     }  # fmt: skip
     tables.write(tables.build(rows, about), path)
@@ -112,17 +116,20 @@ def test_every_page_prints_the_same_certified_accuracy(
     assert ("0.01", "75.00") in {row[:2] for row in section["rows"]}  # type: ignore[attr-defined]
 
 
-def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
+def test_comparison_tells_smoothing_noises_and_bounds_apart(tmp_path: Path) -> None:
     found = [
         table_reader.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
-        for i, changes in enumerate([{}, {"sigma": 0.25}, {"noise": "laplace"}])
+        for i, changes in enumerate(
+            [{}, {"sigma": 0.25}, {"noise": "laplace"}, {"kind": HoeffdingVotes}]
+        )
     ]
     rows = compare.certified_accuracy_rows([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
     assert [row[1] for row in rows] == [
-        "vote (Cohen), gaussian 0.5", "vote (Cohen), gaussian 0.25", "vote (Cohen), laplace 0.5"
+        "vote (Cohen), gaussian 0.5", "vote (Cohen), gaussian 0.25", "vote (Cohen), laplace 0.5",
+        "vote (Hoeffding), gaussian 0.5",
     ]  # fmt: skip
     # An L1 ball of four dimensions contains half an L2 one.
-    assert found[2].norm == "l1" and [row[2] for row in rows] == ["75.0"] * 3
+    assert found[2].norm == "l1" and [row[2] for row in rows] == ["75.0"] * 4
 
 
 def attacks(

@@ -522,6 +522,15 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
         t.checkpoint()
 
 
+def test_a_loop_that_stopped_early_is_told_that_it_has_no_card(tmp_path):
+    stopped = training(tmp_path / "runs/stopped")
+    stopped.step()
+    assert stopped.guarantee.epsilon < stopped.plan.guarantee().epsilon
+    stopped.close()
+    with pytest.raises(UserError, match="a loop that stops earlier has no card and no release"):
+        dpdist.write_release(stopped.run)
+
+
 def test_a_checkpoint_inside_a_step_is_refused_for_what_it_is(tmp_path):
     """As a signal's handler may ask for it; the step was blamed, for an interruption."""
     t = training(tmp_path / "own")
