@@ -108,7 +108,7 @@ from dpdist.training.private_score import (
     with_kept_score,
     with_score,
 )
-from dpdist.training.private_step import PrivateStep, build_shards, check_clip
+from dpdist.training.private_step import PrivateStep, build_shards, charge_rest, check_clip
 from dpdist.training.script_state import (
     ModelParts,
     Watch,
@@ -906,7 +906,7 @@ class PrivateTraining:
         self._records = _by_unit(recipe, self._records)
         self._engine = self._engine_of(examples)
         self._check_form()
-        self._done = 0
+        self._done, self._stopped = 0, False  # steps taken; whether the script ended them early
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
         self._monitor: Monitor | None = None
@@ -1210,6 +1210,7 @@ class PrivateTraining:
         self._check_given(found)
         _mark_trained(self.model, self.run.path)  # also where only some weights can be loaded
         self._done, self._initial = state.step, found["initial"]
+        self._stopped = bool(found.get("stopped"))
         try:
             self.model.load_state_dict(unpack("model", state.slots))
             self.optimizer.load_state_dict(unpack("optimizer", state.slots))
@@ -1256,6 +1257,7 @@ class PrivateTraining:
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
             **({} if self._given is None else {"given": self._given}),
+            **({"stopped": True} if self._stopped else {}),
         }
         slots = {
             **pack("script", kept),
@@ -1318,15 +1320,21 @@ class PrivateTraining:
     @property
     def steps_left(self) -> int:
         """Return the number of steps of the plan that are not done, an int; 0 at the end."""
-        return self.plan.steps - self._done
+        return 0 if self._stopped else self.plan.steps - self._done
+
+    @property
+    def steps_taken(self) -> int:
+        """Return the number of steps that the model was made of, an int."""
+        return self._done
 
     @property
     def guarantee(self) -> Guarantee:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
-        Before the first step it is that of 0 steps. Of a loop that stops by what its steps told,
-        state `plan.guarantee()`, of all planned steps: where it stopped is a release, too.
+        Before the first step it is that of 0 steps. Where a loop stops by
+        what its steps told, the stop is a release, too: after `finish` this is the guarantee of all
+        planned steps.
         """
         if not self._started:  # nothing was released: scores alone are charged
             return self.plan.guarantee(steps=0)
@@ -1416,6 +1424,54 @@ class PrivateTraining:
             self._ready()
             self._look_between(self._done, "checkpoint")
             self._save()
+
+    def finish(self) -> RunFolder:
+        """End the training before its last step, at the price of all planned steps.
+
+        Guarantee: that of the whole plan. Where a loop stops by scores or norms of its steps, the
+        number of steps tells something of the records, and only the planned number does not. So the
+        steps that are left are charged without being taken, and cannot be taken later.
+
+        Several workers call it together. After the last step there is nothing to end. Parameters
+        may have been put back to those of an earlier step; the guarantee then is *assumed:
+        post-processing*.
+
+        Returns:
+            The `RunFolder` of the finished run, which reports, releases and certificates take.
+
+        Raises:
+            UserError: no step was taken, or as `step` does.
+
+        Example:
+            >>> import torch
+            >>> from dpdist import PrivateTraining
+            >>> model = torch.nn.Linear(4, 2)
+            >>> training = PrivateTraining(
+            ...     model, torch.optim.SGD(model.parameters(), 0.1),
+            ...     (torch.randn(200, 4), torch.randint(2, (200,))), loss="cross-entropy",
+            ...     privacy={"epsilon": 3, "delta": 1e-4}, batch_size=20, steps=50,
+            ...     folder="runs/stopped",
+            ... )
+            >>> while training.steps_left:
+            ...     if training.step().step == 4:
+            ...         run = training.finish()
+            >>> training.steps_taken, training.guarantee == training.plan.guarantee()
+            (5, True)
+        """
+        if self._inside:
+            raise UserError(
+                "finish: must be called between two steps, got a call inside one or after an "
+                "interrupted one"
+            )
+        if not self._done:
+            raise UserError("finish: must be called after a step, got none: take one first")
+        if self.steps_left:
+            with self._workers.sharing_errors():
+                self._ready()
+                self._look_between(self._done, "finish")
+                self._stopped = True
+            self._finish()
+        return self.run
 
     def run_all(self) -> RunFolder:
         """Take all steps that are left, with nothing in between.
@@ -1722,9 +1778,11 @@ class PrivateTraining:
             self._save()
             if self._step is not None and self._step.ledger is not None:
                 assert self._monitor is not None
+                charge_rest(self._step.ledger, self.plan.steps)
                 models.save(self.model, self._spec, self.run.model_folder)
                 frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-                self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
+                fallbacks = self._engine.fallback_layers
+                self._monitor.finish(fallbacks, frozen, self._step.ledger, self._done)
             self.close()
             self._evaluate()
 

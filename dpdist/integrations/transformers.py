@@ -234,7 +234,8 @@ def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
             yield refusal(
                 "callbacks", "not stop by metrics", kind.__name__,
                 "stop by scores that the plan pays for: trainer.training.score(...), and a "
-                "callback of your own that sets control.should_training_stop",
+                "callback of your own that sets control.should_training_stop, and then "
+                "trainer.training.finish()",
             )  # fmt: skip
         elif any(
             parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
@@ -943,7 +944,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     @property
     def _done(self) -> int:
-        return self.training.plan.steps - self.training.steps_left
+        return self.training.steps_taken
 
     def _control(self, event: str) -> None:
         """Tell the callbacks of an event."""

@@ -555,7 +555,7 @@ def _pretrained(card: Mapping[str, Any]) -> str:
     """Return what is said of parts that were trained before, from the card's further facts."""
     extra = card.get("extra", {})
     said = [f"{key}: {value}" for key, value in extra.items() if "trained on" in key]
-    said += [f"frozen: {extra['frozen']}"] if "frozen" in extra else []
+    said += [f"{name}: {extra[name]}" for name in ("frozen", "stopped") if name in extra]
     return "; ".join(said) + "." if said else "Pre-trained parts: none is named."
 
 

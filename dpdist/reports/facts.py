@@ -530,6 +530,13 @@ class Facts:
         return {"frozen": f"{count:,} parameters, public: no step changes them"} if count else {}
 
     @property
+    def _steps_taken(self) -> dict[str, str]:
+        taken = self.training_summary.get("steps_taken")
+        if taken is None or self.is_duration_secret:
+            return {}
+        return {"stopped": f"after {taken:,} of {self.plan.steps:,} steps; all are charged"}
+
+    @property
     def assumptions(self) -> list[str]:
         """Return the assumptions of the guarantee that nobody could check, a list of str."""
         about = (
@@ -648,6 +655,7 @@ class Facts:
                 "method": self.recipe.method.name,
                 **self.training_data_by_part,
                 **self._frozen_parameters,
+                **self._steps_taken,
                 "dpdist": __version__,
                 **searched,
             },
@@ -717,6 +725,7 @@ class Facts:
         if self.canary_notice is not None:
             rows.append(("audited run", self.canary_notice))
         rows.append(("training", self.recipe.method.describe(self.plan) + took))
+        rows += self._steps_taken.items()
         rows += self._score_rows
         rows += self.training_data_by_part.items()
         if found := self.training_summary["fallback_layers"]:

@@ -529,8 +529,8 @@ class RunFolder:
             how = f"continue it with `dpdist {command}` first"
             if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:
                 how = (
-                    "run its script again, which continues it, until no step is left: a loop that "
-                    "stops earlier has no card and no release"
+                    "run its script again, which continues it, until no step is left; a loop that "
+                    "stops earlier calls training.finish()"
                 )
             raise UserError(f"{self.path}: this run never finished training; {how}")
         return TrainingSummary.read_keys(self.training_summary)

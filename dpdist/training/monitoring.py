@@ -82,12 +82,16 @@ class Monitor:
         self.metrics.close()
         self._write_progress(done)
 
-    def finish(self, fallback_layers: list[str], frozen: int, ledger: Ledger) -> None:
+    def finish(
+        self, fallback_layers: list[str], frozen: int, ledger: Ledger, taken: int | None = None
+    ) -> None:
         """Sum the training up. frozen: parameters that no step may change. ledger: everything the
-        saved model was made of is in it."""
+        saved model was made of is in it. taken: steps, where some of those on record were not."""
         self.metrics.close()
         self._write_progress(self.steps)
         made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
+        if taken not in (None, self.steps):
+            made["steps_taken"] = taken
         if self.start:
             made["timed_from"] = self.start
         if sure := [group.independence for group in read_groups(self.folder) if group.independence]:

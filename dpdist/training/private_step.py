@@ -7,6 +7,7 @@ data is stated by `StepData`; sampling rate, clip and noise are those of the `St
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -292,6 +293,17 @@ def _announce(ledger: Ledger, step: int, release: str) -> None:
     except ReplayConflict:
         ledger.new_epoch(f"step {step} could not be replayed exactly")
         raise
+
+
+def charge_rest(ledger: Ledger, steps: int) -> None:
+    """Charge the steps of a plan that were never released.
+
+    A training that ends early, for reasons that nobody knows, costs what the whole would.
+    """
+    released = ledger.release_counts
+    for step in range(steps):
+        if step not in released:
+            ledger.record(step, hashlib.sha256(f"step {step} was not taken".encode()).hexdigest())
 
 
 def check_clip(engine: GradientEngine, sharing: ReplicatedUpdate, clip_norm: float) -> None:

@@ -67,7 +67,7 @@ def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
 
 
 def test_what_cannot_be_tried_is_compared_for_every_example() -> None:
-    """A draw is not repeated, so each pass is looked at, and not what comes out at its end alone."""
+    """A draw is not repeated, so each pass is looked at, and not its end alone."""
     examples = torch.arange(1.0, 9.0)[:, None]
 
     def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:

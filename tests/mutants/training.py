@@ -2180,4 +2180,33 @@ FAULTS: list[Fault] = [
             "a sum of epsilons is stated for a run that follows the counts that were bought",
         ),
     ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_an_early_end_costs_all_planned_steps {OWN}::test_an_early_end_is_kept_where_a_crash_cut_it "
+        f"{OWN}::test_what_changed_before_an_early_end_is_on_the_card",
+        (
+            "                charge_rest(self._step.ledger, self.plan.steps)\n",
+            "",
+            "an early end is charged for the steps taken",
+        ),
+        (
+            '({"stopped": True} if self._stopped else {})',
+            "({})",
+            "an early end is forgotten by a restart",
+        ),
+        (
+            '                self._look_between(self._done, "finish")\n',
+            "",
+            "weights put back before an early end are not on the card",
+        ),
+    ),
+    *group(
+        "dpdist/training/monitoring.py",
+        f"{OWN}::test_an_early_end_costs_all_planned_steps",
+        (
+            'made["steps_taken"] = taken',
+            'made["steps_taken"] = self.steps',
+            "the card of an early end counts planned steps as taken",
+        ),
+    ),
 ]

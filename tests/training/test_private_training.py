@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, private_training
 from dpdist.core.files import read_json
+from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
 from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.ledger import Ledger, LedgerError
@@ -522,13 +523,79 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
         t.checkpoint()
 
 
-def test_a_loop_that_stopped_early_is_told_that_it_has_no_card(tmp_path):
+def test_a_loop_that_stopped_early_is_told_how_it_ends(tmp_path):
     stopped = training(tmp_path / "runs/stopped")
+    with pytest.raises(UserError, match=r"^finish: must be called after a step, got none"):
+        stopped.finish()
     stopped.step()
     assert stopped.guarantee.epsilon < stopped.plan.guarantee().epsilon
     stopped.close()
-    with pytest.raises(UserError, match="a loop that stops earlier has no card and no release"):
+    with pytest.raises(UserError, match=r"a loop that stops earlier calls training\.finish\(\)"):
         dpdist.write_release(stopped.run)
+
+
+def test_an_early_end_costs_all_planned_steps(tmp_path):
+    """Whoever stops where a score was best tells by it; the whole plan's epsilon covers that."""
+    private = {**PRIVATE, "budget": str(tmp_path / "budgets")}
+    t = training(tmp_path / "runs/ended", privacy=private, factory=f"{__name__}:net")
+    for _ in range(2):
+        t.step()
+    weights, planned = flat(t.model), t.plan.guarantee()
+    run = t.finish()
+    assert (t.steps_left, t.steps_taken, t.guarantee) == (0, 2, planned)
+    ledger = dpdist.read_facts(run).ledger
+    assert ledger.release_counts == dict.fromkeys(range(6), 1)
+    assert t.finish() == run and Ledger.read(run.ledger).anchor == ledger.anchor
+    with pytest.raises(UserError, match=r"^step: all 6 steps of the plan are done"):
+        t.step()
+    facts = dpdist.read_facts(run)
+    card = facts.privacy_card()
+    assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
+    assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
+    assert card["guarantee"]["epsilon"] == planned.epsilon
+    (budget,) = read_budgets(tmp_path / "budgets")
+    assert budget.charges[0].status == "settled"
+    assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)
+    assert torch.equal(flat(load_model(facts.recipe, run)), weights)
+    again = training(run.path, privacy=private, factory=f"{__name__}:net")
+    assert (again.steps_left, again.steps_taken) == (0, 2)
+    assert torch.equal(flat(again.model), weights) and again.finish() == run
+
+
+@pytest.mark.parametrize("charged", [0, 1, 3, 4])
+def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charged):
+    """Before any of the rest is charged, between two of them, and when all are."""
+    t, real, seen = training(tmp_path / "run"), Ledger.record, []
+    t.step(), t.step()
+
+    def record(ledger: Ledger, step: int, release: str) -> Any:
+        if len(seen) == charged:
+            raise KeyboardInterrupt
+        seen.append(step)
+        return real(ledger, step, release)
+
+    monkeypatch.setattr(Ledger, "record", record)
+    if charged == 4:
+        monkeypatch.setattr(private_training.models, "save", lambda *_: record(None, 0, ""))
+    with pytest.raises(KeyboardInterrupt):
+        t.finish()
+    t.close()
+    monkeypatch.undo()
+    assert seen == list(range(2, 2 + charged))
+    again = training(tmp_path / "run")
+    assert again.steps_left == 0 and again.guarantee == again.plan.guarantee()
+    assert dpdist.read_facts(again.run).training_summary["steps_taken"] == 2
+
+
+def test_what_changed_before_an_early_end_is_on_the_card(tmp_path):
+    t = training(tmp_path / "run")
+    t.step()
+    best = {name: each.clone() for name, each in t.model.state_dict().items()}
+    t.step()
+    t.model.load_state_dict(best)
+    t.finish()
+    assert t.guarantee.kind == "assumed: post-processing"
+    assert torch.equal(flat(t.model), torch.cat([each.flatten() for each in best.values()]))
 
 
 def test_a_checkpoint_inside_a_step_is_refused_for_what_it_is(tmp_path):

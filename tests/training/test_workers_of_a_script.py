@@ -187,6 +187,24 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
     assert b.read_recipe().resources.workers == 2
 
 
+def ended(rank: int, folder: Path) -> tuple[list[float], int, int, str]:
+    t = begin(folder)
+    if t.steps_left:  # else the second process finds it ended
+        t.step()
+        t.finish()
+    return flat(t.model), t.steps_left, t.steps_taken, str(t.guarantee)
+
+
+@pytest.mark.long
+def test_an_early_end_is_one_end_of_all_workers(tmp_path, pair):
+    first, second = pair.do(ended, tmp_path / "run")
+    assert first == second and first[1:3] == (0, 1)
+    assert pair.do(ended, tmp_path / "run") == [first, second]
+    facts = dpdist.read_facts(RunFolder(tmp_path / "run"))
+    assert facts.ledger.release_counts == dict.fromkeys(range(STEPS), 1)
+    assert str(facts.plan.guarantee()) == first[3]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
