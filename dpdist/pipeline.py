@@ -277,6 +277,8 @@ def _train_and_evaluate(
     if not folder.training_summary.exists():
         require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
         _require_gpus(recipe)
+    if not folder.recipe_file.exists():  # a name is not taken by a run that its budget refuses
+        checked.check_budget(context)
     work = checked.begin()
     claim_archive(recipe, folder)
     with run_session(folder, recipe.resources.min_cpus, executor) as opened:
