@@ -674,7 +674,8 @@ def _telling_numbers(func: Any, leaves: list[Any], form: Any) -> Tensor:
 
 def _candidates(leaves: list[Any]) -> Tensor:
     """Return numbers for each tensor, (count, leaves), float64: usual ones; some as large and small
-    as numbers go, where codes overflow or lose bits otherwise; and all of the half precisions."""
+    as numbers go, where codes overflow or lose bits otherwise; none in one tensor; and all of the
+    half precisions."""
     values = _numbers(_CANDIDATES, len(leaves)).double()
     values *= 4.0 ** (torch.arange(_CANDIDATES)[:, None] // 4 % 5 - 3)
     kinds = {leaf.dtype for leaf in leaves if _is_plain(leaf)}
@@ -682,6 +683,8 @@ def _candidates(leaves: list[Any]) -> Tensor:
     powers = 2 * torch.rand(values.shape, generator=torch.Generator().manual_seed(1)) - 1
     values[2::4] *= 2.0 ** (reach * powers[2::4])  # for each tensor another one
     values[3::8] *= 2.0 ** (reach * powers[3::8, :1])
+    for leaf in range(len(leaves)):
+        values[7 + 64 * leaf :: 1 << 12, leaf] = math.nan
     if len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}:
         bits = torch.arange(1 << 16)[:, None] * (2 * torch.arange(len(leaves)) + 1)
         values = torch.cat([values, bits.to(torch.int16).view(*kinds).double()])

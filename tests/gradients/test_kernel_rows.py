@@ -3,6 +3,7 @@ product rounds one row of a pass as it does not round the next."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,9 @@ HIDDEN_GATES = {
         * torch.view_as_complex(x[:, 2:4].contiguous())
     ),
     "tiny": lambda x: torch.hypot(x[:, 0] * 1e-37, x[:, 1] * 1e-37),
+    "none in one tensor": lambda x: torch.ops.aten.hardtanh_backward(
+        x[:, :1].contiguous(), torch.where(x[:, 1:2] > 0, 0.5, math.nan), -1.0, 1.0
+    )[:, 0],
     "overflow": lambda x: (x[:, :1] * 2e36).contiguous().remainder(0.01)[:, 0],
     "wide": lambda x: x[:, :1].repeat(1, 2049).sigmoid()[:, 2048],
     "rarely rounded apart": lambda x: torch.pow(1.7, x[:, :1] / 20)[:, 0],

@@ -24,6 +24,11 @@ FAULTS: list[Fault] = [
             "no operation is tried on numbers that are all tiny or huge",
         ),
         (
+            ":: 1 << 12, leaf] = math.nan",
+            ":: 1 << 12, leaf] = 0.5",
+            "no operation is tried where one tensor has no number",
+        ),
+        (
             "exactly = single and all(",
             "exactly = False and all(",
             "a number in one row and none in the next are taken for no rounding",
