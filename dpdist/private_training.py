@@ -97,7 +97,11 @@ from dpdist.training.job import (
     ensure_run_key,
     read_run_key,
 )
-from dpdist.training.model_setup import importance_weighted, weakest_independence
+from dpdist.training.model_setup import (
+    changed_blocks,
+    importance_weighted,
+    weakest_independence,
+)
 from dpdist.training.monitoring import Monitor, StepMetrics
 from dpdist.training.private_score import (
     PrivateScore,
@@ -1014,6 +1018,7 @@ class PrivateTraining:
         )
         engine.records_per_example = privacy.max_records_per_group or 1
         engine.own_rows = self._recipe.resources.own_rows
+        engine.changed_blocks = changed_blocks(self._recipe, self._workers.count)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)

@@ -200,7 +200,10 @@ class GradientEngine:
         records_per_example: K where an example is a group of up to K records: their gradients are
             added up, and the sum is clipped once. Set it before the first sum.
         own_rows: every record has one row in all passes, by its id and the step's key. Then nothing
-            rests on rows that round alike, for more passes. Set it before the first sum.
+            rests on rows that round alike, for more passes, unless the model selects records by
+            their values. Set it before the first sum.
+        changed_blocks: keyed blocks, of all workers, whose rows one record more changes: 1 where no
+            other record moves. Each rounds otherwise, and the clip leaves room for it.
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
@@ -270,7 +273,7 @@ class GradientEngine:
         clipping.check(self.layers)
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
-        self.records_per_example, self.own_rows = 1, False
+        self.records_per_example, self.own_rows, self.changed_blocks = 1, False, 1
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
@@ -532,7 +535,7 @@ class GradientEngine:
         dtype = torch.float64 if exact else torch.float32
         if self.blocks is None:
             return rounding_slack(dtype)
-        return rounding_slack(dtype) + sum_slack(dtype)
+        return rounding_slack(dtype) + self.changed_blocks * sum_slack(dtype)
 
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""

@@ -314,7 +314,7 @@ def build_engine(
     )
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
-    engine.own_rows = recipe.resources.own_rows
+    engine.own_rows, engine.changed_blocks = recipe.resources.own_rows, changed_blocks(recipe)
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
@@ -390,6 +390,16 @@ def build_reduce_dtype(recipe: Recipe, plan: PrivacyPlan | None = None) -> Reduc
         expected = plan.max_expected_batch
     parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.min_workers
     return ReduceDtype.for_batches(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
+
+
+def changed_blocks(recipe: Recipe, workers: int | None = None) -> int:
+    """In how many keyed blocks of all workers one record more changes a sum. Where the number of
+    records is protected, those behind it move up, and the first of each shard into the one before.
+    """
+    if recipe.privacy.nominal_records is None:
+        return 1
+    shards = recipe.resources.max_workers if workers is None else workers
+    return 2 * (CANONICAL_SHARDS if recipe.training.reproducible else shards) - 1
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:

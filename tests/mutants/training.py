@@ -2209,4 +2209,18 @@ FAULTS: list[Fault] = [
             "the card of an early end counts planned steps as taken",
         ),
     ),
+    *group(
+        "dpdist/training/model_setup.py",
+        "wiring/test_nominal_records",
+        (
+            "    return 2 * (CANONICAL_SHARDS if",
+            "    return 1 * (CANONICAL_SHARDS if",
+            "a moved record changes one block",
+        ),
+        (
+            "resources.own_rows, changed_blocks(recipe)",
+            "resources.own_rows, 1",
+            "moved records have no room in the clip",
+        ),
+    ),
 ]

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.datasets import write_split
 from support.training import execute, make
 
 from dpdist.core.errors import UserError
+from dpdist.gradients.clipping import rounding_slack, sum_slack
+from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
@@ -20,6 +23,7 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import build_engine
 
 pytestmark = pytest.mark.guarantee
 
@@ -89,6 +93,36 @@ def test_the_batch_is_drawn_from_all_records_at_the_declared_rate(tmp_path):
     sizes = [json.loads(line)["examples"] for line in lines]
     # 8 batches of 260 records at rate 1/8: mean 32.5, standard error 1.9. The test's fixed key.
     assert 25 < np.mean(sizes) < 40
+
+
+@pytest.mark.parametrize(
+    ("nominal", "changes", "blocks"),
+    [
+        (None, {"resources": {"workers": 3}}, 1),
+        (128, {"resources": {"workers": 1}}, 1),
+        (128, {"resources": {"workers": 3}}, 5),
+        (
+            128,
+            {"resources": {"workers": {"min": 1, "max": 4}}, "training": {"reproducible": True}},
+            15,
+        ),
+        (128, {"resources": {"workers": 1}, "training": {"reproducible": True}}, 15),
+    ],
+)
+def test_the_clip_leaves_room_for_records_that_move_between_workers(
+    tmp_path, nominal, changes, blocks
+):
+    """One record more moves those behind it up: two blocks at each cut between shards change."""
+    training = {"batch_size": 16, "steps": 2, "learning_rate": 0.1, **changes.get("training", {})}
+    private = {"noise_multiplier": 1.0, "delta": 1e-3, "nominal_records": nominal}
+    more = {"resources": changes["resources"], "training": training, "privacy": private}
+    recipe, _ = recipe_on(tmp_path, 120, **more)
+    engine = build_engine(recipe, torch.nn.Linear(6, 3))
+    engine.blocks = Blocks(1, 8)
+    inputs, labels = 100 * torch.ones(1, 6), torch.zeros(1, dtype=torch.int64)
+    norm = float(engine.clipped_sum(inputs, labels, draw_key=bytes(32)).flat.norm())
+    room = rounding_slack(torch.float32) + blocks * sum_slack(torch.float32)
+    assert norm == pytest.approx(1 / (1 + room), rel=1e-4)
 
 
 @pytest.mark.slow
