@@ -314,7 +314,8 @@ def build_engine(
     )
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
-    engine.own_rows, engine.changed_blocks = recipe.resources.own_rows, changed_blocks(recipe)
+    engine.own_rows = recipe.resources.own_rows
+    engine.changed_blocks = changed_blocks(recipe)
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
