@@ -58,7 +58,12 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
-from dpdist.training.model_setup import importance_weighted, initial_model, model_spec
+from dpdist.training.model_setup import (
+    changed_blocks,
+    importance_weighted,
+    initial_model,
+    model_spec,
+)
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 if TYPE_CHECKING:
@@ -253,7 +258,8 @@ class VectorizedTrainings:
             torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
         )(flat, inputs, labels)
         squared = squared_row_norms(gradients)[None]
-        slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
+        slack = rounding_slack(torch.float32)
+        slack += changed_blocks(self._recipe) * sum_slack(torch.float32)
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
         weights = ((factors * finite)[0] * real).to(gradients)
