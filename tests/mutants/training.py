@@ -2218,8 +2218,8 @@ FAULTS: list[Fault] = [
             "a moved record changes one block",
         ),
         (
-            "resources.own_rows, changed_blocks(recipe)",
-            "resources.own_rows, 1",
+            "    engine.changed_blocks = changed_blocks(recipe)\n",
+            "",
             "moved records have no room in the clip",
         ),
     ),
