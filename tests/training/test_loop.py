@@ -48,7 +48,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     ("method", "steps"),
     [
         ("dp-sgd", 100),
-        ({"name": "input-noise", "sigma": 0.2, "draws": 2}, 30),
+        pytest.param(
+            {"name": "input-noise", "sigma": 0.2, "draws": 2}, 30, marks=pytest.mark.long,
+        ),
         pytest.param(
             {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, 30,
             marks=pytest.mark.long,
