@@ -469,7 +469,8 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
         ray.init(**options)
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         where = f"RAY_ADDRESS={address}" if address else "a new local session"
-        raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+        instead = "try again" if address else "try again, or add --local, which needs no Ray"
+        raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}; {instead}") from error
     except SystemExit:
         if callable(ending):
             ending(signal.SIGTERM, None)
