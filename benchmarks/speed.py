@@ -140,7 +140,7 @@ def own_rows(quick: bool) -> Figures:
             way: our_step(copy.deepcopy(model), inputs, targets, own_rows=way == "own rows")
             for way in ("ours", "own rows")
         }
-        medians = interleave(steps, 1 if quick else 15, 1)
+        medians = interleave(steps, 1 if quick else 7, 1)
         found["ms"][name] = {way: round(1e3 * each, 3) for way, each in medians.items()}
         found[name] = round(medians["own rows"] / medians["ours"], 3)
     return found
@@ -240,7 +240,7 @@ def certify(shape: tuple[int, ...]) -> Callable[[bool], Figures]:
         model = tf_cnn(shape, 10) if shape[0] == 1 else resnet20()
         if PROFILED:
             return by_operation(ways_to_count(model.eval(), torch.rand(shape), BATCH, loops=False))
-        blocks, rounds = (1, 1) if quick else (10, 9) if shape[0] == 1 else (1, 9)
+        blocks, rounds = (1, 1) if quick else (10, 9) if shape[0] == 1 else (1, 5)
         found = fixed_n(model.eval(), torch.rand(shape), blocks * BATCH, rounds, loops=False)
         rates = {name: round(each) for name, each in found.items()}
         bare = found["engine"] / found["bare forward, best form"]
