@@ -1475,6 +1475,7 @@ class PrivateTraining:
                 self._ready()
                 self._look_between(self._done, "finish")
                 self._stopped = True
+        if self._step is not None:  # not let go of: also after an end that failed
             self._finish()
         return self.run
 

@@ -587,6 +587,20 @@ def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charge
     assert dpdist.read_facts(again.run).training_summary["steps_taken"] == 2
 
 
+def test_an_early_end_that_failed_is_asked_for_again(tmp_path, monkeypatch):
+    t = training(tmp_path / "run")
+    t.step()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(private_training.models, "save", full)
+        t.finish()
+    assert not t.run.training_summary.exists()
+    assert t.finish() == t.run and dpdist.read_facts(t.run).training_summary["steps_taken"] == 1
+
+
 def test_what_changed_before_an_early_end_is_on_the_card(tmp_path):
     t = training(tmp_path / "run")
     t.step()
