@@ -1337,9 +1337,8 @@ class PrivateTraining:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
-        Before the first step it is that of 0 steps. Where a loop stops by
-        what its steps told, the stop is a release, too: after `finish` this is the guarantee of all
-        planned steps.
+        Before the first step it is that of 0 steps. After `finish` it is that of all planned steps,
+        because where a loop stops may depend on what its steps returned.
         """
         if not self._started:  # nothing was released: scores alone are charged
             return self.plan.guarantee(steps=0)

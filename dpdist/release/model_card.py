@@ -422,9 +422,11 @@ def _annex_iv(
     superseded = (
         f"Releases of superseded attempts of the training, charged: {card['superseded_releases']}."
     )
+    stopped = card.get("extra", {}).get("stopped")
+    early = [f"The training was stopped {stopped}."] if stopped else []
     yield (
         "Relevant changes made through the lifecycle",
-        [("", [superseded, "Changes since:", NOT_HELD])],
+        [("", [superseded, *early, "Changes since:", NOT_HELD])],
     )
     yield "Harmonised standards applied in full or in part", [("", NOT_HELD)]
     yield "Copy of the EU declaration of conformity (Article 47)", [("", NOT_HELD)]
@@ -555,7 +557,7 @@ def _pretrained(card: Mapping[str, Any]) -> str:
     """Return what is said of parts that were trained before, from the card's further facts."""
     extra = card.get("extra", {})
     said = [f"{key}: {value}" for key, value in extra.items() if "trained on" in key]
-    said += [f"{name}: {extra[name]}" for name in ("frozen", "stopped") if name in extra]
+    said += [f"frozen: {extra['frozen']}"] if "frozen" in extra else []
     return "; ".join(said) + "." if said else "Pre-trained parts: none is named."
 
 

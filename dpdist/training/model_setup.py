@@ -394,8 +394,10 @@ def build_reduce_dtype(recipe: Recipe, plan: PrivacyPlan | None = None) -> Reduc
 
 
 def changed_blocks(recipe: Recipe, workers: int | None = None) -> int:
-    """In how many keyed blocks of all workers one record more changes a sum. Where the number of
-    records is protected, those behind it move up, and the first of each shard into the one before.
+    """Return the number of keyed blocks, over all workers, that one record more changes.
+
+    Where the number of records is protected, the records behind it move up by one place, and the
+    first record of each later shard moves into the shard before.
     """
     if recipe.privacy.nominal_records is None:
         return 1

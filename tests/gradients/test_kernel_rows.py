@@ -308,7 +308,7 @@ def foreign_gate(x: Tensor) -> Tensor:
 
 
 def test_an_operation_that_is_not_torch_s_own_gives_every_record_its_row() -> None:
-    """What a library's operation runs is not seen: one gate in it moved a sum by 45 C."""
+    """Nobody sees which code a custom operation runs: one gate in it moved a sum by 45 C."""
     examples = torch.rand(64, 2000, generator=torch.Generator().manual_seed(0))
     found = row_independence.find_row_classes(
         lambda inputs, _: [inputs, foreign_gate(inputs[:, :1].contiguous())],
@@ -773,7 +773,7 @@ def test_threads_add_up_gradients_by_index_in_one_order(isolate, two_threads) ->
 
 
 def test_threads_add_up_the_gradients_of_adversarial_draws_in_one_order(two_threads) -> None:
-    """What a draw follows from the model's gradient, as stobatch's does, is a record's own."""
+    """Draws that follow the model's gradient, as stobatch's do, depend on their own record."""
 
     class Ordered(InputPerturbation):
         def perturb_inputs(self, *given: Any) -> Tensor:

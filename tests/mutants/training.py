@@ -2223,4 +2223,13 @@ FAULTS: list[Fault] = [
             "moved records have no room in the clip",
         ),
     ),
+    *group(
+        "dpdist/pipeline.py",
+        "training/test_charging::test_a_run_that_its_budget_refuses_takes_no_name",
+        (
+            "        checked.check_budget(context)\n    work = checked",
+            "        pass\n    work = checked",
+            "a run that its budget refuses takes its name",
+        ),
+    ),
 ]

@@ -9,6 +9,7 @@ import dp_accounting.pld  # noqa: F401 - here, or the first test would wait for 
 import numpy as np
 import pytest
 
+from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.mechanisms import gaussian_epsilon
@@ -52,6 +53,14 @@ def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
     high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
     job.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
     assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
+
+
+def test_a_run_that_its_budget_refuses_takes_no_name(tmp_path):
+    """Or the recipe with a lower epsilon would be another one under a name that is in use."""
+    above = recipe(delta=1e-4, budget=str(tmp_path / "budgets"), budget_ceiling=0.01)
+    with pytest.raises(UserError, match=r"privacy\.budget"):
+        pipeline.train_only(above, runs=tmp_path / "runs", executor="local")
+    assert not (tmp_path / "runs" / "x").exists()
 
 
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])

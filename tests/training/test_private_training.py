@@ -535,7 +535,7 @@ def test_a_loop_that_stopped_early_is_told_how_it_ends(tmp_path):
 
 
 def test_an_early_end_costs_all_planned_steps(tmp_path):
-    """Whoever stops where a score was best tells by it; the whole plan's epsilon covers that."""
+    """Where a loop stops can depend on its scores; the epsilon of the whole plan covers that."""
     private = {**PRIVATE, "budget": str(tmp_path / "budgets")}
     t = training(tmp_path / "runs/ended", privacy=private, factory=f"{__name__}:net")
     for _ in range(2):
@@ -553,6 +553,10 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
     assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
     assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
     assert card["guarantee"]["epsilon"] == planned.epsilon
+    dpdist.write_release(run, dossier=True, not_private=True)
+    assert "The training was stopped after 2 of 6 steps; all are charged." in (
+        (run.release_folder / "dossier.md").read_text()
+    )
     (budget,) = read_budgets(tmp_path / "budgets")
     assert budget.charges[0].status == "settled"
     assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)
