@@ -356,13 +356,14 @@ class _SharedSettings:
     def _make_new(self) -> None:
         import torch
 
+        from dpdist.core.torch_settings import DETERMINISTIC
+
         after = self._after
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        after.callback(_set_deterministic, deterministic, warn_only)
-        _set_deterministic(False, False)
+        deterministic = DETERMINISTIC.chosen()
+        after.callback(DETERMINISTIC.choose, deterministic)
+        DETERMINISTIC.choose((False, False, deterministic[2]))
         new = [
             (name, *each) for name, settings in NEW_BACKENDS.items() for each in settings.items()
         ]
@@ -379,15 +380,6 @@ def _set_backends(precision: str | None, settings: Iterable[tuple[str, str, Any]
     for name, key, value in settings:
         if value is not None:
             set_backend(name, key, value)
-
-
-def _set_deterministic(mode: bool, warn_only: bool) -> None:
-    """Set it unless it is so: to set it loads torch's compiler."""
-    import torch
-
-    now = torch.are_deterministic_algorithms_enabled()
-    if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def _set_precision(precision: str) -> None:

@@ -177,9 +177,11 @@ def torch_settings() -> list[Any]:
     """Return what a program may set in torch that changes the bits of what it computes."""
     import torch
 
+    from dpdist.core.torch_settings import DETERMINISTIC
+
     blocks = [
         (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)))
         for device in ("cpu", "cuda")
     ]
     found = [backend_setting(name, key) for name, keys in NEW_BACKENDS.items() for key in keys]
-    return [torch.are_deterministic_algorithms_enabled(), *found, *blocks]
+    return [DETERMINISTIC.chosen()[0], *found, *blocks]

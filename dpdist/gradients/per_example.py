@@ -20,9 +20,8 @@ sum_st left[t, id_s] <values_s, right_t>, needs no gradient of the table's size 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
+from dpdist.core.torch_settings import DETERMINISTIC
 
 # --- three forms ------------------------------------------------------------------------------
 
@@ -204,41 +204,16 @@ def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
     return torch.is_autocast_enabled(device.type), *precisions, *ways
 
 
-_SETTINGS_LOCK = threading.Lock()
-# What torch's settings were when each block of `sums_in_order` began that is open, in any thread.
-_settings_before: list[tuple[bool, bool, bool]] = []
-
-
 @contextmanager
 def sums_in_order(device: torch.device) -> Iterator[None]:
     """Have torch's kernels on a CPU add up one number after the other until the end of the block.
 
     With several threads its sum by index (`index_put_`, the gradient of `h[:, places]`) splits all
     numbers among them, wherever a record's end, and the threads add in the order in which they
-    come: one record's bits then change with its neighbours' and from one pass to the next. The
-    setting is the process'; the last of several blocks, of any thread, restores it.
+    come: one record's bits then change with its neighbours' and from one pass to the next.
     """
-    if device.type != "cpu":
+    with nullcontext() if device.type != "cpu" else DETERMINISTIC.block():
         yield
-        return
-    with _SETTINGS_LOCK:
-        strict, warned, filled = before = (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-            torch._C._get_deterministic_fill_uninitialized_memory(),
-        )
-        _settings_before.append(_settings_before[0] if _settings_before else before)
-        if len(_settings_before) == 1:
-            torch._C._set_deterministic_algorithms(True, warn_only=not strict or warned)
-            torch._C._set_deterministic_fill_uninitialized_memory(strict and filled)
-    try:
-        yield
-    finally:
-        with _SETTINGS_LOCK:
-            strict, warned, filled = _settings_before.pop()
-            if not _settings_before:
-                torch._C._set_deterministic_algorithms(strict, warn_only=warned)
-                torch._C._set_deterministic_fill_uninitialized_memory(filled)
 
 
 def rounds_factors(device: torch.device) -> bool:

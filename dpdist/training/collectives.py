@@ -594,6 +594,7 @@ class Workers:
                     see="how-to/own-loop.md#several-workers",
                 )
             return cls(ScriptReducer(0, 1, torch.device("cpu")))
+        let_go_of_the_group()
         device = "cpu" if "cpu" in _backends() else f"cuda:{torch.cuda.current_device()}"
         return cls(ScriptReducer(dist.get_rank(), dist.get_world_size(), torch.device(device)))
 
@@ -738,6 +739,21 @@ def refused_by_all(
             initialise(self, *args, **options)
 
     return made
+
+
+def let_go_of_the_group() -> None:
+    """Let the process group end where it is destroyed.
+
+    Torch's optimizers load functions whose default argument is then the group that there is. Its
+    threads outlive `destroy_process_group`, and now and then abort the process that ends.
+    """
+    from torch.distributed.nn import functional
+
+    group = dist.group.WORLD
+    for function in vars(functional).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(each is group for each in defaults):  # None, too, is the default group
+            function.__defaults__ = tuple(None if each is group else each for each in defaults)
 
 
 def _backends() -> dict[str, str]:

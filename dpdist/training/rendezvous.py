@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from dpdist.training.collectives import Reducer
+from dpdist.training.collectives import Reducer, let_go_of_the_group
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
@@ -62,6 +62,7 @@ def init_process_group(reducer: Reducer) -> None:
 def destroy_process_group() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
+        let_go_of_the_group()
         dist.destroy_process_group()
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.threads import new_settings_after
 from torch import Tensor, nn
 
+from dpdist.cluster import executor, versions
 from dpdist.core.errors import UserError
 from dpdist.gradients import per_example, row_independence
 from dpdist.gradients.clipping import FlatClipping
@@ -801,6 +803,30 @@ def test_the_order_of_sums_holds_until_the_last_thread_is_done() -> None:
     assert asked()
     second.__exit__(None, None, None)
     assert not asked()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("job_ends_first", [False, True])
+def test_a_job_beside_a_pass_leaves_the_order_of_sums_alone(
+    strict: bool, job_ends_first: bool
+) -> None:
+    """A job in another thread sets the program's choice aside; both put back what they found."""
+    asked = torch.are_deterministic_algorithms_enabled
+    sums, job = per_example.sums_in_order(torch.device("cpu")), executor._SETTINGS.new()
+    with new_settings_after():
+        torch.use_deterministic_algorithms(strict)
+        with sums:
+            assert versions.torch_settings()[0] is strict  # a part of a training's identity
+            job.__enter__()
+            assert asked() and versions.torch_settings()[0] is False
+            if job_ends_first:
+                job.__exit__(None, None, None)
+                assert asked() and versions.torch_settings()[0] is strict
+        if not job_ends_first:
+            assert not asked()
+            job.__exit__(None, None, None)
+        assert asked() is strict
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_rows_that_round_a_norm_otherwise_are_of_another_class(

@@ -79,10 +79,24 @@ FAULTS: list[Fault] = [
             "        if True:\n            return",
             "threads part a table's gradients where neighbours' padding says",
         ),
+    ),
+    *group(
+        "dpdist/core/torch_settings.py",
+        "gradients/test_kernel_rows",
         (
-            "            if not _settings_before:\n                torch._C._set_det",
-            "            if True:\n                torch._C._set_det",
+            "                if not self._blocks:\n                    _set_in",
+            "                if True:\n                    _set_in",
             "the first worker that is done ends the order of all others' sums",
+        ),
+        (
+            "_inside(choice) if self._blocks else choice",
+            "choice",
+            "a job that begins in another thread ends the order of a pass' sums",
+        ),
+        (
+            "return self._chosen if self._blocks else _in_torch()",
+            "return _in_torch()",
+            "a job takes the order of another thread's sums for what the program chose",
         ),
     ),
     *group(

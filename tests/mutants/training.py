@@ -85,7 +85,7 @@ FAULTS: list[Fault] = [
             "what work sets in torch's libraries stays set behind it",
         ),
         (
-            "        after.callback(_set_deterministic, deterministic, warn_only)\n",
+            "        after.callback(DETERMINISTIC.choose, deterministic)\n",
             "",
             "deterministic kernels stay switched on behind a job",
         ),
@@ -655,6 +655,29 @@ FAULTS: list[Fault] = [
             "self._exchange(dist.broadcast, tensor, src=source)",
             "dist.broadcast(tensor, src=1)",
             "worker 0's number is another's",
+        ),
+    ),
+    *group(
+        "dpdist/training/collectives.py",
+        "training/test_workers_of_a_script::test_a_groups_threads_end_with_it",
+        (
+            "            function.__defaults__ = tuple(",
+            "            _ = tuple(",
+            "the threads of a destroyed process group live on",
+        ),
+        (
+            "        let_go_of_the_group()\n        device",
+            "        device",
+            "a script's process group lives on in torch's defaults",
+        ),
+    ),
+    *group(
+        "dpdist/training/rendezvous.py",
+        "training/test_workers_of_a_script::test_a_groups_threads_end_with_it",
+        (
+            "        let_go_of_the_group()\n",
+            "",
+            "a recipe's process group lives on in torch's defaults",
         ),
     ),
     *group(

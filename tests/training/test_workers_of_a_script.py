@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.training import KEY, parameters, release_ids
 from torch import nn
+from torch.distributed.nn import functional
 
 import dpdist
 from dpdist import PrivateTraining, UserError
@@ -28,6 +30,7 @@ from dpdist.private_training import RunBusyError
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, monitoring, private_score
 from dpdist.training.collectives import Reducer, ScriptReducer, WorkerLost, Workers
+from dpdist.training.rendezvous import destroy_process_group
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -234,6 +237,26 @@ def test_a_group_of_one_is_no_group(tmp_path):
         assert whole(0, tmp_path / "group", {})["parameters"] == alone["parameters"]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["own loop", "recipe"])
+def test_a_groups_threads_end_with_it(how):
+    """Else they abort, now and then, a process that ends well."""
+
+    def threads():
+        names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo" in name for name in names)
+
+    before = threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    importlib.reload(functional)  # as an optimizer does that is the first of its process
+    assert dist.group.WORLD in functional.broadcast.__defaults__ and threads() > before
+    if how == "own loop":
+        Workers.of_this_process()
+        dist.destroy_process_group()
+    else:
+        destroy_process_group()
+    assert threads() == before
 
 
 class Shaken(torch.utils.data.Dataset):
