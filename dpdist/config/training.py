@@ -258,7 +258,8 @@ class ResourcesRecipe(Section):
             alone, with less memory.
         wire: Number format in which clipped sums travel between workers.
         noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
-        micro_batch: Number of records in one pass of the model; by default chosen to fit.
+        micro_batch: Number of records in one pass of the model; by default chosen to fit. With 1 no
+            record's rounding depends on another, also where a model selects records by values.
         own_rows: Give every record one row in all passes of the model, so that no bound rests on
             rows that round alike; slower.
         checkpoint_seconds: Seconds between two checkpoints of a training.

@@ -200,8 +200,8 @@ class GradientEngine:
         records_per_example: K where an example is a group of up to K records: their gradients are
             added up, and the sum is clipped once. Set it before the first sum.
         own_rows: every record has one row in all passes, by its id and the step's key. Then nothing
-            rests on rows that round alike, for more passes, unless the model selects records by
-            their values. Set it before the first sum.
+            rests on rows that round alike, for more passes. A model that selects records by their
+            values needs `micro_batch=1` instead. Set it before the first sum.
         changed_blocks: keyed blocks, of all workers, whose rows one record more changes: 1 where no
             other record moves. Each rounds otherwise, and the clip leaves room for it.
         parameters: the trainable ones, in the model's order.

@@ -53,12 +53,13 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 class CertifiedCurve:
     """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
 
-    title: what is certified by what. sizes: (N,) in input units. line_style: how it is drawn, if at
-    all.
+    title: what is certified by what. table: name of its table, by which those of other n or modes
+    are told apart. sizes: (N,) in input units. line_style: how it is drawn, if at all.
     """
 
     run: str
     title: str
+    table: str
     norm: str
     sizes: np.ndarray
     line_style: str | None
@@ -72,7 +73,7 @@ def certified_curves(facts: Facts) -> list[CertifiedCurve]:
     """Every certificate of a run in both norms, from its finished tables."""
     return [
         CertifiedCurve(
-            facts.folder.name, found.title, norm,
+            facts.folder.name, found.title, table.name, norm,
             np.maximum(found.size_if_correct(table.label), 0.0), found.line_style,
         )
         for table in facts.tables
@@ -109,12 +110,12 @@ def certified_accuracy_rows(
     runs: Sequence[Facts], norm: str, sizes: Sequence[float]
 ) -> list[list[str]]:
     """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
-    rows = [["run", f"certificate, {NORMS[norm]}", *map(format_exact, sizes)]]
+    rows = [["run", f"certificate, {NORMS[norm]}", "table", "inputs", *map(format_exact, sizes)]]
     for facts in runs:
         for curve in certified_curves(facts):
             if curve.norm == norm:
                 shares = [format_percent(curve.certified_accuracy(size), 1) for size in sizes]
-                rows.append([curve.run, curve.title, *shares])
+                rows.append([curve.run, curve.title, curve.table, str(len(curve.sizes)), *shares])
     return rows
 
 

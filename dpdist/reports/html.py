@@ -716,7 +716,7 @@ def write_overview(folder: Path) -> Path:
         except UserError as error:
             left_out.append((place.name, str(error).splitlines()[0]))
     grids = [(f"Certified accuracy, {NORMS[n]}, in %", certified_accuracy_rows(runs, n, SIZES[n]),
-        1)
+        2)
              for n in NORMS]  # fmt: skip
     grids += [
         (f"Under attack, {NORMS[n]}, in %", attacked_accuracy_rows(runs, n), 3) for n in NORMS

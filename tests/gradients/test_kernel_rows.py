@@ -829,6 +829,37 @@ def test_a_job_beside_a_pass_leaves_the_order_of_sums_alone(
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+@pytest.mark.parametrize(("rows", "least", "most"), [(8, 12.9, 13), (1, 0.9, 1)])
+def test_passes_of_one_record_hold_for_a_model_that_selects(
+    rows: int, least: float, most: float
+) -> None:
+    """Selected records lie in rows that follow from how many neighbours were selected, too; what
+    rounding would do to a kink behind them is made large here, to be the same everywhere."""
+
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            chosen = inputs[:, 0] > 0
+            gate = inputs.new_zeros(len(inputs))
+            gate[chosen] = inputs[chosen, 0] * (-1.0 if int(chosen.sum()) == 6 else 1.0)
+            outputs: Tensor = self.layer(inputs) * gate[:, None]
+            return outputs
+
+    def loss(outputs: Tensor, _: Tensor) -> Tensor:
+        return 9 * outputs[:, 0]
+
+    engine = GradientEngine(Selects(), loss, clipping=FlatClipping(1.0), micro_batch=rows)
+    inputs, labels, ids = torch.ones(7, 4), torch.zeros(7), torch.arange(7)
+    whole, without = (
+        engine.clipped_sum(inputs[:n], labels[:n], draw_key=KEY, record_ids=ids[:n]).flat
+        for n in (7, 6)
+    )
+    assert least < float((whole - without).norm()) <= most
+
+
 def test_rows_that_round_a_norm_otherwise_are_of_another_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -100,7 +100,7 @@ def test_every_page_prints_the_same_certified_accuracy(
     facts = run_of(tmp_path / "run", [found])
     for norm in ("l2", "linf"):
         rows = {
-            row[1]: row[2] for row in compare.certified_accuracy_rows([facts], norm, [0.01])[1:]
+            row[1]: row[4] for row in compare.certified_accuracy_rows([facts], norm, [0.01])[1:]
         }
         assert rows["exact profile"] == "75.0"
         # The vote's class is 0, that of the printed bounds 1, whatever the sound bounds are.
@@ -129,7 +129,9 @@ def test_comparison_tells_smoothing_noises_and_bounds_apart(tmp_path: Path) -> N
         "vote (Hoeffding), gaussian 0.5",
     ]  # fmt: skip
     # An L1 ball of four dimensions contains half an L2 one.
-    assert found[2].norm == "l1" and [row[2] for row in rows] == ["75.0"] * 4
+    assert found[2].norm == "l1" and [row[4] for row in rows] == ["75.0"] * 4
+    # So are tables of other n, modes or inputs: by name and number of inputs.
+    assert [row[2:4] for row in rows] == [[table.name, "4"] for table in found]
 
 
 def attacks(
