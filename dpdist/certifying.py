@@ -148,7 +148,8 @@ def certify(
         old: `actors` and `gpus` of the deprecated call; refused otherwise.
 
     Returns:
-        A `CertificateTable`; from the deprecated call a pyarrow Table.
+        A `CertificateTable`; from the deprecated call a pyarrow Table. Warns where it says little,
+        such as of a sigma that is tiny beside the inputs' numbers.
 
     Raises:
         UserError: classifier, data and settings do not fit, or the folder holds another
@@ -209,6 +210,8 @@ def _done(
 ) -> CertificateTable:  # fmt: skip
     run_job(work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
     found = table_reader.read(folder / job.TABLE)
+    for text in statistics.doubts(found):
+        warnings.warn(text, stacklevel=3)
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
     )

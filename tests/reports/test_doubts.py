@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -48,15 +49,19 @@ def certified(scale: float, tmp_path: Path, sigma: float = 0.25) -> dpdist.Certi
 
 
 def test_an_unscaled_table_is_doubted_and_a_scaled_one_is_not(tmp_path: Path) -> None:
-    odd = certified(3000.0, tmp_path / "odd")
+    with pytest.warns(UserWarning, match="the same at all radii"):
+        odd = certified(3000.0, tmp_path / "odd")
     (text,) = statistics.doubts(odd)
     assert "the same at all radii up to 0.1" in text
     assert not (odd.path.parent / "range.json").exists()  # held by nothing, so nowhere
-    assert statistics.doubts(certified(1.0, tmp_path / "fine", 0.1)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert statistics.doubts(certified(1.0, tmp_path / "fine", 0.1)) == []
 
 
 def test_an_abstention_on_everything_is_doubted(tmp_path: Path) -> None:
-    drowned = certified(0.001, tmp_path, 5.0)
+    with pytest.warns(UserWarning, match="abstained on all 30 inputs"):
+        drowned = certified(0.001, tmp_path, 5.0)
     (text,) = statistics.doubts(drowned)
     assert "abstained on all 30 inputs" in text and "sigma 5" in text
 
