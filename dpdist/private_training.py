@@ -72,7 +72,7 @@ from dpdist.gradients.objective import (
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, TRAINED_BY, give
-from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
@@ -718,6 +718,8 @@ class StepReport:
         (0, 0.1, True)
         >>> 0 < first.epsilon < second.epsilon
         True
+        >>> print(first)  # doctest: +ELLIPSIS
+        step 0: epsilon ..., learning rate 0.1, noisy norm ...
     """
 
     step: int
@@ -734,6 +736,14 @@ class StepReport:
         It is computed when it is first asked for; infinite where nothing is proved.
         """
         return self._so_far().epsilon
+
+    def __str__(self) -> str:
+        """Return the released values in a line."""
+        scored = "" if self.score is None else f", score {self.score:.4g}"
+        return (
+            f"step {self.step}: epsilon {format_epsilon(self.epsilon)}, learning rate "
+            f"{self.learning_rate:g}, noisy norm {self.noisy_norm:.4g}{scored}"
+        )
 
 
 # --- the training -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dpdist.core.files import read_json
 from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
 from dpdist.privacy.budget import Charge, read_budgets
+from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
@@ -693,6 +695,9 @@ def test_a_step_tells_released_values_alone(tmp_path):
     told = training(tmp_path / "told", private_metrics=True).step()
     assert told.private["examples"] > 0 and told.private["loss_sum"] > 0
     assert told.noisy_norm == report.noisy_norm > 0
+    shown = f"step 0: epsilon {format_epsilon(report.epsilon)}, learning rate 0.3, noisy norm "
+    assert str(report) == str(told) == f"{shown}{report.noisy_norm:.4g}"
+    assert str(replace(report, score=0.25)).endswith(", score 0.25")
     t.close()
     line = json.loads(t.run.metrics.read_text().splitlines()[0])
     assert line["examples"] == told.private["examples"]
