@@ -61,7 +61,8 @@ class PrivateStep:
     `check_clip` accepts the engine.
     The ledger, where there is one, has the release durably before the noise is added. Calling it
     for one step again, on the same data and under the same key, is the same release and costs
-    nothing.
+    nothing; another sum, as of a changed model, is refused, since it would get the same noise.
+    Without a ledger that is known of what this object released.
 
     Args:
         engine: clips and adds up gradients. Its parameters are read, never written.
@@ -124,6 +125,9 @@ class PrivateStep:
         if shards is None:
             shards = build_shards(len(data), len(data), reducer, False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
+        self._released: dict[
+            str, str
+        ] = {}  # without a ledger, ids of sums by what keys their noise
         if hasattr(data, "groups"):  # positions are groups: one clip for each
             engine.records_per_example = data.groups.max_records
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
@@ -259,9 +263,15 @@ class PrivateStep:
         leaves = self.sharing.all_leaf_digests(self.reducer, label, summed, size)
 
         def announce() -> None:
+            found = release_id(label, leaves)
             if self.ledger is not None:
                 self.permit(step)
-                _announce(self.ledger, step, release_id(label, leaves))
+                _announce(self.ledger, step, found)
+            elif self._released.setdefault(label, found) != found:
+                raise ReplayConflict(
+                    f"step {step}: must be the sum that was released before, got another one, "
+                    "which would have the same noise; make a PrivateStep with a new `attempt`"
+                )
 
         self.announcing(announce)
         noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)

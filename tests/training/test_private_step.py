@@ -12,7 +12,7 @@ import dpdist
 from dpdist import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
@@ -100,6 +100,20 @@ def test_another_attempt_or_key_is_another_step():
     assert torch.equal(
         replayed.gradient(2, PLAN.step(2))[0].clone(), step_of().gradient(2, PLAN.step(2))[0]
     )
+
+
+def test_without_a_ledger_another_sum_of_a_step_is_refused():
+    """The difference of the two would be free of noise."""
+    step = step_of()
+    first = step.gradient(1, PLAN.step(1))[0].clone()
+    assert torch.equal(step.gradient(1, PLAN.step(1))[0], first)
+    with torch.no_grad():
+        step.engine.parameters[0].add_(1.0)
+    with pytest.raises(ReplayConflict, match=r"^step 1: must be the sum that was released before"):
+        step.gradient(1, PLAN.step(1))
+    step.gradient(2, PLAN.step(2))
+    step.attempt = "8/nonce"
+    assert not torch.equal(step.gradient(1, PLAN.step(1))[0], first)
 
 
 def test_data_of_a_step_are_keyed_like_all_else():
