@@ -196,7 +196,9 @@ SHAPES: dict[str, dict[str, int]] = {
     r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE
 )
 EXPERIMENTS = set(LISTED.replace("\\", "").split())
-NIGHTLY = (EXPERIMENTS - {"speed"}) | {"scaling", "training", "training_phases", "training_ray"}
+NIGHTLY = (EXPERIMENTS - {"speed"}) | {
+    "language_models", "scaling", "serving", "training", "training_phases", "training_ray",
+}  # fmt: skip
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 

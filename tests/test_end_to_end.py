@@ -136,6 +136,7 @@ FAULTY = {
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
     """kill -9 a worker and the driver, Ctrl-C and SIGTERM: same parameters, same ledger as
     undisturbed and without Ray. Both interrupts are clean: exit code 130, one line, no processes

@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import random
 import unicodedata
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -33,9 +31,12 @@ from dpdist.data.protocol import (
     TARGETS,
     Records,
     fields_of,
+    find_generators,
     fingerprint_of,
     invented_like,
+    kept_generators,
     mac_of,
+    seed_generators,
     seed_of,
 )
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 _ONE_RECORD = (
     "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
-    "statistics of the whole set"
+    "statistics of the whole set, nothing that is kept from item to item"
 )
 _AT_ONCE = 1024  # records whose targets are looked at together
 _CHECK_KEY = bytes(32)  # of the draw that the records are checked in; nothing is released of it
@@ -661,12 +662,14 @@ class ItemRecords(Records):
         self._source, self._options, self._collate = source, options, collate
         self._plain = source if plain is None else plain
         self._key = _CHECK_KEY
+        self._generators = self._find_generators()
         self._last: tuple[bytes, Any, Tensor] | None = None
         self.extremes: tuple[Tensor, ...] = ()  # targets (1, ...) with the least and largest class
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        with kept_generators():
+        with kept_generators(self._generators):
             self._units = self._check()
+        self._generators = self._find_generators()
 
     def __len__(self) -> int:
         return self._count
@@ -674,7 +677,12 @@ class ItemRecords(Records):
     def for_step(self, key: bytes) -> Records:
         records = copy.copy(self)
         records._key, records._last = key, None
+        records._generators = self._find_generators()  # code may make them when it is first used
         return records
+
+    def _find_generators(self) -> list[Any]:
+        told = self._options.before_transform
+        return find_generators(self._source, self._plain, self._collate, told)
 
     def batch(self, indices: np.ndarray | slice) -> Batch:
         return self._read(indices)[0]
@@ -698,7 +706,7 @@ class ItemRecords(Records):
             then = "read without its transform, for the fingerprint: give before_transform="
         items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
         try:
-            with kept_generators():
+            with kept_generators(self._generators):
                 return fingerprint_of(key, self, _chained((told,), items))
         except TypeError as error:
             options.refuse(
@@ -711,7 +719,7 @@ class ItemRecords(Records):
         options = self._options
         read = options.before_transform or self._plain.__getitem__
         for index, macs in enumerate(super().input_macs(key)):
-            with kept_generators():
+            with kept_generators(self._generators):
                 named, _ = _named(self._item(read, index, _CHECK_KEY), options)
             for name in (options.target or TARGETS, options.unit):
                 named.pop(name, None) if isinstance(name, str) else None
@@ -738,7 +746,7 @@ class ItemRecords(Records):
         told.
         """
         try:
-            seed_generators(seed_of(key, index))
+            seed_generators(seed_of(key, index), self._generators)
             return read(index)
         except Exception as error:
             kind = type(error).__name__
@@ -753,7 +761,7 @@ class ItemRecords(Records):
         item = self._item(self._source.__getitem__, index, self._key)
         if self._collate is not None:
             try:
-                seed_generators(seed_of(self._key, index))
+                seed_generators(seed_of(self._key, index), self._generators)
                 item = self._collate([item])
             except RecordError as error:
                 options.refuse(f"record {index} {error.rule}", error.then)
@@ -881,7 +889,7 @@ class ItemRecords(Records):
         chosen = _positions(indices, self._count).numpy()
         mark = chosen.tobytes()
         if self._last is None or self._last[0] != mark:
-            with kept_generators():
+            with kept_generators(self._generators):
                 self._last = (mark, *self._stacked(chosen))
         return self._last[1], self._last[2]
 
@@ -1058,33 +1066,6 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
 def _default(loader: torch_data.DataLoader[Any]) -> bool:
     names = (torch_data.default_collate, torch_data.default_convert)
     return loader.collate_fn in names
-
-
-# --- seeds ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the states of torch's (CPU), numpy's and random's generators in the end."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def seed_generators(seed: bytes) -> None:
-    """Seed the generators of torch (CPU), numpy and random with 32 bytes.
-
-    What a transform draws elsewhere (the operating system, a clock, a generator of its own) cannot
-    be repeated: a replayed step then has another sum, which the ledger never gives the noise that
-    was announced.
-    """
-    torch.default_generator.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
-    np.random.seed(np.frombuffer(seed, dtype="<u4"))
-    random.seed(seed)
 
 
 # --- batches of one or several tensors --------------------------------------------------------

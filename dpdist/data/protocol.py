@@ -13,9 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import struct
+import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -434,6 +441,145 @@ def canonical(value: Any) -> Iterator[bytes]:
 
 def _tagged(kind: bytes, raw: bytes) -> bytes:
     return kind + struct.pack("<q", len(raw)) + raw
+
+
+# --- seeds ------------------------------------------------------------------------------------
+
+
+_MOST_HELD, _MOST_LOOKED_AT = 1000, 20_000  # of one container, and in all
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+@contextmanager
+def kept_generators(own: Sequence[Any] = ()) -> Iterator[None]:
+    """Restore the states of torch's (CPU), numpy's and random's generators, and of others."""
+    import torch
+
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    others = [(each, _state_of(each)) for each in own]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        for each, state in others:
+            _set_state(each, state)
+
+
+def seed_generators(seed: bytes, own: Iterable[Any] = ()) -> None:
+    """Seed the generators of torch (CPU), numpy and random, and others, with 32 bytes.
+
+    One that went on from record to record would give each record other draws for one record less
+    before it. What is drawn from the operating system or a clock depends on no record, but cannot
+    be repeated: a replayed step then has another sum, which the ledger never gives the noise that
+    was announced.
+
+    Args:
+        seed: 32 bytes.
+        own: what `find_generators` found; each gets a seed of its own.
+    """
+    import torch
+
+    torch.default_generator.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
+    np.random.seed(np.frombuffer(seed, dtype="<u4"))
+    random.seed(seed)
+    for number, generator in enumerate(own):
+        each = seed_of(seed, number)
+        words = np.frombuffer(each, dtype="<u4")
+        if isinstance(generator, random.Random):
+            generator.seed(each)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(int.from_bytes(each[:8], "little") >> 1)
+        elif isinstance(generator, np.random.RandomState):
+            kind = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
+            _set_state(generator, _state_of(np.random.RandomState(kind(words))))
+        else:
+            bits = getattr(generator, "bit_generator", generator)
+            bits.state = type(bits)(words).state
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        return bits.state
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        if state is not None:
+            generator.setstate(state)
+    elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        bits.state = state
+    else:
+        generator.set_state(state)
+
+
+def find_generators(*roots: Any) -> list[Any]:
+    """Return the generators of random numbers that these hold, in an order that follows from them.
+
+    Looked at are attributes, items of containers, closures, and what the functions of a user's own
+    code name in their modules. One that a library keeps to itself is not found.
+    """
+    import torch
+
+    kinds = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+    opaque = (str, bytes, int, float, complex, type(None), np.ndarray, torch.Tensor, ModuleType)
+    found, seen, waiting = [], dict[int, Any](), deque(roots)  # kept: a number stays its own
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        each = waiting.popleft()
+        if isinstance(each, opaque) or id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, (*kinds, np.random.BitGenerator)):
+            found.append(each)
+        else:
+            waiting.extend(_held_by(each))
+    return found
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    """Yield what a value holds, as far as it is looked at."""
+    if isinstance(value, dict):
+        yield from islice(value.values(), _MOST_HELD)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from islice(value, _MOST_HELD)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents
+        if not value.__code__.co_filename.startswith(_LIBRARIES):
+            yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
+    elif isinstance(value, type):
+        yield from (each for each in vars(value).values() if isinstance(each, FunctionType))
+    else:
+        yield getattr(value, "__dict__", None)
+        if hasattr(type(value), "__self__"):  # a generator's own method
+            yield value.__self__
+        for kind in type(value).__mro__[:-1]:
+            yield kind
+            names = vars(kind).get("__slots__", ())
+            slots = (names,) if isinstance(names, str) else names
+            yield from (getattr(value, name, None) for name in slots)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function's code, and functions in it, look up in its module."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 # --- examples that hold no record ---------------------------------------------------------------

@@ -28,7 +28,16 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.protocol import UNITS, GroupedRecords, Records, mean_units
+from dpdist.data.protocol import (
+    UNITS,
+    GroupedRecords,
+    Records,
+    find_generators,
+    kept_generators,
+    mean_units,
+    seed_generators,
+    seed_of,
+)
 from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
@@ -213,6 +222,7 @@ class RecordValues:
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
         self._objective: Objective = accuracy if value is None else OwnLoss(value)
+        self._drawn_by = value
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.
@@ -269,12 +279,17 @@ class RecordValues:
             workers: how many share the records.
         """
         seen, total = self.records.for_step(key), 0
-        records = single_records(seen)
-        for index in range(worker, len(seen), workers):
-            own = np.array([index])
-            if isinstance(seen, GroupedRecords):
-                own = seen.groups.records_of(index)
-            total += mean_units([self._value_at(model, records, row) for row in own.tolist()])
+        records, generators = single_records(seen), find_generators(self._drawn_by)
+        with kept_generators(generators):
+            for index in range(worker, len(seen), workers):
+                own = np.array([index])
+                if isinstance(seen, GroupedRecords):
+                    own = seen.groups.records_of(index)
+                values = []
+                for row in own.tolist():
+                    seed_generators(seed_of(key, row), generators)  # no draw follows others' draws
+                    values.append(self._value_at(model, records, row))
+                total += mean_units(values)
         return total
 
     def _value_at(self, model: nn.Module, records: Records, row: int) -> float:

@@ -258,6 +258,7 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_an_announced_preemption_costs_no_step(nodes, gated, tmp_path, monkeypatch, capsys):
     """Ray says that the second node goes: both workers end after a checkpoint, and the other node

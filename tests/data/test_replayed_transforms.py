@@ -42,8 +42,9 @@ SEEDED = {
     "torch": lambda: torch.rand(1).item(),
     "numpy": lambda: float(np.random.random()),
     "random": random.random,
+    "own generator": lambda: float(OWN.random()),
 }
-UNSEEDED = {"os.urandom": urandom, "clock": clock, "own generator": lambda: float(OWN.random())}
+UNSEEDED = {"os.urandom": urandom, "clock": clock}
 
 
 class Items(Dataset):

@@ -681,6 +681,48 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/data/protocol.py",
+        "data/test_protocol",
+        (
+            "    for number, generator in enumerate(own):\n",
+            "    for number, generator in ():\n",
+            "a data set's own generator goes on from record to record",
+        ),
+        (
+            "        for each, state in others:\n",
+            "        for each, state in ():\n",
+            "a data set's own generator is left as the last record had it",
+        ),
+        (
+            "            yield value.__self__\n",
+            "            pass\n",
+            "a generator behind a method of its own is not found",
+        ),
+        (
+            "                yield cell.cell_contents\n",
+            "                pass\n",
+            "a generator in a closure is not found",
+        ),
+    ),
+    *group(
+        "dpdist/data/adapters.py",
+        "data/test_protocol",
+        (
+            "        records._generators = self._find_generators()  #",
+            "        #",
+            "a generator that the first item makes is not seeded",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        "training/test_private_score",
+        (
+            "                    seed_generators(seed_of(key, row), generators)  #",
+            "                    pass  #",
+            "one record's draws give all other scores other numbers",
+        ),
+    ),
+    *group(
         "dpdist/training/rendezvous.py",
         "training/test_workers_of_a_script::test_a_groups_threads_end_with_it",
         (

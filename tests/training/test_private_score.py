@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -145,6 +146,27 @@ def test_one_record_moves_a_sum_by_one_at_most(tmp_path, value):
         right = RULED[(SCORED[0][:, 0] * 5).long()]
     assert moved == right.tolist() and whole == float(right.sum())
     assert max(moved) == 1.0 and min(moved) == 0.0
+
+
+@pytest.mark.parametrize("draw", [np.random.random, random.Random(0).random])
+def test_a_record_s_draws_do_not_move_another_s(draw):
+    """A value that draws once more for one record would give all behind it other numbers."""
+    state = np.random.get_state()[1].copy()
+
+    def drawing(module: nn.Module, batch: Any) -> torch.Tensor:
+        found = [draw() for _ in range(2 if batch[0].max() > 100 else 1)]
+        return batch[0].new_tensor([float(found[-1] < 0.5)])
+
+    def sum_of(held_out: torch.Tensor) -> float:
+        records = dpdist.as_records((held_out, SCORED[1]))
+        values = private_score.RecordValues(records, drawing, torch.device("cpu"))
+        return values.private_units(net(), bytes(32)) / 2**20
+
+    other = SCORED[0].clone()
+    other[0] = 1e3
+    whole = sum_of(SCORED[0])
+    assert 0 < whole < HELD_OUT and abs(sum_of(other) - whole) <= 1
+    assert np.array_equal(np.random.get_state()[1], state)
 
 
 def test_a_record_leaves_nothing_to_the_next_one(tmp_path):

@@ -1683,7 +1683,7 @@ def script(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("each", [1e-6, 1e6])
+@pytest.mark.parametrize("each", [1e-6, pytest.param(1e6, marks=pytest.mark.nightly)])
 def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     """Also where it builds other initial weights than before, and whatever was not yet saved."""
     whole = script(tmp_path, tmp_path / "whole")

@@ -1075,6 +1075,7 @@ def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_ray_runs_the_same_search(tmp_path):
     """Two trials at a time on Ray Tune: the same scores as one after the other."""

@@ -46,6 +46,7 @@ def tune(session, monkeypatch, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_driver_is_resumed_to_the_same_winner(
     recipe, begin, run_trials, tmp_path, request
 ):

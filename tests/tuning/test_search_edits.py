@@ -52,6 +52,7 @@ def files_of(search: Search) -> list[Path]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched):
     run, passed, refused = searched.run_folder, {}, set()
     before = everything(run)
