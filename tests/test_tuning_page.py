@@ -35,6 +35,7 @@ def test_the_script_for_ray_tune_runs_as_printed(tmp_path):
     assert re.search(r"^\{'lr': .*, 'width': (8|16)\}$", run(tmp_path, "before.py"), flags=re.M)
 
 
+@pytest.mark.nightly
 def test_our_script_runs_as_printed(tmp_path):
     said = run(tmp_path, "after.py")
     assert re.search(r"^\{'lr': .*, 'width': (8|16)\}\n\((2\.99\d*|3), 0\.0001\)-DP", said, re.M), (

@@ -21,6 +21,7 @@ from dpdist.core.errors import UserError
 
 __all__ = ["made"]
 pytestmark = pytest.mark.slow
+LIKE_OTHERS = {"bernstein", "betting", "one-sided", "scores"}  # dear, and tried by night
 DOCS = Path(__file__).parents[2] / "docs/evidence/releases.md"
 
 
@@ -72,7 +73,10 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS)) for each in SECTIONS],
+)
 def test_an_edit_of_any_column_is_refused_or_listed(
     made: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

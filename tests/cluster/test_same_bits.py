@@ -55,6 +55,7 @@ def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None:
     """As an exact replay: the executor is no part of a run's identity."""
     whole = dpdist.run(RECIPE, runs=tmp_path / "whole", executor="local")

@@ -68,6 +68,7 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
