@@ -145,7 +145,7 @@ def peers() -> dict[str, Builder]:
 
 
 def interleave(
-    steps: dict[str, Step], rounds: int, block: int, wait: Step = lambda: None
+    steps: dict[str, Step], rounds: int, block: int, wait: Step = lambda: None, *, warm: int = 2
 ) -> dict[str, float]:
     """Return median seconds per step of each, over `rounds` blocks of `block` steps in turn.
 
@@ -153,12 +153,13 @@ def interleave(
 
     Args:
         wait: returns when a device has done what it was given.
+        warm: how often each runs before the first round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for name in list(steps):
         try:
-            steps[name]()
-            steps[name]()
+            for _ in range(warm):
+                steps[name]()
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             told = (str(error).splitlines() or [type(error).__name__])[0]
             print(f"  {name}: does not run here ({told[:80]})")

@@ -561,8 +561,12 @@ def _held_by(value: Any) -> Iterator[Any]:
                 yield cell.cell_contents
         if not value.__code__.co_filename.startswith(_LIBRARIES):
             yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
     elif isinstance(value, type):
-        yield from (each for each in vars(value).values() if isinstance(each, FunctionType))
+        yield from (each for each in vars(value).values() if not isinstance(each, type))
     else:
         yield getattr(value, "__dict__", None)
         if hasattr(type(value), "__self__"):  # a generator's own method

@@ -637,6 +637,32 @@ def enclosed(generator):
     return lambda: generator.random()
 
 
+class Shared(torch.nn.Module):
+    """Its generator is the class's, or is asked for through one of the class's functions."""
+
+    generator = np.random.default_rng(0)
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    @staticmethod
+    def apart():
+        return OWN
+
+    @classmethod
+    def common(cls):
+        return OWN
+
+    @property
+    def computed(self):
+        return OWN
+
+    def forward(self, x):
+        found = getattr(self, self.way)
+        return x + (found() if callable(found) else found).random()
+
+
 class Holding(torch.nn.Module):
     def __init__(self, generator):
         super().__init__()
@@ -660,12 +686,13 @@ class Holding(torch.nn.Module):
         lambda: Jitter(partial(drawn_by, np.random.SFC64(0))),
         lambda: Jitter(lambda: OWN.normal()),
         lambda: torch.nn.Sequential(torch.nn.Identity(), Holding(random.Random(0))),
+        *(partial(Shared, way) for way in ("generator", "apart", "common", "computed")),
     ],
 )
 def test_generators_of_its_own_are_seeded_for_each_record_and_restored(made):
     """One that went on from record to record would give others' draws to all behind one less."""
     records = as_records(Items(made()))
-    (own,) = records._generators
+    own = records._generators[-1]
     state = protocol._state_of(own)
     few = records.for_step(KEY).batch(FEW)
     assert repr(protocol._state_of(own)) == repr(state)
