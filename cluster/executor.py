@@ -61,6 +61,7 @@ from dpdist.cluster.work import (
 from dpdist.core import optional_imports
 from dpdist.core.console import log
 from dpdist.core.errors import UserError
+from dpdist.core.torch_settings import DETERMINISTIC, SharedBlocks
 
 ExecutorName = Literal["auto", "local", "ray"]
 SMALL_TRAINING = 200_000  # passes of an example in all steps
@@ -323,7 +324,7 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
 
     with contextlib.ExitStack() as after:
         after.callback(torch.set_num_threads, torch.get_num_threads())
-        after.enter_context(_SETTINGS.new())
+        after.enter_context(_SETTINGS.block())
         for block in (torch.inference_mode(False), torch.enable_grad()):
             after.enter_context(block)
         for device in ("cpu", "cuda"):
@@ -331,32 +332,18 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
         yield
 
 
-class _SharedSettings:
-    """The settings that all threads share: the last block that ends restores them."""
+class _SharedSettings(SharedBlocks):
+    """Blocks that compute under the settings of a new process, in several threads if need be."""
 
     def __init__(self) -> None:
-        self._lock, self._blocks = threading.Lock(), 0
+        super().__init__()
         self._after = contextlib.ExitStack()
 
-    @contextlib.contextmanager
-    def new(self) -> Iterator[None]:
-        """Compute under the settings of a new process, in several threads if need be."""
-        with self._lock:
-            if not self._blocks:
-                self._make_new()
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._blocks -= 1
-                if not self._blocks:
-                    self._after.close()
+    def _end(self) -> None:
+        self._after.close()
 
-    def _make_new(self) -> None:
+    def _begin(self) -> None:
         import torch
-
-        from dpdist.core.torch_settings import DETERMINISTIC
 
         after = self._after
         after.callback(torch.set_default_dtype, torch.get_default_dtype())

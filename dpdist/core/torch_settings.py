@@ -13,42 +13,62 @@ from contextlib import contextmanager
 Choice = tuple[bool, bool, bool]  # deterministic, warns only, fills new tensors
 
 
-class _Deterministic:
-    """What the program chose, and what torch computes under."""
+class SharedBlocks:
+    """Blocks, in any threads, that need one state of the process.
+
+    The first one to begin makes it, and the last one to end takes it back.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._blocks = threading.Lock(), 0
-        self._chosen: Choice = (False, False, True)  # while a block is open
+        self._lock, self._open = threading.Lock(), 0
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Hold the state until the end of the block."""
+        with self._lock:
+            if not self._open:
+                self._begin()
+            self._open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    self._end()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class _Deterministic(SharedBlocks):
+    """Blocks that compute by deterministic algorithms, whatever the program chose around them.
+
+    An operation that has none warns, unless the program chose an error.
+    """
+
+    _chosen: Choice = (False, False, True)  # while a block is open
 
     def chosen(self) -> Choice:
         """Return what the program chose, also inside of a block of any thread."""
         with self._lock:
-            return self._chosen if self._blocks else _in_torch()
+            return self._chosen if self._open else _in_torch()
 
     def choose(self, choice: Choice) -> None:
         """Choose what holds as soon as no block is open."""
         with self._lock:
             self._chosen = choice
-            _set_in_torch(_inside(choice) if self._blocks else choice)
+            _set_in_torch(_inside(choice) if self._open else choice)
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Compute by deterministic algorithms until the last block of any thread ends.
+    def _begin(self) -> None:
+        self._chosen = _in_torch()
+        _set_in_torch(_inside(self._chosen))
 
-        An operation that has none warns, unless the program chose an error.
-        """
-        with self._lock:
-            if not self._blocks:
-                self._chosen = _in_torch()
-                _set_in_torch(_inside(self._chosen))
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._blocks -= 1
-                if not self._blocks:
-                    _set_in_torch(self._chosen)
+    def _end(self) -> None:
+        _set_in_torch(self._chosen)
 
 
 DETERMINISTIC = _Deterministic()

@@ -222,7 +222,6 @@ class RecordValues:
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
         self._objective: Objective = accuracy if value is None else OwnLoss(value)
-        self._drawn_by = value
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.
@@ -279,7 +278,7 @@ class RecordValues:
             workers: how many share the records.
         """
         seen, total = self.records.for_step(key), 0
-        records, generators = single_records(seen), find_generators(self._drawn_by)
+        records, generators = single_records(seen), find_generators(self._objective)
         with kept_generators(generators):
             for index in range(worker, len(seen), workers):
                 own = np.array([index])

@@ -125,9 +125,8 @@ class PrivateStep:
         if shards is None:
             shards = build_shards(len(data), len(data), reducer, False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
-        self._released: dict[
-            str, str
-        ] = {}  # without a ledger, ids of sums by what keys their noise
+        # Without a ledger: the id of each released sum, by the label that keys its noise.
+        self._released: dict[str, str] = {}
         if hasattr(data, "groups"):  # positions are groups: one clip for each
             engine.records_per_example = data.groups.max_records
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards

@@ -637,30 +637,17 @@ def enclosed(generator):
     return lambda: generator.random()
 
 
-class Shared(torch.nn.Module):
-    """Its generator is the class's, or is asked for through one of the class's functions."""
+def of_a_class(source):
+    """Return a transform whose class holds the generator, or the function that returns it."""
 
-    generator = np.random.default_rng(0)
+    class Sharing:
+        generator = source
 
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
+        def __call__(self, x):
+            found = self.generator
+            return x + (found() if callable(found) else found).random()
 
-    @staticmethod
-    def apart():
-        return OWN
-
-    @classmethod
-    def common(cls):
-        return OWN
-
-    @property
-    def computed(self):
-        return OWN
-
-    def forward(self, x):
-        found = getattr(self, self.way)
-        return x + (found() if callable(found) else found).random()
+    return Sharing()
 
 
 class Holding(torch.nn.Module):
@@ -686,13 +673,16 @@ class Holding(torch.nn.Module):
         lambda: Jitter(partial(drawn_by, np.random.SFC64(0))),
         lambda: Jitter(lambda: OWN.normal()),
         lambda: torch.nn.Sequential(torch.nn.Identity(), Holding(random.Random(0))),
-        *(partial(Shared, way) for way in ("generator", "apart", "common", "computed")),
+        lambda: of_a_class(np.random.default_rng(0)),
+        lambda: of_a_class(staticmethod(lambda: OWN)),
+        lambda: of_a_class(classmethod(lambda cls: OWN)),
+        lambda: of_a_class(property(lambda self: OWN)),
     ],
 )
 def test_generators_of_its_own_are_seeded_for_each_record_and_restored(made):
     """One that went on from record to record would give others' draws to all behind one less."""
     records = as_records(Items(made()))
-    own = records._generators[-1]
+    (own,) = records._generators
     state = protocol._state_of(own)
     few = records.for_step(KEY).batch(FEW)
     assert repr(protocol._state_of(own)) == repr(state)
@@ -717,7 +707,7 @@ def test_a_generator_made_by_the_first_item_is_seeded_too():
 
 
 def test_generators_are_looked_for_within_bounds():
-    """What a library, a module or a number holds is not looked at, and a circle ends."""
+    """The search skips modules and numbers, and ends in a circle and in large containers."""
     circle: list[Any] = [random.Random(0)]
     circle += [circle, np, X, torch.zeros(3), "text", random.SystemRandom()]
     assert find_generators(circle, circle[0]) == [circle[0], circle[-1]]

@@ -812,7 +812,7 @@ def test_a_job_beside_a_pass_leaves_the_order_of_sums_alone(
 ) -> None:
     """A job in another thread sets the program's choice aside; both put back what they found."""
     asked = torch.are_deterministic_algorithms_enabled
-    sums, job = per_example.sums_in_order(torch.device("cpu")), executor._SETTINGS.new()
+    sums, job = per_example.sums_in_order(torch.device("cpu")), executor._SETTINGS.block()
     with new_settings_after():
         torch.use_deterministic_algorithms(strict)
         with sums:

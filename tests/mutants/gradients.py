@@ -84,17 +84,17 @@ FAULTS: list[Fault] = [
         "dpdist/core/torch_settings.py",
         "gradients/test_kernel_rows",
         (
-            "                if not self._blocks:\n                    _set_in",
-            "                if True:\n                    _set_in",
+            "                if not self._open:\n                    self._end",
+            "                if True:\n                    self._end",
             "the first worker that is done ends the order of all others' sums",
         ),
         (
-            "_inside(choice) if self._blocks else choice",
+            "_inside(choice) if self._open else choice",
             "choice",
             "a job that begins in another thread ends the order of a pass' sums",
         ),
         (
-            "return self._chosen if self._blocks else _in_torch()",
+            "return self._chosen if self._open else _in_torch()",
             "return _in_torch()",
             "a job takes the order of another thread's sums for what the program chose",
         ),

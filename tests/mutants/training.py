@@ -104,9 +104,13 @@ FAULTS: list[Fault] = [
             "            pass\n",
             "a notebook's autocast reaches what runs in its process",
         ),
+    ),
+    *group(
+        "dpdist/core/torch_settings.py",
+        "cluster/test_executor",
         (
-            "                if not self._blocks:\n                    self._after.close()\n",
-            "                self._after.close()\n",
+            "                self._open -= 1\n                if not self._open:\n",
+            "                self._open -= 1\n                if True:\n",
             "one of two threads takes the other's number format away",
         ),
     ),
