@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -447,6 +447,10 @@ def _tagged(kind: bytes, raw: bytes) -> bytes:
 
 
 _MOST_HELD, _MOST_LOOKED_AT = 1000, 20_000  # of one container, and in all
+_CONTAINERS: dict[type, Callable[[Any], Iterator[Any]]] = {
+    dict: lambda held: iter(dict.values(held)),
+    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset, deque)},
+}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -525,7 +529,8 @@ def find_generators(*roots: Any) -> list[Any]:
     """Return the generators of random numbers that these hold, in an order that follows from them.
 
     Looked at are attributes, items of containers, closures, and what the functions of a user's own
-    code name in their modules. One that a library keeps to itself is not found.
+    code name in their modules. One that a library keeps to itself is not found. No code of theirs
+    is run: an object that makes its attributes when asked for them is not asked.
     """
     import torch
 
@@ -546,16 +551,12 @@ def find_generators(*roots: Any) -> list[Any]:
 
 def _held_by(value: Any) -> Iterator[Any]:
     """Yield what a value holds, as far as it is looked at."""
-    if isinstance(value, dict):
-        yield from islice(value.values(), _MOST_HELD)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from islice(value, _MOST_HELD)
-    elif isinstance(value, partial):
+    if isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
-        yield from (value.__defaults__, value.__kwdefaults__)
+        yield from (value.__defaults__, value.__kwdefaults__, value.__dict__)
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # not filled yet
                 yield cell.cell_contents
@@ -568,14 +569,25 @@ def _held_by(value: Any) -> Iterator[Any]:
     elif isinstance(value, type):
         yield from (each for each in vars(value).values() if not isinstance(each, type))
     else:
-        yield getattr(value, "__dict__", None)
-        if hasattr(type(value), "__self__"):  # a generator's own method
-            yield value.__self__
-        for kind in type(value).__mro__[:-1]:
+        yield from _held_by_an_object(value)
+
+
+def _held_by_an_object(value: Any) -> Iterator[Any]:
+    """Yield an object's items, attributes and classes, and whose method it is."""
+    for kind, items in _CONTAINERS.items():
+        if isinstance(value, kind):
+            yield from islice(items(value), _MOST_HELD)
+    with suppress(AttributeError):
+        yield object.__getattribute__(value, "__dict__")
+    if hasattr(type(value), "__self__"):  # a generator's own method
+        yield value.__self__
+    for kind in type(value).__mro__[:-1]:
+        if kind not in _CONTAINERS:
             yield kind
-            names = vars(kind).get("__slots__", ())
-            slots = (names,) if isinstance(names, str) else names
-            yield from (getattr(value, name, None) for name in slots)
+            for slot in vars(kind).values():
+                if isinstance(slot, MemberDescriptorType):
+                    with suppress(AttributeError):  # not filled yet
+                        yield slot.__get__(value)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -10,12 +10,14 @@ import re
 import time
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pydantic
 import pytest
 import torch
 from support.optional_extras import needs_datasets
@@ -712,6 +714,31 @@ def test_generators_are_looked_for_within_bounds():
     circle += [circle, np, X, torch.zeros(3), "text", random.SystemRandom()]
     assert find_generators(circle, circle[0]) == [circle[0], circle[-1]]
     assert find_generators([[]] * 5000, {"far": [None] * 1000 + [random.Random(0)]}) == []
+
+
+def refuses(*_):
+    raise RuntimeError("asked")
+
+
+class Lazy(dict):
+    __slots__ = ("empty", "own")
+    __getattr__ = values = __iter__ = refuses
+
+
+class LazyList(list):
+    __iter__ = __getattr__ = refuses
+
+
+def test_the_search_for_generators_runs_no_code_of_what_it_looks_at():
+    lazy, listed = Lazy(held=random.Random(0)), LazyList([random.Random(1)])
+    lazy.own = random.Random(2)
+    listed.named = random.Random(3)
+    function = FunctionType((lambda: pydantic).__code__, {"pydantic": pydantic.BaseModel})
+    function.own = random.Random(4)
+    found = find_generators(lazy, listed, function)
+    assert {id(each) for each in found} == {
+        id(each) for each in (lazy["held"], lazy.own, listed[0], listed.named, function.own)
+    }
 
 
 def test_an_item_that_fails_restores_the_generators():

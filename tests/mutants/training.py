@@ -404,14 +404,14 @@ FAULTS: list[Fault] = [
             "perturbations are keyed as the sampling is",
         ),
         (
-            "_announce(self.ledger, step, release_id(label, leaves))\n",
-            'add_noise(summed, derive_key(self.key, "noise", self.attempt_of(step), step), noise_std, 0)\n'
-            "                _announce(self.ledger, step, release_id(label, leaves))\n",
+            "                _announce(self.ledger, step, found)\n",
+            '                add_noise(summed, derive_key(self.key, "noise", self.attempt_of(step), step), noise_std, 0)\n'
+            "                _announce(self.ledger, step, found)\n",
             "noise is drawn before the ledger knows",
         ),
         (
-            "_announce(self.ledger, step, release_id(label, leaves))\n",
-            "pass\n",
+            "                _announce(self.ledger, step, found)\n",
+            "                pass\n",
             "releases are not put on record",
         ),
     ),
@@ -698,9 +698,24 @@ FAULTS: list[Fault] = [
             "a data set's own generator is left as the last record had it",
         ),
         (
-            "            yield value.__self__\n",
-            "            pass\n",
+            "        yield value.__self__\n",
+            "        pass\n",
             "a generator behind a method of its own is not found",
+        ),
+        (
+            'yield object.__getattribute__(value, "__dict__")',
+            'yield getattr(value, "__dict__", None)',
+            "the search for generators runs code of what it looks at",
+        ),
+        (
+            "yield slot.__get__(value)",
+            "pass",
+            "a generator in a slot is not found",
+        ),
+        (
+            "value.__kwdefaults__, value.__dict__)",
+            "value.__kwdefaults__)",
+            "a generator that is a function's attribute is not found",
         ),
         (
             "                yield cell.cell_contents\n",
