@@ -412,7 +412,13 @@ def canonical(value: Any) -> Iterator[bytes]:
             lists, tuples and dicts of them.
     """
     if hasattr(value, "detach"):  # a tensor
-        value = value.detach().cpu().numpy()
+        import torch
+
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:  # numpy has none
+            yield _tagged(b"bfloat16", b"")
+            value = value.view(torch.int16)
+        value = value.numpy()
     if isinstance(value, np.ndarray | np.generic):
         array = np.ascontiguousarray(value)
         if array.dtype.hasobject:

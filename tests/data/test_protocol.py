@@ -545,6 +545,9 @@ def test_canonical_bytes_tell_values_apart():
     values = [
         1, 1.0, True, None, "1", b"1", [1], [[1]], [1, 1], {"1": 1}, {"a": [1]}, np.ones(1),
         np.ones((1, 1)), np.ones(1, np.float32), np.int64(1), [np.ones(1)], ["1", "1"], ["11"],
+        torch.zeros(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16),
+        torch.ones(1, dtype=torch.bfloat16).view(torch.int16), torch.ones(1, dtype=torch.half),
+        torch.ones((), dtype=torch.bfloat16),
     ]  # fmt: skip
     assert len({b"".join(canonical(value)) for value in values}) == len(values)
     with pytest.raises(TypeError, match="a set"):

@@ -96,6 +96,7 @@ FAULTS: list[Fault] = [
         ("    label = struct.pack(\"<q\", index)", "    label = struct.pack(\"<q\", 0)", "all records of a step see one draw"),
         ("    for index in range(len(records)):\n", "    for index in range(0):\n", "who a record belongs to is not in the fingerprint"),
         ("        yield array.tobytes()", "        yield array.tobytes()[:8]", "most of a record is not in the fingerprint"),
+        ('            yield _tagged(b"bfloat16", b"")\n', "", "bfloat16 numbers and their bits have one fingerprint"),
         ("{array.dtype.str}{np.shape(value)}", "{array.dtype.str}", "records of another shape have the same fingerprint"),
         ("        np.random.set_state(states[1])\n", "", "what a transform draws moves numpy's generator"),
         ("    random.seed(seed)\n", "", "transforms that use random are drawn anew in a replay"),

@@ -87,9 +87,16 @@ def flat(model: nn.Module) -> torch.Tensor:
 CLIPS = {1.0: lambda norm: min(1.0, 1.0 / norm), "automatic": lambda norm: 1.0 / (norm + 0.01)}
 
 
-def by_hand(folder: RunFolder, model: nn.Module, steps: int, clip: Any = 1.0) -> torch.Tensor:
+def by_hand(
+    folder: RunFolder,
+    model: nn.Module,
+    steps: int,
+    clip: Any = 1.0,
+    kind: torch.dtype = torch.double,
+) -> torch.Tensor:
     """DP-SGD in float64, one record at a time, with the keys of this run: no engine, no loop."""
-    inputs, labels = (each.double() if each.is_floating_point() else each for each in records())
+    inputs, labels = records()
+    inputs = inputs.to(kind).double()
     plan, trained = folder.read_plan(), model.double()
     told = read_json(folder.data_fingerprint, {"train": str})["train"]
     key = derive_key(folder.read_run_key(), "run", plan.fingerprint(), told, "trial", 0)
@@ -112,6 +119,18 @@ def by_hand(folder: RunFolder, model: nn.Module, steps: int, clip: Any = 1.0) ->
             p.grad = g.view_as(p)
         optimizer.step()
     return flat(trained)
+
+
+def test_records_in_bfloat16_train_as_their_numbers_do(tmp_path):
+    class Casts(Net):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs.double())
+
+    inputs, labels = records()
+    t = training(tmp_path / "run", Casts().double(), data=(inputs.bfloat16(), labels))
+    t.step()
+    wanted = by_hand(t.run, Net(), 1, kind=torch.bfloat16)
+    torch.testing.assert_close(flat(t.model), wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.long
