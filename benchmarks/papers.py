@@ -12,7 +12,7 @@ Published figures, with their sources, stand in papers/PAPER.yaml:
   the `budgets` of the row's data set are the columns. statistic: of our trainings; the mean, or
   their `deviation`. run, why: the command of what was not run, and why it was not. smaller: results
   of our own at another size, from a file of lines (or several such); {trainings} in its command is
-  their number.
+  their number. pictures: what is drawn of them (`picture`).
 
 Ours come from papers/measured.jsonl, benchmarks/dplis.jsonl and the files that `smaller` names.
 Those of the same setting stand beside the published figure with their difference from it. Its
@@ -27,22 +27,25 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import papers_run
 import yaml
 from _common import parse_arguments
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification.statistics import compare
+from dpdist.reports.charts import Axis, Line, chart, standalone_svg
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 
 HERE = Path(__file__).resolve().parent
 DATA, PAGE = HERE / "papers", HERE.parent / "docs" / "evidence" / "papers.md"
+PICTURES = HERE.parent / "docs" / "pictures"
 PAPERS = ("dplis", "hgm", "dpal", "residual", "transdenoiser")
 LONG = 6  # rows beyond which a table is folded
 
@@ -53,6 +56,7 @@ class Result:
 
     n: test inputs of each value; counts: of columns that have others. setting: what is not as
     published; None: nothing is. right: hexadecimal bits of the test inputs, by column and key.
+    proved: epsilon of each training.
     """
 
     row: str
@@ -67,6 +71,7 @@ class Result:
     change: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     right: dict[str, dict[int, str]] = field(default_factory=dict)
+    proved: list[str] = field(default_factory=list)
 
     def inputs(self, column: str) -> int | None:
         """Return the number of test inputs behind a column."""
@@ -101,7 +106,9 @@ def results(paper: str, item: dict[str, Any]) -> list[Result]:
     run = {"file": "papers_run.jsonl", "where": {"paper": paper, "item": item["id"]}}
     smaller = item.get("smaller") or []
     several = smaller if isinstance(smaller, list) else [smaller]
-    return [*own, *(one for source in (same, run, *several) for one in gathered(source))]
+    own += [one for source in (same, run, *several) for one in gathered(source)]
+    changes = {row["row"]: row.get("change", {}) for row in item.get("rows", [])}
+    return [one if one.change else replace(one, change=changes.get(one.row, {})) for one in own]
 
 
 def gathered(source: dict[str, Any]) -> Iterator[Result]:
@@ -129,17 +136,27 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
                 if value is not None:
                     cells.setdefault(column, []).append(value)
         one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
-        command = one["command"].replace("{trainings}", str(len(trained)))
+        command = re.sub(r"(?<=--seeds )(\d+|{trainings})", str(len(trained)), one["command"])
+        commits = dict.fromkeys([source["commit"]] if "commit" in source else
+                                [line["commit"] for line in trained])  # fmt: skip
         setting = source["setting"] if "setting" in source else one["setting"]
         n = one.get("n")
         if source.get("of", "test") != "test":  # no sample of anything
             setting, n = f"{setting}; accuracy on {source['of']}ing records", None
         keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
         yield Result(
-            row, cells, setting, one["commit"], command, keys,
+            row, cells, setting, ", ".join(commits), command, keys,
             n, one.get("recipe"), change=one.get("change", {}), counts=one.get("counts", {}),
-            right=right,
+            right=right, proved=[told for line in trained for told in _proved(line)],
         )  # fmt: skip
+
+
+def _proved(line: dict[str, Any]) -> list[str]:
+    """Epsilon of a training; none where it is read at several budgets, which are its columns."""
+    told = line.get("proved")
+    if isinstance(told, dict):
+        return [f"{value:.4g}" for value in told.values()] if len(told) == 1 else []
+    return [told] if isinstance(told, str) else []
 
 
 def interval(values: list[float], n: int | None, statistic: str = "mean") -> Estimate:
@@ -242,7 +259,66 @@ def item_lines(paper: str, item: dict[str, Any]) -> Iterator[str]:
     if "note" in item:
         yield from (f"{_capital(item['note'])}.", "")
     yield from _others([one for one in found if one.setting is not None], statistic)
+    yield from pictures_of(item)
     yield from _told(item, found)
+    yield from _open(paper, item)
+
+
+def _open(paper: str, item: dict[str, Any]) -> Iterator[str]:
+    """Name the settings of papers_run.py that no training was made of."""
+    done = {(line["setting"], line["item"]) for line in lines_of("papers_run.jsonl")}
+    left: dict[str, list[str]] = {}
+    for cell in papers_run.cells().values():
+        if (cell.paper, cell.item) == (paper, item["id"]) and (cell.setting, cell.item) not in done:
+            left.setdefault(cell.setting.split(",")[0], []).append(cell.row)
+    for setting, rows in left.items():
+        command = "python benchmarks/papers_run.py --data-root DATA"
+        told = f"{setting}, {', '.join(rows)}"
+        yield from (f"* Not run, for want of machine hours: {told}: `{command}`", "")
+
+
+def pictures_of(item: dict[str, Any]) -> Iterator[str]:
+    """Show an item's pictures."""
+    for one in item.get("pictures", []):
+        about = f"{one['title']}: {one['y']} against {one['x']}"
+        yield from (f"![{about}](../pictures/{one['file']})", "")
+
+
+def picture(paper: str, item: dict[str, Any], told: dict[str, Any]) -> str:
+    """Draw means of ours as SVG; the table has their intervals.
+
+    Args:
+        told: `file`, `title`, `x`, `y` and `to`, the end of y; `settings`: beginnings of those
+            that are drawn, all without it; `rows` or `columns`: which of them lies where along x;
+            `item`: whose figures, if not this one's.
+    """
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    source = told.get("item", item["id"])
+    for one in results(paper, next(i for i in published(paper)["items"] if i["id"] == source)):
+        if one.setting is None or not one.setting.startswith(tuple(told.get("settings", [""]))):
+            continue
+        for column, values in one.cells.items():
+            name, place = (one.row, column) if "columns" in told else (column, one.row)
+            places = told["columns"] if "columns" in told else told["rows"]
+            if place in places:
+                drawn.setdefault(name, []).append((places[place], float(np.mean(values))))
+    lines = [Line(name, sorted(points), show_markers=True) for name, points in drawn.items()]
+    x = Axis(told["x"], max(point[0] for line in lines for point in line.points))
+    about = f"{told['title']}: {told['y']} against {told['x']}"
+    svg = chart(
+        lines, x, Axis(told["y"], told["to"]), description=about, element_id="p", title=about
+    )
+    return standalone_svg(svg, told["title"])
+
+
+def pictures() -> dict[str, str]:
+    """Return every picture by its file's name."""
+    return {
+        told["file"]: picture(paper, item, told)
+        for paper in PAPERS
+        for item in published(paper)["items"]
+        for told in item.get("pictures", [])
+    }
 
 
 def _others(found: list[Result], statistic: str) -> Iterator[str]:
@@ -261,9 +337,11 @@ def _others(found: list[Result], statistic: str) -> Iterator[str]:
         body = []
         for one in own:
             told = [_estimate(one, column, statistic) for column in columns]
-            body.append([one.row, *told, str(max(map(len, one.cells.values())))])
-        body += _differences(own, columns)
-        yield from (f"{head} [95 % interval]:", "", *table(["", *columns, "trainings"], body), "")
+            proved = [", ".join(dict.fromkeys(one.proved))] if own[0].proved else []
+            body.append([one.row, *told, str(max(map(len, one.cells.values()))), *proved])
+        names = ["", *columns, "trainings", *(["proved epsilon"] if own[0].proved else [])]
+        body += [[*each, *[""] * (len(names) - len(each))] for each in _differences(own, columns)]
+        yield from (f"{head} [95 % interval]:", "", *table(names, body), "")
         if statistic == "deviation":
             yield from _ratios(own)
 
@@ -327,7 +405,8 @@ def _told(item: dict[str, Any], found: list[Result]) -> Iterator[str]:
             made[key].append(name)
     for (command, commit, keys, more), names in made.items():
         who = ", ".join(names) if len(names) < 4 else f"{len(names)} rows"
-        yield f"* Run: {who}: `{command}`, {keys}, commit {commit}{more}"
+        commits = f"commit{'s' if ',' in commit else ''} {commit}"
+        yield f"* Run: {who}: `{command}`, {keys}, {commits}{more}"
     if "why" in item:
         rows = [row for row in item.get("rows", []) if "recipe" in row]
         rest = "Not built" if item["verdict"] == "not built" else "Not run"
@@ -388,6 +467,8 @@ How to read it:
   the difference and its 95 % interval: over trainings (Student) where there are several, otherwise
   of one training's accuracy on its test inputs (Clopper and Pearson), which leaves out what another
   training would give. Published figures count as exact, though most are of single runs.
+* Of what a CPU can train three keys were planned, in ten machine hours: a table with fewer
+  trainings has no more keys, and an order that it shows may be chance.
 * Runs of another size stand under a heading of their own: they are not there to be compared with
   the published figures, but to show whether the same order appears.
 * *Not run* comes with the reason and the command. A test holds every command against the command
@@ -424,6 +505,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/evidence/papers.md")
     if parse_arguments(parser, {}).write:
         PAGE.write_text(page())
+        for name, svg in pictures().items():
+            (PICTURES / name).write_text(svg)
     else:
         print(page())
 

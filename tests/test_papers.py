@@ -44,6 +44,24 @@ def test_the_page_is_what_the_generator_prints():
     assert PAGE.read_text() == papers["page"](), "python benchmarks/papers.py --write"
 
 
+def test_the_pictures_are_what_the_generator_draws():
+    drawn = papers["pictures"]()
+    there = {path.name: path.read_text() for path in papers["PICTURES"].glob("papers-*.svg")}
+    assert there == drawn, "python benchmarks/papers.py --write"
+    _, item = next(each for each in ITEMS if each[1]["id"] == "Figure 3" and each[0] == "dplis")
+    points = sum(len(one.cells) for one in papers["results"]("dplis", item))
+    assert drawn[item["pictures"][0]["file"]].count("<circle") == points > 8  # each mean is there
+
+
+def test_what_no_training_was_made_of_is_named(monkeypatch):
+    item = next(item for paper, item in ITEMS if (paper, item["id"]) == ("hgm", "Figure 2"))
+    told = "\n".join(papers["_open"]("hgm", item))
+    assert "epsilon_r 4, PixelDP, HGM-PixelDP: `python benchmarks/papers_run.py" in told
+    assert "epsilon_r 8" not in told
+    monkeypatch.setitem(papers["_open"].__globals__, "lines_of", lambda name: ())
+    assert "epsilon_r 8, PixelDP, HGM-PixelDP" in "\n".join(papers["_open"]("hgm", item))
+
+
 @pytest.mark.long
 def test_every_recipe_named_loads_and_makes_a_plan():
     """With the change beside it; with epsilon as given, so noise is not sought here."""
