@@ -166,6 +166,11 @@ def _check_model(model: nn.Module) -> None:
                 f"model: must have all of its parameters, {name} of a lazy layer is not there yet: "
                 "call the model once on an invented input before its optimizer is made"
             )
+        if tensor.is_meta:
+            raise UserError(
+                f"model: must have numbers, {name} is on the device meta: give it some with "
+                "model.to_empty(device=...) and its initialisation"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: must have parameters to train, all of them are frozen")
 
@@ -199,6 +204,11 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserError("optimizer: must take dense gradients, got SparseAdam: take Adam")
+    on_cpu = any(p.device.type == "cpu" for p in model.parameters() if p.requires_grad)
+    if on_cpu and any(group.get("capturable") for group in optimizer.param_groups):
+        raise UserError(
+            "optimizer: must not be capturable, got a model on the CPU: leave capturable=True out"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:

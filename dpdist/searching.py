@@ -977,14 +977,10 @@ def _parse_score(score: Any) -> tuple[Records, Value | None, dict[str, Any]]:
     if len(given) != 1:
         raise UserError("tune: score: must have exactly one of held_out (private) and public")
     value = score.get("value")
-    if value is not None and not callable(value):
-        raise UserError(
-            "tune: score.value: must be a function of model and batch to one value a record, got "
-            f"{type(value).__name__}: a number that was computed on records is not paid for"
-        )
+    name = value_name(value, "tune: score.value")
     records = as_records(score[given[0]])
     public = given == ["public"]
-    told = FunctionScore(value=value_name(value), records=len(records), public=public)
+    told = FunctionScore(value=name, records=len(records), public=public)
     terms = {"function": told.model_dump(), "noise": score.get("noise")}
     return records, value, terms
 

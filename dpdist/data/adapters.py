@@ -297,8 +297,12 @@ def _of_fields(inputs: Any, pair: Any, options: Options) -> Records:
 
 
 def _checked(name: str, column: Any, options: Options) -> Tensor:
-    """Return a column as a tensor of numbers, float64 of numpy as float32."""
-    if not isinstance(column, Tensor):
+    """Return a column as a tensor of numbers, floats of numpy's beyond float32 as float32."""
+    if isinstance(column, np.ma.MaskedArray) and np.ma.is_masked(column):
+        options.refuse(f"field {name!r} must hold no masked numbers", "fill or drop them first")
+    if isinstance(column, Tensor):
+        _check_dense(name, column, options)
+    else:
         try:
             array = np.asarray(column)
         except ValueError:  # of ragged lists, whose values numpy would print
@@ -309,11 +313,13 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
                 f"field {name!r} must hold numbers of one shape, got dtype {kind}",
                 "encode it as numbers first, and ragged records with pad_to=LENGTH",
             )
-        if array.dtype == np.float64:
+        if array.dtype.kind == "f" and array.dtype.itemsize > 4:
             array = array.astype(np.float32)
         elif array.dtype.kind == "u" and array.dtype != np.uint8:
             array = array.astype(np.int64)
-        column = torch.from_numpy(np.array(array, copy=None if array.flags.writeable else True))
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        shared = array.flags.writeable and min(array.strides, default=0) >= 0
+        column = torch.from_numpy(array if shared else array.copy(order="C"))
     if column.dim() == 0:
         options.refuse(f"field {name!r} must have one row a record", "give an array of N rows")
     if column.is_floating_point() and not bool(torch.isfinite(column).all()):
@@ -322,6 +328,23 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
             "fill or drop them first (and say what is missing in a field of its own)",
         )
     return column.detach()
+
+
+def _check_dense(name: str, column: Tensor, options: Options) -> None:
+    """Refuse a tensor whose numbers are not all there, each in a place of its own."""
+    kinds = {
+        "a nested one": column.is_nested,
+        "a sparse one": column.layout is not torch.strided,
+        "a quantized one": column.is_quantized,
+        "one on the device meta": column.is_meta,
+        f"{column.dtype}": column.is_floating_point() and column.element_size() == 1,
+    }
+    for kind, found in kinds.items():
+        if found:
+            options.refuse(
+                f"field {name!r} must be a dense tensor of numbers, got {kind}",
+                "make one first (to_padded_tensor, to_dense, dequantize, float)",
+            )
 
 
 def _long(target: Tensor) -> Tensor:

@@ -119,10 +119,19 @@ def declare(
     return ScriptScore(every=every, noise=_checked_noise(noise), records=records, value=name)
 
 
-def value_name(value: Value | None) -> str:
-    """Return the name by which a run keeps how a record is valued; None is accuracy."""
+def value_name(value: Value | None, key: str = "score.value") -> str:
+    """Return the name by which a run keeps how a record is valued; None is accuracy.
+
+    Raises:
+        UserError: it is no function. key: what it was given as.
+    """
     if value is None:
         return "accuracy"
+    if not callable(value):
+        raise UserError(
+            f"{key}: must be a function of model and batch to one value a record, got "
+            f"{type(value).__name__}: a number that was computed on records is not paid for"
+        )
     own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
     return f"{value.__module__}.{own}"
 

@@ -358,6 +358,32 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "finite numbers, got NaN or Inf .*; fill",
     ),
+    "masked": (
+        lambda: (np.ma.masked_array(X, mask=X > 0), Y),
+        {},
+        "must hold no masked numbers; fill or drop",
+    ),
+    "sparse": (
+        lambda: (torch.from_numpy(X).to_sparse(), Y),
+        {},
+        "dense tensor of numbers, got a sparse one; make one first",
+    ),
+    "nested": (
+        lambda: (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), Y[:2]),
+        {},
+        "got a nested one; make",
+    ),
+    "quantized": (
+        lambda: (torch.quantize_per_tensor(torch.from_numpy(X), 0.1, 0, torch.quint8), Y),
+        {},
+        "got a quantized one; make",
+    ),
+    "meta": (lambda: (torch.ones(6, 3, device="meta"), Y), {}, "got one on the device meta; make"),
+    "float8": (
+        lambda: (torch.from_numpy(X).to(torch.float8_e4m3fn), Y),
+        {},
+        "got torch.float8_e4m3fn; make",
+    ),
     "an item's code": (Fails, {}, "record 3 must be readable, but its code raised KeyError; ask"),
     "a picture": (
         lambda: [(object(), 0)],
@@ -539,6 +565,22 @@ def test_transforms_are_taken_off_whatever_calls_them():
     records = as_records(Needs(lambda x: {"x": x}))
     with pytest.raises(UserError, match=r"record 0 .*raised \w+; .*give before_transform="):
         records.keyed_fingerprint(KEY)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x[:, ::-1][:, ::-1],
+        lambda x: np.array(x[::-1])[::-1],
+        lambda x: x.astype(">f4"),
+        lambda x: x.astype(np.longdouble),
+        lambda x: np.ma.masked_array(x, mask=False),
+    ],
+)
+def test_numbers_in_another_form_are_the_same_numbers(form):
+    records = as_records((form(X), Y.astype(">i8")))
+    assert torch.equal(records.batch(FEW), torch.from_numpy(X[FEW]))
+    assert records.targets(FEW).tolist() == Y[FEW].tolist()
 
 
 def test_canonical_bytes_tell_values_apart():

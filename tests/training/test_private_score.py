@@ -499,6 +499,7 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
         (SCORED, {"every": 2}, {"privacy": {"noise_multiplier": 0, "delta": 1e-3}},
          "score.noise: must be given in a training that proves no epsilon"),
         (SCORED, once(value=lambda m, b: m(b[0]).mean()), {}, "score.value: "),
+        (SCORED, once(value=3), {}, "score.value: must be a function of model and batch to one"),
         (SCORED, once(value=lambda m, b: m(b[0], 3)), {}, "score.value: must return one value"),
         (SCORED, once(value=lambda m, b: torch.rand(1)), {}, "must not draw random numbers"),
         (SCORED, once(value=spoiling), {}, "score.value: must leave the model as it is"),

@@ -777,6 +777,9 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
     [
         (Net, lambda m: torch.optim.LBFGS(m.parameters()), {}, "must take its step from .grad"),
         (Net, lambda m: torch.optim.SparseAdam(m.parameters()), {}, "must take dense gradients"),
+        (Net, lambda m: torch.optim.Adam(m.parameters(), capturable=True), {},
+         "optimizer: must not be capturable, got a model on the CPU"),
+        (lambda: Net().to("meta"), sgd, {}, "first.weight is on the device meta: give it some"),
         (Net, lambda m: torch.amp.GradScaler("cpu"), {}, "leave the scaler out"),
         (Net, lambda m: sgd(m.first), {}, "must hold every trained parameter, lacks second.weight"),
         (Net, lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(1))]), {},
