@@ -104,6 +104,9 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/data/adapters.py",
         "data/test_protocol",
+        ("np.ma.is_masked(column)", "False", "masked numbers are trained on"),
+        ('"a sparse one": column.layout is not torch.strided', '"a sparse one": False', "sparse numbers are torch's error"),
+        ("array.flags.writeable and min(array.strides, default=0) >= 0", "array.flags.writeable", "reversed arrays are torch's error"),
         ("        records._key, records._last = key, None", "        records._last = None", "every step sees one draw"),
         ("            kind = type(error).__name__\n        self._options.refuse(\n            f\"record {index}", "            kind = str(error)\n        self._options.refuse(\n            f\"record {index}", "an error shows what a data set's code said of a record"),
         ("item = self._collate([item])", "item = self._collate([item, item])", "a loader's collate function sees records together"),

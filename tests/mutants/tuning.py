@@ -296,7 +296,11 @@ FAULTS: list[Fault] = [
          "a record is trained on and scored on"),
         ("if common := count_common(scored, records):", "if common := 0:",
          "private records are scored as public ones"),
-        ("if value is not None and not callable(value):", "if False:", "a float is a score"),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        f"{FUNCTION} training/test_private_score::test_refusals_are_one_line_and_leave_nothing",
+        ("    if not callable(value):", "    if False:", "a number is a score"),
     ),
     *group(
         "dpdist/searching.py",
