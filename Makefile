@@ -27,7 +27,7 @@ help:
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make nightly what is beyond test-all: experiments, hosts, faults, planted faults (hours; CONTRIBUTING.md)"
-	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (under 30 minutes, alone)"
+	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
 	@echo "make notebook  execute the notebooks of examples/ again"

@@ -472,7 +472,7 @@ How to read it:
 * Runs of another size stand under a heading of their own: they are not there to be compared with
   the published figures, but to show whether the same order appears.
 * *Not run* comes with the reason and the command. A test holds every command against the command
-  line; `DATA`, `RUN`, `ROW`, `FILE` and `FOLDER` are yours to fill in. Every recipe named here
+  line; words in capitals, such as `DATA` and `FILE`, are yours to fill in. Every recipe named here
   loads with the change beside it and makes a plan; those that come along train for two steps in the
   tests.
 * A commit is the one that first stated the figure, or the tree that ran.

@@ -1,6 +1,6 @@
 """Measure the table of speeds, and make benchmarks/README.md of what was measured.
 
-    make bench                                     all rows, under 30 minutes on two cores
+    make bench                                     all rows, about half an hour on two cores
     python benchmarks/speed.py --only cnn 'gpt2-*' some of them
     python benchmarks/speed.py --write             only makes the page
     python benchmarks/speed.py --operations        where a step's time goes, not how long it is
@@ -451,8 +451,9 @@ def cell(name: str, figure: str, line: dict[str, Any] | None) -> str:
 
 HEAD = """# Benchmarks
 
-`make bench` measures this table in under 30 minutes on two cores with nothing beside it, and makes
-this page. A stopped one continues; `BENCH_ARGS="--only cnn"` measures some rows, `--again` anew.
+`make bench` measures this table in half an hour or so, on two cores with nothing beside it, and
+makes this page. A stopped one continues; `BENCH_ARGS="--only cnn"` measures some rows, `--again`
+anew.
 
 A figure is how many times as long as ours the peer's step takes: above 1, ours is faster. Rows that
 say otherwise are ratios or seconds. Peers run in the same process, in turn, and medians are
