@@ -13,20 +13,19 @@ EXPERIMENTS := bulk canary_audits dplis flagship functional gpu grouped_units hi
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test test-all nightly lint mutants audit-zoo matrix bench bench-all docs notebook clean install
+.PHONY: demo check quick test test-all nightly lint audit-zoo matrix bench bench-all docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make demo    train privately, certify and report on built-in data (a minute and a half after the install)"
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
-	@echo "make test    lint, types and every test but the long and nightly ones (six minutes on two cores)"
+	@echo "make test    every test but the long and nightly ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
-	@echo "make lint    ruff, import-linter, mypy and long sentences of the documentation only"
-	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
+	@echo "make lint    ruff, import-linter and mypy"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make nightly what is beyond test-all: experiments, hosts, faults, planted faults (hours; CONTRIBUTING.md)"
+	@echo "make nightly what is beyond test-all: experiments, hosts, faults (hours; CONTRIBUTING.md)"
 	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
@@ -59,14 +58,13 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
-	@$(BIN)/python docs/tools/sentences.py
 
 # mypy reads what changed in one process, while two run the tests.
 check: install
 	@$(MAKE) --no-print-directory -j 2 lint quick
 
 quick: bytecode
-	@$(TESTS) --check $(PYTEST_ARGS)
+	@$(TESTS) -m "not (whole or slow or long)" $(PYTEST_ARGS)
 
 test: bytecode
 	@$(TESTS) -m "not long" $(PYTEST_ARGS)
@@ -79,12 +77,8 @@ nightly: bytecode
 	@failed=0; \
 	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
-	$(BIN)/python tests/mutants/run.py || failed=1; \
 	$(BIN)/python tests/matrix.py || failed=1; \
 	exit $$failed
-
-mutants: install
-	@$(BIN)/python tests/mutants/run.py
 
 audit-zoo: install
 	@$(BIN)/python tests/audits/zoo.py

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,28 +14,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer.main
 import typer.testing
-from support import hypothesis_settings, selection
+from support import hypothesis_settings
 
 if TYPE_CHECKING:
     from support.local_execution import Done
 
-MOST = 2.0  # seconds of processor time beyond which a test of `make check` is named
 TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
 SECONDS: Counter[str] = Counter()
 COST = {"long": 200, "whole": 20, "slow": 10}  # about, in twentieths of a second; of others 1
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--check",
-        action="store_true",
-        help="only tests that are marked neither whole nor slow nor long; what takes more than "
-        f"{MOST:g} s of processor time is named at the end and should be marked slow",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if "not long" not in config.option.markexpr and not config.option.check:
+    if "not long" not in config.option.markexpr and "slow or long" not in config.option.markexpr:
         os.environ[hypothesis_settings.RUN_LONG_TESTS] = "1"
 
 
@@ -45,27 +34,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     # by name only: `test_devices.py` says why
     if collection_path.name.endswith(hypothesis_settings.DEVICE_TEST_SUFFIX):
-        return (
-            None
-            if any(hypothesis_settings.DEVICE_TEST_SUFFIX in str(each) for each in config.args)
-            else True
-        )
-    return True if config.option.check and selection.is_left_out(collection_path) else None
+        asked = any(hypothesis_settings.DEVICE_TEST_SUFFIX in str(each) for each in config.args)
+        return None if asked else True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that took longest come first, before them those that were never timed, which are
     ordered by what their tests are marked with: two processes that each take the next file then
-    end at about the same time. With --check what is marked whole, slow or long goes; what is
-    marked nightly goes unless `make nightly` runs, or a test is named (FILE::TEST)."""
-    left = set(selection.LEFT_OUT) if config.option.check else set()
-    if not (selection.IS_NIGHT or any("::" in str(each) for each in config.args)):
-        left.add(selection.NIGHTLY)
-    sides: dict[bool, list[pytest.Item]] = {True: [], False: []}
-    for item in items:
-        sides[any(map(item.get_closest_marker, left))].append(item)
-    items[:] = sides[False]
-    config.hook.pytest_deselected(items=sides[True])
+    end at about the same time. What is marked nightly goes unless `make nightly` runs, or a test
+    is named (FILE::TEST)."""
+    if not (os.environ.get("DPDIST_NIGHTLY") or any("::" in str(each) for each in config.args)):
+        left = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left)
     cache = getattr(config, "cache", None)
     seconds = {} if cache is None else cache.get(TIMES, {})
     guessed: Counter[str] = Counter()  # of a clean checkout nothing was timed
@@ -105,30 +87,12 @@ def _torch_settings() -> list[Any] | None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if "torch" in sys.modules:  # what a test draws does not depend on the tests before it
         sys.modules["torch"].manual_seed(0)
-    began, loaded = time.process_time(), len(sys.modules)
     settings = _torch_settings()
     result = yield
-    took = time.process_time() - began
     left = _torch_settings()
     # They are part of a training's identity: the noise of a later test would be another one.
     assert settings in (None, left), f"torch's settings are {left} after the test, not {settings}"
-    first = len(sys.modules) - loaded > 20  # who uses a library first, loads it for all others
-    if item.config.option.check and took > MOST and not first:
-        # No failure: under coverage, or another processor, it may take as long.
-        item.warn(pytest.PytestWarning(f"{took:.1f} s of processor time: mark it `slow`"))
     return result
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if config.option.check:
-        paths = Path(__file__).parent.rglob("test_*.py")
-        terminalreporter.section("what --check runs")
-        for line in selection.report(
-            p for p in paths if not p.name.endswith(hypothesis_settings.DEVICE_TEST_SUFFIX)
-        ):
-            terminalreporter.write_line(line)
 
 
 # All commands and options are read from their functions once a process, not once a call, which

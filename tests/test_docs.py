@@ -183,17 +183,6 @@ def test_a_type_without_words_is_refused():
             kind(annotation)
 
 
-def test_the_words_about_noise_name_keys_that_there_are():
-    from tools import recipe_keys
-
-    text = (ROOT / "docs" / "reference" / "recipe.md").read_text()
-    table = text[text.index("| noise | key |") :].partition("\n\n")[0]
-    keys = re.findall(r"`((?:privacy|method|tune|certify)\.[\w.]+)`", table)
-    pages = (recipe_keys.recipe_page, recipe_keys.methods_page, recipe_keys.certificates_page)
-    found = "".join(page() for page in pages)
-    assert len(set(keys)) == 8 and all(f"{{recipe-key}} {key}" in found for key in keys)
-
-
 def test_every_command_and_option_is_told():
     from tools import commands
 
@@ -240,23 +229,6 @@ def test_every_public_name_is_told():
         assert text.count(f":: dpdist.{name}\n") == 1, name
 
 
-def test_every_error_on_the_page_of_sharp_edges_is_in_the_code():
-    """The last column quotes errors: a part of a message that some file of the code holds."""
-    text = (ROOT / "docs" / "explanation" / "sharp-edges.md").read_text()
-    tables = re.findall(r"(?:^\|.*\n)*^\| pitfall \| sev.*\n(?:^\|.*\n)*", text, flags=re.M)
-    cells = [row.strip("|").split("|")[-1] for table in tables for row in table.splitlines()[2:]]
-    quoted = [said for cell in cells for _, said in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
-    messages = " ".join(
-        " ".join(str(node.value).split())
-        for folder in ("dpdist", "cluster", "tuning")
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant)
-    )
-    assert len(tables) == 3 and len(quoted) >= 20
-    assert [said for said in quoted if said not in messages] == []
-
-
 def _pointers(text: str) -> tuple[list[str], list[str]]:
     """Return the pages that the messages in a source name, and the lines where one is computed.
 
@@ -294,13 +266,6 @@ def test_every_page_that_a_message_names_is_there(pages):
     }  # fmt: skip
 
 
-def test_a_page_that_is_not_there_or_computed_is_seen(pages):
-    named, computed = _pointers('raise E("a", see="how-to/cluster.md#" + b)\nF("c", see="d.md#e")')
-    assert named == ["d.md#e"] and len(computed) == 1
-    anchors = {f"{page.path}#{anchor}" for page in pages for anchor in page.anchors}
-    assert "docs/how-to/cluster.md#faults" in anchors and "docs/d.md#e" not in anchors
-
-
 @pytest.fixture
 def command(request):
     """`dpdist ARGUMENTS` in this process; the fixture's own name is the package's here."""
@@ -335,56 +300,6 @@ def test_a_message_has_one_page():
         "lost (docs/how-to/cluster.md#faults)"
     )
     assert str(UserError("plain (docs/ is a folder)")) == "plain (docs/ is a folder)"
-
-
-def test_no_file_has_more_long_sentences_than_its_limit():
-    from tools import sentences
-
-    found = {
-        str(path.relative_to(ROOT)): len(sentences.long_sentences(path.read_text()))
-        for path in sentences.files()
-    }
-    assert sentences.complaints(found, sentences.LIMITS) == []
-    assert set(sentences.LIMITS) <= set(found)
-
-
-def test_the_pages_that_people_read_have_no_more_words_than_they_may():
-    from tools import sentences
-
-    assert sentences.too_many(sentences.words_in_all(), sentences.MOST_IN_ALL) == []
-    assert sentences.count_words((ROOT / "docs" / "how-to" / "tuning.md").read_text()) > 500
-
-
-def test_words_are_counted_outside_code_and_rules_of_tables(tmp_path):
-    from tools.sentences import count_words, too_many, words_in_all
-
-    assert count_words("# Two words\n\n| a | b c |\n|---|---|\n* one\n") == 6
-    assert (
-        count_words("a\n```python file=x\nno b\n```\nc\n\n1. d\n\n   ```\n   no\n   ```\ne\n") == 5
-    )
-    assert count_words("a\n````\n```\nno\n```\nno\n````\nb\n") == 2
-    for name in ("docs/how-to/a.md", "docs/evidence/b.md", "README.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("three of them\n")
-    assert words_in_all(tmp_path) == 6
-    assert too_many(5, 5) == []
-    (line,) = too_many(6, 5)
-    assert "must have at most 5 words together, got 6" in line
-
-
-def test_long_sentences_are_found_outside_tables_code_and_quotations():
-    from tools.sentences import complaints, long_sentences
-
-    words = " ".join(["word"] * 41)
-    assert long_sentences(f"# {words}\n\n> {words}\n\n| {words} |\n|---|\n| {words} |\n") == []
-    assert long_sentences(f"```\n{words}\n```\n\nA `{words}` is one.") == []
-    assert long_sentences(f"* {words}.\n") == [f"{words}."]
-    assert long_sentences(f"{words}\n{words}.") == [f"{words} {words}."]
-    half = " ".join(["Word"] * 30)
-    assert long_sentences(f"{half}. {half}! {half}") == []
-    assert len(long_sentences(f"{half} (Bu et al. 2023) {half}.")) == 1
-    (line,) = complaints({"a.md": 3, "b.md": 1}, {"a.md": 2, "b.md": 2})
-    assert line.startswith("a.md: must have at most 2 sentences of more than 40 words, got 3")
 
 
 @pytest.mark.long

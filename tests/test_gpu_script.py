@@ -55,11 +55,6 @@ gpu.main(["--quick", "--device", "simulated:0", "--results", results, "--only", 
 """
 
 
-def test_the_head_names_the_wheels() -> None:
-    script = load("gpu")
-    assert f"pip install {' '.join(script.WHEELS)}\n" in script.__doc__
-
-
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:

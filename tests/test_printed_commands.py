@@ -270,15 +270,3 @@ BUILT_IN = sorted(
 def test_a_training_on_built_in_data_makes_its_plan(line, dpdist):
     done = dpdist(*shlex.split(line)[1:], "--dry-run")
     assert done.code == 0, done.err
-
-
-@pytest.mark.parametrize("page", PRINTED)
-def test_a_section_with_a_table_says_what_made_it(page):
-    """Itself, or the page before its first section."""
-    head, *sections = re.split(r"^(?=## )", (EVIDENCE / page).read_text(), flags=re.M)
-    silent = [
-        each.partition("\n")[0]
-        for each in sections
-        if "|---" in each and not MADE_BY.search(each) and not MADE_BY.search(head)
-    ]
-    assert silent == []

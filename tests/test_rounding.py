@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
 import re
 from dataclasses import replace
 from decimal import Decimal
@@ -12,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import sources
 
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import table as tables
@@ -123,37 +120,3 @@ def test_target_radii_are_printed_as_they_are() -> None:
     assert found.summary_rows(found.radii)[0] == (
         "certified at L2 radius 0.12345678", "100.00 %"
     )  # fmt: skip
-
-
-def _own_shares(tree: ast.AST) -> list[str]:
-    """Return the f-strings that round a share themselves: of 100 times something, or before a %."""
-    found = []
-    for text in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
-        for part, after in itertools.pairwise([*text.values, ast.Constant("")]):
-            if not isinstance(part, ast.FormattedValue) or part.format_spec is None:
-                continue
-            end = part.format_spec.values[-1]
-            form = str(end.value) if isinstance(end, ast.Constant) else ""
-            hundred = isinstance(part.value, ast.BinOp) and any(
-                isinstance(side, ast.Constant) and side.value == 100
-                for side in (part.value.left, part.value.right)
-            )
-            before = isinstance(after, ast.Constant) and after.value.lstrip().startswith("%")
-            if (re.fullmatch(r"\.\d+f", form) and (hundred or before)) or form.endswith("%"):
-                found.append(ast.unparse(text))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_no_share_is_printed_by_a_rounding_of_its_own() -> None:
-    """One function rounds: f"{100 * share:.1f} %" makes 100.0 of 9,996 in 10,000."""
-    for line in ('f"{100 * a:.1f} %"', 'f"{a:.2f} %"', 'f"{a * 100:.1f} of"', 'f"{a:.1%}"'):
-        assert _own_shares(ast.parse(line)) == [line.replace('"', "'")]
-    assert _own_shares(ast.parse('f"{seconds:.1f} s, {percent(a)} %"')) == []
-    found = {
-        sources.name_of(path): shares
-        for path in sources.product_files()
-        if (shares := _own_shares(sources.tree_of(path)))
-    }
-    assert found == {}

@@ -77,3 +77,35 @@ def test_ctrl_c_while_python_imports_ends_quietly(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert '\ndpdist = "dpdist.__main__:start"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+LIGHT = (
+    "dpdist.cli.main",
+    "dpdist.runs.recipe",
+    "dpdist.methods.registry",
+    "dpdist.privacy.plan",
+    "dpdist.privacy.ledger",
+    "dpdist.certification.registry",
+    "dpdist.certification.table_reader",
+    "dpdist.release.bundle",
+    "dpdist.audits.membership_findings",
+    "dpdist.audits.registry",
+    "dpdist.attacks.table",
+    "dpdist.models",
+    "dpdist.data",
+    "dpdist.pipeline",
+    "dpdist.training.pretraining",
+    "dpdist.reports.html",
+    "dpdist.publishing",
+)
+
+
+def test_light_modules_import_neither_torch_nor_ray():
+    """One after the other in one process: the first that imports them is named."""
+    lines = [
+        f"import {name}; print('{name}', {{'torch', 'ray'}} & set(sys.modules))" for name in LIGHT
+    ]
+    code = "\n".join(["import sys", *lines])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.endswith(" set()")] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support import sources
 
 from dpdist.cluster import job_folder
 from dpdist.core.files import (
@@ -65,15 +63,6 @@ def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
     write_json(tmp_path / "file", {"done": 1}, durable=False)
     assert disk == [("renamed", "file")]
     assert (tmp_path / "file").read_text() == '{\n  "done": 1\n}\n'
-    asked = [
-        path.name
-        for path in sources.product_files()
-        for _, call in sources.calls(sources.tree_of(path))
-        for option in call.keywords
-        if path.name != "files.py"
-        if option.arg == "durable" and ast.unparse(option.value) != "True"
-    ]
-    assert sorted(asked) == ["monitoring.py", "search.py"]
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch):
@@ -184,71 +173,6 @@ def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
     assert disk == [("synced", 3), ("renamed", "table"), ("folder",)]
 
 
-def _moves(tree: ast.AST) -> list[str]:
-    """Return what could move a file to another name, by line."""
-    return [
-        f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and (node.attr in ("rename", "renames") or ast.unparse(node) == "os.replace")
-    ]
-
-
-@pytest.mark.long
-def test_nobody_else_moves_files_into_their_places():
-    for path in sources.product_files():
-        if sources.name_of(path) != "dpdist/core/files.py":
-            assert _moves(sources.tree_of(path)) == [], path
-    for line in ("os.replace(a, b)", "move = os.rename", "os.renames(a, b)", "path.rename(b)"):
-        assert _moves(ast.parse(line))
-    assert not _moves(ast.parse("text.replace(a, b)"))
-
-
-# Files that are written where nobody looks yet: in a folder or file aside, a pipe or a scratch
-# folder; or line by line, at their ends.
-IN_PLACE = {
-    "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 2,
-    "dpdist/data/registry.py": 1, "dpdist/data/text.py": 1, "dpdist/data/parquet.py": 1,
-    # two logs; a flag, which is read by whoever has it open, on every network file system
-    "dpdist/training/monitoring.py": 4, "cluster/job_folder.py": 1, "dpdist/searching.py": 1,
-}  # fmt: skip
-
-
-def _written_in_place(tree: ast.AST) -> list[int]:
-    """Return the lines that write a file at its own place: whole, anew or at its end."""
-    found = []
-    for dotted, call in sources.calls(tree):
-        given = [*call.args, *(option.value for option in call.keywords)]
-        modes = {each.value for each in given if isinstance(each, ast.Constant)}
-        wrote = sources.last(dotted) in ("write_text", "write_bytes")
-        opened = sources.last(dotted) in ("open", "fdopen") and modes & {*"wax", "wb", "ab", "xb"}
-        drawn = sources.last(dotted) == "savefig" and ast.unparse(given[0]) not in (
-            "buffer",
-            "drawn",
-        )
-        found += [call.lineno] if wrote or opened or drawn else []
-    return found
-
-
-@pytest.mark.long
-def test_no_result_is_written_where_it_is_read():
-    """A disk that is full, or a kill, left half a table at the path that a user named."""
-    found = {}
-    for path in sources.product_files():
-        name = sources.name_of(path)
-        lines = _written_in_place(sources.tree_of(path))
-        if lines and name != "dpdist/core/files.py":
-            found[name] = len(lines)
-    for line in (
-        "(a / b).write_text(c)", "p.write_bytes(c)", "open(p, 'w')", "open(p, mode='xb')",
-        "path.open('a')", "os.fdopen(os.dup(1), 'wb')", "plot.savefig(path)",
-    ):  # fmt: skip
-        assert _written_in_place(ast.parse(line)) == [1], line
-    for line in ("open(p)", "open(p, 'rb')", "plot.savefig(buffer, format='svg')"):
-        assert _written_in_place(ast.parse(line)) == [], line
-    assert found == IN_PLACE | {"cluster/object_store.py": 1}  # a download, into a new file
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, there):
     path, link = tmp_path / "table.csv", tmp_path / "link.csv"
@@ -338,126 +262,7 @@ def test_in_a_local_session_it_goes_with_the_session(tmp_path, monkeypatch):
         assert folder.parent == tmp_path
 
 
-def _clock_readings(tree: ast.AST) -> list[str]:
-    """Return the names by which a file reads the time of day, called or handed on."""
-    names = {f"datetime.{name}" for name in ("now", "utcnow", "today")}
-    names |= {"time.time", "time.time_ns", "date.today"}
-    dotted = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return [name for name in dotted if ".".join(name.split(".")[-2:]) in names]
-
-
-@pytest.mark.long
-def test_nothing_rests_on_the_time_of_day():
-    """A clock that jumps changes the date of a page and what a session of Ray is called, and no
-    wait, order or decision."""
-    found = {
-        sources.name_of(path)
-        for path in sources.product_files()
-        if _clock_readings(sources.tree_of(path))
-    }
-    for line in ("a = time.time()", "clock = time.time_ns", "datetime.now(UTC)", "date.today()"):
-        assert _clock_readings(ast.parse(line))
-    assert found == {"dpdist/reports/html.py", "cluster/executor.py", "tuning/trial.py"}
-
-
 def test_a_private_folder_is_its_owner_s(tmp_path):
     (tmp_path / "a").mkdir(mode=0o755)
     for name in ("a", "b/c"):
         assert make_private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
-
-
-# Sends a network to a process that it started itself, through a pipe: no file is read.
-BY_PIPE = {"dpdist/certification/reexecution.py"}
-# Reads one file of its own, after its digest was found to be the one that the writer was told.
-BY_DIGEST = {"dpdist/searching.py": "_read_sent"}
-# Of the named module nothing else is used: one tries whether a user's callable can be sent to
-# workers, one names the error by which torch refuses a file of weights.
-ONLY = {
-    "dpdist/certifying.py": ("cloudpickle", ["dumps"]),
-    "dpdist/models/weights.py": ("pickle", ["UnpicklingError"]),
-}
-UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-
-
-def _unpickled(tree: ast.AST) -> list[str]:
-    """What could execute code while reading a file, by line."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
-            found += [f"{node.lineno}: {n}" for n in names if n.split(".")[0] in UNSAFE]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            options = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
-            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-            call = f"{owner}.{node.func.attr}"
-            if call == "torch.load" and options.get("weights_only") is not True:
-                found.append(f"{node.lineno}: {call}")
-            if options.get("allow_pickle") or (
-                call in ("np.load", "numpy.load") and options.get("allow_pickle", True)
-            ):
-                found.append(f"{node.lineno}: {call}")
-            if call in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and not any(
-                "Safe" in ast.dump(k.value) for k in node.keywords
-            ):
-                found.append(f"{node.lineno}: {call}")
-    return found
-
-
-def _called_of(tree: ast.AST, module: str) -> list[str]:
-    """Return the names that a source takes of a module, each once."""
-    taken = [
-        node.attr for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == module
-    ]  # fmt: skip
-    return sorted(set(taken))
-
-
-def _where_loaded(tree: ast.AST) -> list[str]:
-    """Return the functions of a source that unpickle."""
-    return sorted(
-        function.name
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        and {"pickle.loads", "cloudpickle.loads"}
-        & {dotted for dotted, _ in sources.calls(function)}
-    )
-
-
-def _files_named(tree: ast.AST) -> list[str]:
-    """Return by which names a source could open a file rather than a pipe it was given."""
-    words = {"open", "read_bytes", "read_text", "Path"}
-    named = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    named += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return [name for name in named if name in words]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("package", sources.PACKAGES)
-def test_nothing_read_back_is_unpickled(package):
-    for path in sources.product_files():
-        if not path.is_relative_to(ROOT / package):
-            continue
-        tree = sources.tree_of(path)
-        if sources.name_of(path) in ONLY:
-            module, names = ONLY[sources.name_of(path)]
-            assert _called_of(tree, module) == names, path
-            assert len(_unpickled(tree)) == 1, path
-        elif sources.name_of(path) in BY_DIGEST:
-            assert _where_loaded(tree) == [BY_DIGEST[sources.name_of(path)], "run_own_trial"], path
-        elif sources.name_of(path) in BY_PIPE:
-            assert _files_named(sources.tree_of(path)) == [], path
-        else:
-            assert _unpickled(sources.tree_of(path)) == [], path
-    for line in ("open(f)", "f.open()", "f.read_bytes()", "Path(f)", "read = io.open"):
-        assert _files_named(ast.parse(line)), line
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "np.load(f)", "np.load(f, allow_pickle=True)", "torch.load(f)", "import pickle",
-        "torch.load(f, weights_only=False)", "yaml.load(f)", "from cloudpickle import loads",
-    ],
-)  # fmt: skip
-def test_the_rule_can_fail(line):
-    assert _unpickled(ast.parse(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import sources
 from torch import Tensor, nn
 
 from dpdist import models
@@ -26,8 +24,6 @@ from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_p
 from dpdist.models import BlockNoise, ModelSpec, find_batch_dependence
 from dpdist.randomness.keys import StreamKeys
 from dpdist.randomness.noise_location import (
-    NOISE_LOCATIONS,
-    HiddenNoise,
     InputNoise,
     ModuleNoise,
     NoNoise,
@@ -271,33 +267,3 @@ def test_training_and_prediction_put_noise_alike() -> None:
 
 
 # ---- nobody asks which place it is
-
-
-def asked(tree: ast.AST) -> list[str]:
-    """Where a source asks for the class or the kind of a place."""
-    names, kinds = {c.__name__ for c in NOISE_LOCATIONS.values()}, set(NOISE_LOCATIONS) - {"none"}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
-            if names & {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}:
-                found.append(ast.unparse(node))
-        elif isinstance(node, ast.Compare | ast.MatchValue):
-            words = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
-            subject = ast.unparse(node)
-            if words & kinds and any(w in subject for w in ("noise", "place", "location", "kind")):
-                found.append(subject)
-        elif isinstance(node, ast.MatchClass) and ast.unparse(node.cls) in names:
-            found.append(ast.unparse(node.cls))
-    return found
-
-
-@pytest.mark.long
-def test_nobody_asks_where_the_noise_is() -> None:
-    for path in sources.product_files():
-        assert not asked(sources.tree_of(path)), path
-    for text in (
-        "isinstance(noise, InputNoise)", "isinstance(x, (HiddenNoise, NoNoise))",
-        "table.noise == 'hidden'", "location.kind in ('input', 'several')",
-    ):  # fmt: skip
-        assert asked(ast.parse(text))
-    assert HiddenNoise.kind == "hidden"

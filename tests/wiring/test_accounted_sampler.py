@@ -1,12 +1,8 @@
-"""docs/explanation/peers.md: its tests and links, and that examples execute what they account."""
+"""Every recipe that comes along executes the sampler, rate and noise that it accounts."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,71 +23,11 @@ from dpdist.tuning.preview import KNOWN_SIZES
 
 pytestmark = pytest.mark.guarantee
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "explanation" / "peers.md"
+
 RECIPES = sorted(RECIPES_FOLDER.glob("*.yaml"))
 RECORDS = 4000  # of the stand-in that samplers choose from
 STEPS = 40
 UNLIKELY = 1e-9
-
-# --- the page ---------------------------------------------------------------------------------
-
-TEST = re.compile(r"`(\w[\w/]*\.py)::(\w+)`")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
-THREAD = re.compile(
-    r"https://github\.com/[\w.-]+/[\w.-]+/(?:(?:issues|pull)/\d+|commit/[0-9a-f]{7,40})"
-    r"|https://arxiv\.org/abs/\d{4}\.\d{5}"
-)
-
-
-def rows_of(text: str) -> list[list[str]]:
-    """Return the cells of every row of every table, without headings and rules."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    ruled = {place for place, row in enumerate(cells) if set("".join(row)) <= set("-: ")}
-    return [row for place, row in enumerate(cells) if not {place, place + 1} & ruled]
-
-
-@functools.cache
-def defined_in(path: Path) -> set[str]:
-    return {node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
-
-
-def test_every_test_on_the_page_is_there():
-    named = TEST.findall(PAGE.read_text())
-    lost = [
-        f"{path}::{name}"
-        for path, name in named
-        if not (ROOT / "tests" / path).is_file() or name not in defined_in(ROOT / "tests" / path)
-    ]
-    assert lost == []
-    assert len(set(named)) > 60 and all(name.startswith("test_") for _, name in named)
-
-
-def test_every_link_is_a_thread_a_paper_or_a_page():
-    for link in LINK.findall(PAGE.read_text()):
-        inside = not link.startswith("http") and (PAGE.parent / link.partition("#")[0]).exists()
-        assert inside or THREAD.fullmatch(link), link
-
-
-def test_every_row_names_its_source_and_a_test_or_says_that_there_is_none():
-    tables, end, _ = PAGE.read_text().partition("\n## What is divided by what\n")
-    rows = rows_of(tables)
-    assert end and len(rows) > 50 and all(len(row) == 4 for row in rows)
-    for where, wrong, here, shown in rows:
-        assert LINK.search(where) or "no thread" in where, where
-        assert wrong.endswith(".") and here.endswith("."), (wrong, here)
-        assert TEST.search(shown) or "no test" in shown, shown
-
-
-def test_a_row_without_a_test_would_be_seen():
-    table = "| a | b |\n|---|---|\n| [1](https://x.y/z) | `test_a.py::test_b` |\n| c | no |\n"
-    assert rows_of(table) == [["[1](https://x.y/z)", "`test_a.py::test_b`"], ["c", "no"]]
-    assert not THREAD.fullmatch("https://github.com/a/b/blob/main/c.py")
-    assert not TEST.search("no") and TEST.findall("`a/test_b.py::test_c`")
-
-
-# --- every example executes what it accounts ----------------------------------------------------
 
 
 def plan_of(path: Path) -> PrivacyPlan:
@@ -195,49 +131,3 @@ def test_other_samplers_are_told_from_it():
     assert not is_poisson(shuffled, rate) and not is_poisson(fixed, rate)
     assert not is_poisson(rng.random((STEPS, RECORDS)) < 1.3 * rate, rate)
     assert not is_poisson(rng.random((STEPS, RECORDS)) < 0.99, 1.0)
-
-
-# What these files choose or order at random: public records, check examples, releases of an audit,
-# invented pictures.
-OTHER_ORDERS = {
-    "training/public_training.py", "methods/hidden_noise_shares.py", "models/batch_independence.py",
-    "audits/mechanism.py", "data/synthetic.py",
-    "integrations/lightning.py",  # a loader of step numbers: it holds no record
-}  # fmt: skip
-LOADERS = {"DataLoader", "RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler"}
-SAMPLERS = LOADERS | {"randperm", "permutation", "shuffle", "choice"}
-
-
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yield every call with the last part of its function's name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
-
-
-@pytest.mark.long
-def test_no_other_sampler_draws_private_records():
-    """Nothing in the package but `poisson_sample` chooses the records of a step, and its rate is
-    always one that a plan or a section states."""
-    drawing = set()
-    for path in sorted((ROOT / "dpdist").rglob("*.py")):
-        name = path.relative_to(ROOT / "dpdist").as_posix()
-        for called, node in calls(ast.parse(path.read_text())):
-            if called == "poisson_sample":
-                drawing.add(name)
-                assert ast.unparse(node.args[3]).endswith("plan.sample_rate") or (
-                    ast.unparse(node.args[3]) == "section.sample_rate"
-                )
-            assert called not in SAMPLERS or name in OTHER_ORDERS, f"{name}: {called}"
-    assert drawing == {
-        "training/private_step.py", "audits/trainings.py", "methods/hidden_noise_shares.py"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_a_notebook_gives_its_records_and_no_sampler(path):
-    """One that trains privately; the others train no private record at all."""
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    called = {name for name, _ in calls(ast.parse("\n".join("".join(c["source"]) for c in cells)))}
-    assert not called & LOADERS
-    assert called & {"PrivateTraining", "fit", "run"} or path.stem == "certify_any_model"
