@@ -24,7 +24,8 @@ from tools import commands, python_api, recipe_keys, run_files
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 INDEX = "docs/index.md"
-SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Evidence", "The project")
+SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Evidence", "Contributing",
+           "The project")  # fmt: skip
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "recipe keys": recipe_keys.recipe_page,

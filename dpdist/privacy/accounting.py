@@ -242,10 +242,10 @@ def compute_epsilon(
     is charged for, or a search is priced. Raises UnsupportedMechanismError when neither covers
     them.
     """
-    return _epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
+    key = _HashableEvents(repr(list(path_events)), path_events)
+    return _cached_epsilon(key, delta, neighbours)
 
 
-@lru_cache(maxsize=1000)  # a run asks for the price of its plan a dozen times
 def _epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> tuple[float, str]:
     alternatives = paths.events
     try:
@@ -276,6 +276,10 @@ def _epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> tu
         if math.isinf(value) and not resolved:
             return value, f"no finite bound (PLD does not resolve delta {delta:g})"
     return value, pld_accountant_name(grid, search)
+
+
+# A run asks for the price of its plan a dozen times. No decorator: `make mutation` skips those.
+_cached_epsilon = lru_cache(maxsize=1000)(_epsilon)
 
 
 def compute_privacy_losses(
@@ -331,15 +335,18 @@ def coarse_epsilon(
 
     Raises UnsupportedMechanismError where there is no PLD or it does not resolve `delta`.
     """
-    return _coarse_epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
+    key = _HashableEvents(repr(list(path_events)), path_events)
+    return _cached_coarse_epsilon(key, delta, neighbours)
 
 
-@lru_cache(maxsize=1000)
 def _coarse_epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> float:
     _, losses = compute_privacy_losses(paths.events, neighbours, grid_factor=10)
     if not all(loss.resolves(delta) for loss in losses):
         raise UnsupportedMechanismError(f"PLD does not resolve delta {delta:g}")
     return _max_or_zero([loss.epsilon(delta) for loss in losses])
+
+
+_cached_coarse_epsilon = lru_cache(maxsize=1000)(_coarse_epsilon)
 
 
 def delta_profile(

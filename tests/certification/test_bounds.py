@@ -61,6 +61,17 @@ def test_upper_bound_mirrors_the_lower_one(hits: int, draws: int, alpha: float) 
     assert upper == pytest.approx(1 - lower, rel=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [1e-9, 0.3, 0.9])
+def test_one_draw_and_none_of_its_outcomes_bound_nothing_more(alpha: float) -> None:
+    """With a large alpha the complement of a bound is small, where other formulas take over."""
+    assert binomial.clopper_pearson_lower(0, 1, alpha) == 0.0
+    assert binomial.clopper_pearson_upper(1, 1, alpha) == 1.0
+    assert binomial.clopper_pearson_lower(1, 1, alpha) == pytest.approx(alpha, rel=1e-12)
+    assert binomial.clopper_pearson_upper(0, 1, alpha) == pytest.approx(1 - alpha, rel=1e-12)
+    assert binomial.clopper_pearson_lower(1, 1, alpha) <= alpha
+    assert binomial.clopper_pearson_upper(0, 1, alpha) >= 1 - alpha
+
+
 @pytest.mark.parametrize("draws", [1, 10, 10**5, 10**9])
 def test_edges_have_their_closed_forms(draws: int) -> None:
     mp.mp.dps = 40

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from typing import ClassVar, get_args
 
 import numpy as np
@@ -52,6 +53,17 @@ def test_noise_has_its_distribution_and_no_other(name: str) -> None:
     assert stats.kstest(values, DISTRIBUTIONS[name](0.5).cdf).pvalue > 1e-4
     for wrong in (0.5 * 2 / 3, 0.5 * 3 / 2, 0.5 * 1.02):
         assert stats.kstest(values, DISTRIBUTIONS[name](wrong).cdf).pvalue < 1e-4
+
+
+@pytest.mark.parametrize("index", [None, 0, 12])
+def test_the_key_of_a_unit_is_the_digest_of_its_name(index: int | None) -> None:
+    """Tables that were begun go on with the same draws, and `verify --redraw` makes them again."""
+    digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
+    place = "bank" if index is None else str(index)
+    parts = ("test", "seed", "model", "data", "gaussian", (0.5).hex(), place, "estimate", "3")
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little") + part.encode())
+    assert SOURCE.key(index, units.ESTIMATE, 3) == digest.digest()
 
 
 def test_gaussian_tails_and_independence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpdist.gradients.noise import add_noise, standard_normal
+from dpdist.gradients.noise import add_noise, extend_rare_word, standard_normal
 from dpdist.gradients.sampling import poisson_sample, worker_range
 from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, stream_words
 
@@ -68,6 +69,13 @@ def test_run_keys_are_fresh_and_their_ids_hide_them():
     keys = {new_run_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(key_id(key) not in key.hex() for key in keys)
+
+
+def test_the_id_of_a_key_is_a_short_digest_of_its_own():
+    """Ledgers name keys by it, and are read after years."""
+    wanted = hashlib.blake2b(KEY, digest_size=8, person=b"dpdist.keyid").hexdigest()
+    assert key_id(KEY) == wanted and len(wanted) == 16
+    assert key_id(bytes(32)) != wanted
 
 
 def test_wrong_key_length_is_refused():
@@ -256,6 +264,30 @@ def test_a_rare_word_does_not_depend_on_where_the_stream_is_entered(monkeypatch)
     assert len(np.unique(np.abs(whole))) == 101
     for start, count in [(0, 101), (1, 1), (33, 68), (100, 1)]:
         assert np.array_equal(standard_normal(KEY, start, count), whole[start : start + count])
+
+
+def test_the_continuation_of_a_rare_word_has_a_key_of_its_own():
+    """Words of the noise's own stream would depend on the pairs that they belong to."""
+    for pair in (0, 7, 2**31):
+        (more,) = stream_words(derive_key(KEY, "tail"), pair, 1).tolist()
+        wanted = (5 + (more + 1) / 2**64) / 2**64
+        assert extend_rare_word(5, KEY, pair) == pytest.approx(wanted, rel=1e-15)
+
+
+def test_no_entries_are_no_noise():
+    assert standard_normal(KEY, 3, 0).shape == (0,)
+    assert add_noise(np.empty(0), KEY, 1.0).shape == (0,)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.5])
+def test_a_noisy_sum_has_the_shape_of_the_sum_in_float64(std):
+    total = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
+    noisy = add_noise(total, KEY, std)
+    assert noisy.shape == (3, 4) and noisy.dtype == np.float64
+    wanted = total.astype(np.float64) + std * standard_normal(KEY, 0, 12).reshape(3, 4)
+    assert np.abs(noisy - wanted).max() <= (2.0**-24 if std else 0.0)
+    with pytest.raises(ValueError, match="not finite"):
+        add_noise(np.array([1.0, np.nan]), KEY, std)
 
 
 def test_sum_is_on_the_grid_and_close():

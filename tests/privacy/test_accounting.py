@@ -23,6 +23,7 @@ from dpdist.privacy.accounting import compose_rdp, compute_epsilon, delta_profil
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.pld import (
     UnsupportedMechanismError,
+    WorstOfDpEvent,
     compose_pld,
     library_relation,
     sampled_gaussian_pld,
@@ -323,6 +324,47 @@ def test_coarse_bounds_are_bounds():
     coarse = accounting.coarse_epsilon([event], 1e-5, BOTH[0])
     assert fine <= coarse <= 1.05 * fine
     assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
+
+
+def test_each_plan_has_its_own_coarse_bound():
+    """Prices are kept by the plan that they are of."""
+    few, many = (dpa.SelfComposedDpEvent(SAMPLED, steps) for steps in (50, 500))
+    first = accounting.coarse_epsilon([few], 1e-5, BOTH[0])
+    assert accounting.coarse_epsilon([many], 1e-5, BOTH[0]) > first
+    assert accounting.coarse_epsilon([few], 1e-6, BOTH[0]) > first
+    assert accounting.coarse_epsilon([few], 1e-5, BOTH[0]) == first
+
+
+@pytest.mark.parametrize("neighbours", BOTH)
+def test_an_approximate_price_is_near_the_price(neighbours):
+    """A calibration starts from it."""
+    event = dpa.SelfComposedDpEvent(GAUSS, 10)
+    value, _ = compute_epsilon([event], 1e-5, neighbours)
+    assert accounting.approximate_epsilon([event], 1e-5, neighbours) == pytest.approx(
+        value, rel=0.3
+    )
+    worse = [dpa.GaussianDpEvent(9.0), event]  # a record takes the worse of two paths
+    assert accounting.approximate_epsilon(worse, 1e-5, neighbours) == (
+        accounting.approximate_epsilon([event], 1e-5, neighbours)
+    )
+
+
+def test_what_has_no_orders_has_no_approximate_price():
+    assert accounting.approximate_epsilon([SAMPLED], 1e-5, BOTH[1]) == math.inf
+
+
+def test_a_search_that_costs_nearly_nothing_has_a_bound_by_rdp():
+    """The library takes the logarithm of a divergence that rounds to zero."""
+
+    def bound(event):
+        return compose_rdp(event, BOTH[0], accounting.QUICK_ORDERS).get_epsilon(1e-5)
+
+    tiny = dpa.PoissonSampledDpEvent(1e-6, dpa.GaussianDpEvent(1e4))
+    search, twice = (RepeatAndSelectDpEvent(tiny, mean, math.inf) for mean in (3.0, 6.0))
+    assert 0 < bound(search) < bound(dpa.SelfComposedDpEvent(search, 2)) < 0.02
+    assert bound(search) < bound(twice) < 0.02
+    assert bound(GAUSS) < bound(dpa.ComposedDpEvent([GAUSS, search])) < bound(GAUSS) + 0.3
+    assert bound(WorstOfDpEvent([search, GAUSS])) == bound(GAUSS)
 
 
 @pytest.mark.whole

@@ -21,11 +21,11 @@ from dpdist.tuning.trial import run_trial
 def coarse_grid(monkeypatch):
     """Ten times coarser: still upper bounds, and what is said of them here depends on no grid."""
     monkeypatch.setattr(accounting, "FINEST_GRID", 1e-3)
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
+    accounting._cached_epsilon.cache_clear()
+    accounting._cached_coarse_epsilon.cache_clear()
     yield
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
+    accounting._cached_epsilon.cache_clear()
+    accounting._cached_coarse_epsilon.cache_clear()
 
 
 @pytest.fixture
