@@ -26,6 +26,7 @@ from torch.utils import data as torch_data
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY, open_parquet
 from dpdist.data import names_nobody
+from dpdist.data.column_names import check_names
 from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
@@ -208,7 +209,7 @@ def _adapted(data: Any, options: Options) -> Records:
     library = type(data).__module__.partition(".")[0]
     kind = type(data).__name__
     if library == "pandas":
-        return _of_table(_arrow_of_pandas(data, options), options)
+        return _of_table(_arrow_of_pandas(data, options), options, named=False)
     if library == "pyarrow":
         return _of_table(data, options)
     if library == "ray":
@@ -517,6 +518,7 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
     if type(frame).__name__ != "DataFrame":
         options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
     named = [str(name) for name in frame.columns]
+    check_names([name for name in frame.columns if isinstance(name, str)], options.name)
     unit = options.unit if isinstance(options.unit, str) else None
     _check_columns(named, options)
     used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
@@ -540,9 +542,12 @@ def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
     options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
 
 
-def _of_table(table: pa.Table, options: Options) -> Records:
+def _of_table(table: pa.Table, options: Options, *, named: bool = True) -> Records:
+    """Return records of a table. named: its names of columns are still to be checked."""
     if not hasattr(table, "column_names"):
         options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
+    if named:
+        check_names(table.column_names, options.name)
     records = ArrayRecords.of(*_table_columns(table, options), options)
     if said := (table.schema.metadata or {}).get(FEATURES_KEY):  # what their network saw
         records.assumed = (*records.assumed, said.decode(errors="replace"))
@@ -656,6 +661,7 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
     filled = [block for block in blocks if block.num_rows]
     if not filled:
         options.refuse("must hold one record at least, got none", "look where it comes from")
+    check_names(filled[0].column_names, options.name)
     columns, shape = _table_columns(pa.concat_tables(filled), options)
     arrays = [np.asarray(column) for column in columns.values()]
     digests = []
