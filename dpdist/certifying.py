@@ -6,6 +6,7 @@ with the same table, to the byte, on any number of actors.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import secrets
 import tempfile
@@ -24,6 +25,7 @@ from dpdist.certification.job import DatasetLike, Subject
 from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
 from dpdist.cluster.resumable_job import CHUNK_SECONDS, run_job
 from dpdist.config.training import ResourcesRecipe
+from dpdist.core.console import format_table
 from dpdist.core.errors import UserError
 from dpdist.core.fields import validation_message
 from dpdist.core.files import quoted
@@ -53,7 +55,7 @@ class CertificateTable(table.CertificateTable):
     Guarantee: each row by itself is wrong with probability at most `alpha`, over the noise.
     `certified_accuracy(size)` is the share of these inputs, a measured number;
     `population_bounds()` bounds the share in the population that the inputs were drawn from.
-    `to_arrow()` has all columns.
+    `to_arrow()` has all columns; `print(table)` shows the summary, with the verdict first.
 
     Attributes:
         index: (N,) int64 positions of the inputs in the data.
@@ -63,6 +65,8 @@ class CertificateTable(table.CertificateTable):
             abstains.
         alpha: error probability of each certificate.
         sigma, n, mode, norm: as the settings say.
+        clean_accuracy: accuracy of the model itself on these inputs, without smoothing noise.
+        input_range: least and largest number in the inputs (in 1,000 of them, if there are more).
         path: certificates.parquet; gone when `certify` was given no folder.
 
     Example:
@@ -77,6 +81,11 @@ class CertificateTable(table.CertificateTable):
         >>> [bound.radius for bound in table.population_bounds([0.25])]
         [0.25]
     """
+
+    def __str__(self) -> str:
+        """Return the summary that `dpdist certify` prints, its verdict first."""
+        rows = statistics.summary_rows(self)
+        return format_table(rows, title=f"certificates, sigma {self.sigma:g}")
 
     def population_bounds(
         self, radii: Sequence[float] | None = None, error: float = statistics.ERROR
@@ -110,6 +119,8 @@ def certify(
     folder: str | Path | None = None,
     resources: Mapping[str, Any] | None = None,
     executor: ExecutorName | None = None,
+    normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None,
+    weights: str | Path | None = None,
     progress: Progress | None = None,
     trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
@@ -141,6 +152,11 @@ def certify(
         resources: keys of the recipe's section: certify_actors and certify_gpus.
         executor: where the draws are counted: "local" in this process, "ray" on actors, None by the
             size of the work (`dpdist.cluster.executor`). No bit of the result depends on it.
+        normalize: (mean, std) of the training inputs, each one number or one per channel. They
+            become part of the model: give inputs that are not normalised, and sigma and radii are
+            in their units. Only of a module, a callable or a factory.
+        weights: a state dict (.pt) or .safetensors file, loaded into a copy of the module or into
+            what the factory builds.
         progress: called with inputs done, inputs in all, and draws per second.
         trusted_factory: "package.module:factory" that may be imported for a model folder.
         chunk_seconds: the work that an actor gets at a time.
@@ -148,8 +164,9 @@ def certify(
         old: `actors` and `gpus` of the deprecated call; refused otherwise.
 
     Returns:
-        A `CertificateTable`; from the deprecated call a pyarrow Table. Warns where it says little,
-        such as of a sigma that is tiny beside the inputs' numbers.
+        A `CertificateTable`, which prints its summary; from the deprecated call a pyarrow Table.
+        Warns if the results are doubtful, such as for images outside 0 to 1, or a model that is
+        not better than the commonest class.
 
     Raises:
         UserError: classifier, data and settings do not fit, or the folder holds another
@@ -194,7 +211,8 @@ def certify(
         raise TypeError(f"certify() got an unexpected keyword argument {min(old)!r}")
     check_executor_name(executor)
     asked = _resources(resources or {})
-    inputs, chosen, subject = _resolved(what, data, settings, trusted_factory)
+    changed = _Changed(normalize, None if weights is None else Path(weights))
+    inputs, chosen, subject = _resolved(what, data, settings, trusted_factory, changed)
     work = job.CertificationJob(subject, inputs, chosen, gpus=asked.certify_gpus, log=say)
     workers = asked.certify_actors
     with open_executor(executor):
@@ -240,34 +258,88 @@ def _required(settings: Certificate | None) -> Certificate:
 # --- the classifier ---------------------------------------------------------------------------
 
 
+class _Changed:
+    """The normalisation and the weights that a module, callable or factory is certified with."""
+
+    def __init__(self, normalize: Any, weights: Path | None) -> None:
+        self.weights = weights
+        self.mean: tuple[float, ...] = ()
+        self.std: tuple[float, ...] = ()
+        if normalize is not None:
+            self.mean, self.std = _constants(normalize)
+
+    def require_none(self, what: Any) -> None:
+        """Raise UserError for what has both already: a run, a release, a folder of a model."""
+        given = [name for name, value in (("normalize", self.mean), ("weights", self.weights))
+                 if value]  # fmt: skip
+        if given:
+            raise UserError(
+                f"{', '.join(given)}: must be left out for a {type(what).__name__}, whose model "
+                "has its own"
+            )
+
+    def loaded(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module in evaluation mode, with the weights."""
+        from dpdist.models.weights import load_foreign, read_weights
+
+        if self.weights is None:
+            return models.fresh_copy(module).eval()
+        copied = copy.deepcopy(module).eval()
+        load_foreign(copied, read_weights(self.weights), self.weights)
+        return copied
+
+    def normalised(self, module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Return the module behind the normalisation of inputs of this shape."""
+        if not self.mean:
+            return module
+        return models.normalised(module, shape, self.mean, self.std)
+
+
+def _constants(given: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std, each as a tuple. Raises UserError."""
+    try:
+        mean, std = (tuple(map(float, np.atleast_1d(np.asarray(each)))) for each in given)
+    except (TypeError, ValueError):
+        mean = std = ()
+    if not (mean and std and np.isfinite([*mean, *std]).all() and min(std) > 0):
+        raise UserError(
+            "normalize: must be (mean, std), each a number or one for each channel, std > 0, such "
+            "as ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))"
+        )
+    return mean, std
+
+
 def _resolved(
-    what: Any, data: Any, settings: Certificate | None, trusted_factory: str | None
-) -> tuple[DatasetLike, Certificate, Subject]:
+    what: Any, data: Any, settings: Certificate | None, trusted_factory: str | None,
+    changed: _Changed,
+) -> tuple[DatasetLike, Certificate, Subject]:  # fmt: skip
     """Return inputs, settings and model. Raises UserError."""
     import torch
 
     if isinstance(what, str | Path) and not _is_factory(what):
         what = _at_path(Path(what), trusted_factory)
+    if isinstance(what, RunFolder | Release | Subject):
+        changed.require_none(what)
     if isinstance(what, RunFolder):
         return _resolve_run(what, data, settings)
     if isinstance(what, Release):
         return _resolve_release(what, data, settings)
     chosen = _required(settings)
     inputs = test_inputs(data)
+    shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
     if isinstance(what, Subject):
         subject = what
     elif isinstance(what, str):
         known = getattr(inputs, "classes", None) or int(np.max(inputs.labels)) + 1
-        shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
-        foreign = ForeignModel(what)
+        foreign = ForeignModel(what, changed.weights, mean=changed.mean, std=changed.std)
         network, spec = build_foreign(foreign, shape, known)
         require_trained_weights(foreign, network, spec)
         code = FactoryCode.from_factories(spec.user_factories)
         subject = Subject(network, _digest(network), what, code)
     elif isinstance(what, torch.nn.Module):
-        subject = _of_module(what)
+        subject = _of_module(what, changed, shape)
     elif callable(what):
-        subject = _of_callable(what)
+        subject = _of_callable(what, changed, shape)
     else:
         raise UserError(
             "what: must be a torch module, a callable, 'package.module:factory', a RunFolder, a "
@@ -321,24 +393,32 @@ def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | S
     return open_run(str(path), Path("runs"))
 
 
-def _of_module(module: nn.Module) -> Subject:
+def _of_module(module: nn.Module, changed: _Changed, shape: tuple[int, ...]) -> Subject:
     import torch
 
     from dpdist.models.outputs import Answers
 
-    copied = models.fresh_copy(module).eval()  # the caller's own stays in its mode
+    copied = changed.loaded(module)  # the caller's own stays in its mode
     if isinstance(copied, torch.jit.ScriptModule):  # whose methods are not all those of a module
         copied = Answers(copied).eval()
+    copied = changed.normalised(copied, shape)
     return Subject(copied, _digest(copied), type(module).__name__, _code_of(type(module)))
 
 
-def _of_callable(function: Callable[..., Any]) -> Subject:
+def _of_callable(
+    function: Callable[..., Any], changed: _Changed, shape: tuple[int, ...]
+) -> Subject:
     """Return a callable as a module. Raises UserError where workers could not receive it."""
     import cloudpickle
 
     from dpdist.models.outputs import Answers
 
     name = getattr(function, "__qualname__", type(function).__qualname__)
+    if changed.weights is not None:
+        raise UserError(
+            f"weights: must be left out for {name}, which is no module: load them into what it "
+            "calls, or give the module"
+        )
     code = _code_of(function if hasattr(function, "__module__") else type(function))
     try:
         cloudpickle.dumps(function)
@@ -347,7 +427,8 @@ def _of_callable(function: Callable[..., Any]) -> Subject:
             f"what: {name}: must be a callable that can be pickled, as workers receive it, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    return Subject(Answers(function).eval(), _digest(function), name, code)
+    module = changed.normalised(Answers(function), shape).eval()
+    return Subject(module, _digest(module if changed.mean else function), name, code)
 
 
 def _code_of(what: Any) -> FactoryCode:

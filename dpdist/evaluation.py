@@ -17,7 +17,7 @@ from dpdist.certification.table import input_range, range_words
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
 from dpdist.core.files import check_shape, finite_or_none, write_json
-from dpdist.data import Dataset, load
+from dpdist.data import Dataset
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _BATCH, _DOCUMENT_BATCH_SIZE = 1000, 100  # inputs at once; documents
 _NUMBERS = 2**24  # of a batch of inputs
-_DRAWS = 16
 _MAX_IMAGE_SIDE = 96  # of an image in a report, at most
 
 
@@ -203,29 +202,15 @@ def _scoring_function(
     if not find_noise_location(model).is_random:
         about["noise_draws"] = None
         return len(dataset), lambda inputs, start: model(inputs), about, model
-    from dpdist.certification.worker import expected_log_scores
+    from dpdist.certification.worker import CLEAN_DRAWS, expected_log_scores
 
-    seed, draws = secrets.token_hex(16), _DRAWS
+    seed, draws = secrets.token_hex(16), CLEAN_DRAWS
     return (
         len(dataset),
         lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
         about | {"noise_draws": draws},
         None,
     )
-
-
-def units_row(recipe: Recipe, table: Any) -> list[tuple[str, str]]:
-    """Return a summary's row of the range of inputs beside sigma, for a table of certificates.
-
-    Computed from the test inputs, if they are those that the table was made of; else there is none.
-    """
-    try:
-        dataset = load(data_source(recipe), "test")
-    except UserError:  # the data do not lie here any more
-        return []
-    if dataset.fingerprint != table.job_record["data"]:
-        return []
-    return [("units", range_words(*input_range(dataset, table.index.tolist()), table.sigma))]
 
 
 def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:

@@ -32,7 +32,6 @@ from dpdist.evaluation import (
     evaluate_stage,
     require_model,
     split_images,
-    units_row,
 )
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
@@ -598,6 +597,4 @@ def summary(folder: RunFolder) -> list[tuple[str, str]]:
     """Return name and value of each line that a finished run shows at its end."""
     from dpdist.reports.facts import read_facts
 
-    facts = read_facts(folder)
-    units = [row for table in facts.tables for row in units_row(facts.recipe, table)]
-    return [*facts.summary(), *dict.fromkeys(units)]
+    return read_facts(folder).summary()

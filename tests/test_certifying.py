@@ -18,6 +18,7 @@ from torch import nn
 
 import dpdist
 from dpdist import data, models
+from dpdist.certification import table_reader
 from dpdist.certification.inference import ExecutedClassifier
 from dpdist.certifying import certify
 from dpdist.certifying import test_inputs as inputs_of
@@ -282,6 +283,139 @@ def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Pa
         warnings.simplefilter("error", DeprecationWarning)
         new = dpdist.certify(tmp_path / "model", inputs, SETTINGS, folder=tmp_path / "out")
     assert old.equals(new.to_arrow()) and old.num_rows == 6
+
+
+# ---- units: what is certified is what was trained
+
+
+class Normalised(nn.Module):
+    """A network of normalised inputs behind the normalisation that a data loader does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in CONSTANTS)
+        return self.inner((x - mean) / std)
+
+
+CONSTANTS = ((0.5, 0.3), (0.25, 0.2))
+FEW = dpdist.Cohen(sigma=0.1, n=200, n0=20, seed="a", radii=(0.05, 0.1))
+
+
+def images() -> tuple[nn.Module, np.ndarray, np.ndarray]:
+    """A network of normalised images of 2 channels, images in 0 to 1, and what it says of them."""
+    module = models.initialise(models.ModelSpec("linear", (2, 3, 3), 3), 5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(4)
+    x = np.random.default_rng(1).random((40, 2, 3, 3), dtype=np.float32)
+    return module, x, Normalised(module)(torch.from_numpy(x)).argmax(1).numpy()
+
+
+def columns(table: dpdist.CertificateTable) -> list[list[object]]:
+    return [table.to_arrow()[name].to_pylist() for name in ("selected", "radius", "prediction")]
+
+
+def test_normalisation_becomes_part_of_the_model_by_object_as_by_command(tmp_path: Path) -> None:
+    module, x, y = images()
+    found = dpdist.certify(module, (x, y), FEW, normalize=CONSTANTS, executor="local")
+    assert found.clean_accuracy == 1.0 and found.input_range == (x.min(), x.max())
+    forgotten = dpdist.certify(module, (x, y), FEW, executor="local")
+    with torch.no_grad():
+        right = module(torch.from_numpy(x)).argmax(1).numpy() == y
+    assert forgotten.clean_accuracy == right.mean() < 1
+    torch.save(module.state_dict(), tmp_path / "net.pt")
+    name = "test_certifying:fresh_images_network"
+    by_name = dpdist.certify(
+        name, (x, y), FEW, normalize=CONSTANTS, weights=tmp_path / "net.pt", executor="local"
+    )
+    assert by_name.clean_accuracy == 1.0
+    other = models.initialise(models.ModelSpec("linear", (2, 3, 3), 3), 9)
+    before = [each.clone() for each in other.parameters()]
+    loaded = dpdist.certify(
+        other, (x, y), FEW, normalize=CONSTANTS, weights=tmp_path / "net.pt", executor="local"
+    )
+    assert columns(loaded) == columns(found)  # the same weights, so the same digest and draws
+    assert all(map(torch.equal, other.parameters(), before))
+    called = dpdist.certify(
+        lambda each: module(each), (x, y), FEW, normalize=CONSTANTS, executor="local"
+    )
+    assert called.clean_accuracy == 1.0
+
+
+def fresh_images_network(num_classes: int = 3) -> nn.Module:
+    return models.initialise(models.ModelSpec("linear", (2, 3, 3), num_classes), 7)
+
+
+def test_normalisation_is_part_of_what_a_folder_holds(tmp_path: Path) -> None:
+    module, x, y = images()
+    certify(module, (x, y), FEW, folder=tmp_path / "c", normalize=CONSTANTS, executor="local")
+    with pytest.raises(UserError, match="model"):
+        certify(module, (x, y), FEW, folder=tmp_path / "c", normalize=(0.5, 0.5), executor="local")
+
+
+def test_normalised_images_are_doubted_with_the_cure_and_units_are_printed() -> None:
+    module, x, y = images()
+    mean, std = (np.array(each, np.float32).reshape(2, 1, 1) for each in CONSTANTS)
+    with pytest.warns(UserWarning, match=r"outside 0 to 1.*normalize=\(mean, std\)"):
+        odd = dpdist.certify(module, ((x - mean) / std, y), FEW, executor="local")
+    assert odd.clean_accuracy == 1.0 and odd.input_range is not None and odd.input_range[0] < -1
+    assert "outside 0 to 1" in str(odd).splitlines()[2]  # under title and rule: the verdict
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fine = dpdist.certify(module, (x, y), FEW, normalize=CONSTANTS, executor="local")
+    assert "100.00 % of 40 inputs" in str(fine) and "inputs lie in" in str(fine)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "said"),
+    [((0.5,), "normalize: must be"), ((0.5, 0.0), "normalize: must be"), ("ab", "normalize"),
+     (((0.1, 0.2, 0.3), 0.5), "give 1 or 2 values"), ((0.5, float("nan")), "normalize")],
+)  # fmt: skip
+def test_constants_of_no_normalisation_are_refused(normalize: object, said: str) -> None:
+    module, x, y = images()
+    with pytest.raises(UserError, match=said):
+        dpdist.certify(module, (x, y), FEW, normalize=normalize, executor="local")
+
+
+def test_what_a_run_or_a_callable_has_already_is_refused(tmp_path: Path) -> None:
+    module, x, y = images()
+    spec = models.ModelSpec("linear", (2, 3, 3), 3)
+    models.save(module, spec, tmp_path / "model")
+    with pytest.raises(UserError, match="normalize: must be left out"):
+        dpdist.certify(tmp_path / "model", (x, y), FEW, normalize=CONSTANTS, executor="local")
+    with pytest.raises(UserError, match="weights: must be left out"):
+        dpdist.certify(lambda each: module(each), (x, y), FEW, weights="a.pt", executor="local")
+
+
+def test_shares_of_a_certification_merge_their_clean_answers_and_ranges() -> None:
+    module, x, y = images()
+    y = np.where(np.arange(40) % 4 == 0, (y + 1) % 3, y)  # 10 wrong labels, all in one share
+    parts = [
+        dpdist.certify(
+            module, (x, y), FEW.model_copy(update={"start": start, "every": 2}),
+            normalize=CONSTANTS, executor="local",
+        ) for start in (0, 1)
+    ]  # fmt: skip
+    assert [part.clean_accuracy for part in parts] == [0.5, 1.0]
+    whole = table_reader.from_arrow(table_reader.merge_tables([p.to_arrow() for p in parts]))
+    assert whole.clean_accuracy == 0.75
+    assert whole.input_range == (x.min(), x.max())
+
+
+def test_a_model_that_says_one_class_is_named_first(here: None) -> None:
+    _, x, _ = images()
+    y = (np.arange(40) % 4 == 0).astype(int)  # the commonest class has 75 %
+
+    def constant(each: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[9.0, 0.0]]).repeat(len(each), 1) + 0 * each.flatten(1)[:, :2]
+
+    with pytest.warns(UserWarning, match=r"commonest class, 75.0 %; it says one class on 100.0 %"):
+        found = dpdist.certify(constant, (x, y), FEW, executor="local")
+    assert found.certified_accuracy(0.1) == 0.75
+    assert "commonest class" in str(found).splitlines()[2]
 
 
 # ---- a finished table is of the classifier that was asked about

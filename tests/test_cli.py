@@ -444,7 +444,7 @@ def test_wrong_columns_and_labels(dpdist, tmp_path):
     columns = {"features": ["x"]}
     section = {"name": "mine", "root": str(tmp_path / "data"), "classes": 1, "columns": columns}
     path = recipe(tmp_path, data=section)
-    assert "row 1: label 1 is outside 0..0" in refused(dpdist("train", path, cwd=tmp_path))
+    assert "row 1: column 'label' must be 0 to 0" in refused(dpdist("train", path, cwd=tmp_path))
 
 
 def make_run(tmp_path: Path) -> Path:

@@ -76,6 +76,6 @@ def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
     hidden = dataclasses.replace(
         facts, training_summary=facts.training_summary | {"secret": "not shown"}
     )
-    assert repr(hidden).startswith("run x\n  privacy: ") and "not shown" not in repr(hidden)
+    assert repr(hidden).startswith("run x\n  verdict: ") and "not shown" not in repr(hidden)
     with pytest.raises(dpdist.UserError, match="no such run"):
         dpdist.read_facts("nowhere")

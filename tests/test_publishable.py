@@ -21,8 +21,8 @@ from dpdist import pipeline
 from dpdist.cli.main import app
 from dpdist.data.record_hashes import hash_inputs, hash_positions
 from dpdist.publishing import write_release
+from dpdist.reports.export import run_as_json as published_json
 from dpdist.reports.facts import read_facts
-from dpdist.reports.summary import run_as_json as published_json
 from dpdist.runs.archive import Archive, export_text, publishable_files
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe

@@ -25,6 +25,7 @@ from dpdist.certification.worker import (
     InputWorkUnit,
     Worker,
     probe,
+    wrong_clean_answers,
 )
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_JOB_SECONDS, LocalExecutor, current_executor
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
 _TIMINGS = "timings.csv"
+_CLEAN_ROWS = 100  # answered at a time without smoothing noise
 
 
 class DatasetLike(Protocol):
@@ -235,17 +237,25 @@ class CertificationJob(JobSpec):
             )
         spec = executor.run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
+        asked = assignment.settings
+        if self._log is not None and spec.batch == 1 < asked.n and asked.batch is None:
+            self._log(
+                "certifying: every draw in a batch of its own: whether so large a network looks at "
+                "its batch takes too long to check, so it is taken to do so"
+            )
+        low, high = tables.input_range(self._dataset, self._indices)
         if self._log is not None:
-            if spec.batch == 1 < assignment.settings.n and assignment.settings.batch is None:
-                self._log(
-                    "certifying: every draw in a batch of its own: whether so large a network "
-                    "looks at its batch takes too long to check, so it is taken to do so"
-                )
-            low, high = tables.input_range(self._dataset, self._indices)
             self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
+        seed = self._assignment.stream_keys.seed
+        wrong = wrong_clean_answers(
+            self._assignment.model, self._dataset, self._indices, seed, min(spec.batch, _CLEAN_ROWS)
+        )
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
-            "seed": self._assignment.stream_keys.seed,
+            "seed": seed,
+            tables.INPUT_SHAPE: list(self._assignment.input_shape),
+            tables.INPUT_RANGE: [low, high],
+            tables.CLEAN_WRONG: " ".join(map(str, wrong)),
             "classifier": spec.pinned_fields,
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
             job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(self._indices, labels),

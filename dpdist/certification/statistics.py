@@ -41,7 +41,9 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from dpdist.certification.table import CertificateTable
+from dpdist.certification.certificate import ABSTAIN
+from dpdist.certification.noise import norm_name
+from dpdist.certification.table import CertificateTable, range_words
 from dpdist.certification.table_reader import achievable_label_radii
 from dpdist.core.binomial import (
     clopper_pearson_interval,
@@ -244,20 +246,108 @@ def doubts(found: CertificateTable) -> list[str]:
     Equal certified accuracy at all printed radii, or an abstention on every input, comes of noise
     that is tiny, or huge, beside the numbers of the inputs more often than of the model.
     """
-    radii = found.reported_radii
+    radii, said = found.reported_radii, list[str]()
     shares = [found.certified_accuracy(radius) for radius in radii]
+    low, high = found.input_range or (0.0, 1.0)
+    if found.holds_images and not (low >= -_RANGE_SLACK and high <= 1 + _RANGE_SLACK):
+        said.append(
+            f"the numbers of the images lie in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
+            "and radii are in these units: if they were normalised, certify images in 0 to 1 with "
+            "normalize=(mean, std), or --normalize MEAN/STD"
+        )
     if found.abstention_rate == 1:
         return [
+            *said,
             f"the classifier abstained on all {len(found.index):,} inputs: sigma {found.sigma:g} "
-            "may drown them, or n may be too small"
+            "may drown them, or n may be too small",
         ]
     if len(radii) > 1 and shares[0] > 0 and len(set(shares)) == 1 and len(found.index) > 1:
-        return [
+        said.append(
             f"certified accuracy is the same at all radii up to {format_exact(radii[-1])}: the "
             f"inputs' numbers may be large beside sigma {found.sigma:g}, and then no radius means "
             "much; scale the inputs by public constants, or certify larger radii"
-        ]
-    return []
+        )
+    _, counts = np.unique(found.label, return_counts=True)
+    smoothed = int((found.size_if_correct() >= 0).sum())
+    if text := commonest_class_doubt(smoothed, len(found.index), int(counts.max())):
+        _, answers = np.unique(found.prediction[found.prediction >= 0], return_counts=True)
+        share = format_percent(answers.max() / len(found.index), 1)
+        said.append(f"with its noise, {text}; it says one class on {share} % of the inputs")
+    return said
+
+
+_RANGE_SLACK = 1e-3  # of what resizing and formats of images round
+
+
+def commonest_class_doubt(correct: int, inputs: int, commonest: int) -> str | None:
+    """Return the doubt that a model beats always saying the commonest class; None without one.
+
+    Args:
+        correct: inputs that the model answers correctly.
+        inputs: all inputs.
+        commonest: inputs of the commonest class.
+    """
+    sure = float(clopper_pearson_interval(correct, inputs, 2 * ERROR)[0])
+    if sure > commonest / inputs:
+        return None
+    return (
+        "the model is not shown to be right more often than always saying the commonest class, "
+        f"{format_percent(commonest / inputs, 1)} %"
+    )
+
+
+def verdict(found: CertificateTable) -> str:
+    """Return a table in one sentence, with what is doubtful about it first."""
+    clauses = [*doubts(found), f"with its noise, the model is {certified_clause(found)}"]
+    sentence = "; ".join(clauses)
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def smallest_shown_radius(table: CertificateTable) -> float:
+    """Return the smallest radius above 0 that a report shows."""
+    return min((radius for radius in table.reported_radii if radius > 0), default=0.0)
+
+
+def certified_clause(found: CertificateTable) -> str:
+    """Return the share of inputs that are certified at the smallest radius above 0, in words."""
+    radius = smallest_shown_radius(found)
+    share = format_percent(found.certified_accuracy(radius), 1)
+    return (
+        f"right and certified not to change within {norm_name(found.norm)} distance "
+        f"{format_exact(radius)} on {share} % of {len(found.index):,}"
+    )
+
+
+def input_rows(found: CertificateTable) -> list[tuple[str, str]]:
+    """Return rows of the clean accuracy of a table's inputs, and of their range beside sigma."""
+    rows = []
+    if found.clean_accuracy is not None:
+        share = format_percent(found.clean_accuracy)
+        rows.append(("clean accuracy of these", f"{share} % of {len(found.index):,} inputs"))
+    if found.input_range is not None:
+        rows.append(("units", range_words(*found.input_range, found.sigma)))
+    return rows
+
+
+def summary_rows(found: CertificateTable) -> list[tuple[str, str]]:
+    """Return name and value of each line that is printed of a table: the verdict first."""
+    abstained = int((found.prediction == ABSTAIN).sum())
+    rows = [("verdict", verdict(found)), ("inputs", f"{len(found.index):,}")]
+    rows += input_rows(found)
+    rows.append(("abstained", f"{abstained:,}"))
+    rows += found.summary_rows(found.reported_radii)
+    rows.append(population_summary_row(found))
+    rows.append(("draws", f"{sum(found.table['n'].to_pylist()):,}"))
+    rows.append(("alpha", f"{found.alpha:g} each"))
+    classifier = found.job_record.get("classifier", {})
+    if classifier:
+        executed = f"{classifier['form']}, batches of {classifier['batch']}"
+        if "device" in classifier:
+            executed += f", on {classifier['machine']}"
+        if "generator" in classifier:
+            executed += f", noise of {classifier['generator']}"
+        rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
+    return rows
 
 
 POPULATION = "of the population, at least"

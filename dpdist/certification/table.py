@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 TABLE = "certificates.parquet"
 KEY = b"dpdist.certification"
+# Entries of a table's record: what was measured of its inputs before they were certified.
+INPUT_SHAPE, INPUT_RANGE, CLEAN_WRONG = "input_shape", "input_range", "clean_wrong"
 
 
 @cache
@@ -505,6 +507,53 @@ class CertificateTable:
         )
 
     @property
+    def input_range(self) -> tuple[float, float] | None:
+        """Return the least and the largest number in the certified inputs, or in 1,000 of them.
+
+        None: the table does not state them. Nobody but who has the inputs can check them.
+
+        Raises:
+            UserError: the table's file is damaged: it states no range.
+        """
+        stated = self.job_record.get(INPUT_RANGE)
+        if stated is None:
+            return None
+        known = isinstance(stated, list) and [type(each) for each in stated] == [float, float]
+        if not (known and np.isfinite(stated).all() and stated[0] <= stated[1]):
+            raise UserError(
+                f"{self.path}: damaged: {INPUT_RANGE} must be the least and the largest"
+            )
+        return stated[0], stated[1]
+
+    @property
+    def holds_images(self) -> bool:
+        """Return whether the certified inputs have the shape of images, a bool."""
+        shape = self.job_record.get(INPUT_SHAPE, ())
+        return isinstance(shape, list) and len(shape) == 3
+
+    @property
+    def clean_accuracy(self) -> float | None:
+        """Return the accuracy of the network itself on the certified inputs, a float in [0, 1].
+
+        It is measured without smoothing noise; a network with noise of its own answers by its mean
+        scores over 16 draws. None: the table does not state it. Nobody but who has model and inputs
+        can check it.
+
+        Raises:
+            UserError: the table's file is damaged: it states no positions of inputs.
+        """
+        stated = self.job_record.get(CLEAN_WRONG)
+        if stated is None:
+            return None
+        try:
+            wrong = [int(each) for each in stated.split()]
+        except (AttributeError, ValueError):
+            raise UserError(
+                f"{self.path}: damaged: {CLEAN_WRONG} must name inputs by position"
+            ) from None
+        return float(1 - np.isin(self.index, wrong).mean())
+
+    @property
     def comparison_key(self) -> dict[str, Any]:
         """Return the terms by name, a dict of JSON values, on which two tables can be compared.
 
@@ -847,10 +896,7 @@ _MOST_LOOKED_AT = 1000
 
 
 def input_range(dataset: Any, indices: Sequence[int]) -> tuple[float, float]:
-    """Return the least and the largest number in up to 1,000 of the chosen inputs, spread out.
-
-    It is computed whenever it is printed: a file of it would be held by nothing.
-    """
+    """Return the least and the largest number in up to 1,000 of the chosen inputs, spread out."""
     count = len(indices)
     places = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
     some = np.asarray(indices)[places]

@@ -193,6 +193,11 @@ def merge_tables(parts: Sequence[pa.Table]) -> pa.Table:
     classifier["notes"] = sorted({why for note in notes for why in note["classifier"]["notes"]})
     about = notes[0] | {"settings": settings, "classifier": classifier}
     about |= {"seed": seeds[0], "seeds": seeds}
+    if all({tables.INPUT_RANGE, tables.CLEAN_WRONG} <= note.keys() for note in notes):
+        lows, highs = zip(*(note[tables.INPUT_RANGE] for note in notes), strict=True)
+        about[tables.INPUT_RANGE] = [min(lows), max(highs)]
+        wrong = {int(each) for note in notes for each in note[tables.CLEAN_WRONG].split()}
+        about[tables.CLEAN_WRONG] = " ".join(map(str, sorted(wrong)))
     if shares := _all_shards(notes):
         about["shares"] = shares
     if all(job_folder.LABEL_DIGEST_KEY in note for note in notes):

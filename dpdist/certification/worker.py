@@ -910,7 +910,36 @@ def build_checked_counter(assignment: Assignment) -> Any:
     return sampler
 
 
-# --- mean scores over a few draws -------------------------------------------------------------
+# --- answers to clean inputs ------------------------------------------------------------------
+
+
+CLEAN_DRAWS = 16  # of a model's own noise
+
+
+def wrong_clean_answers(
+    model: nn.Module, dataset: Any, indices: Sequence[int], seed: str, batch: int
+) -> list[int]:
+    """Return which of the inputs a model answers wrongly without smoothing noise.
+
+    Args:
+        model: in evaluation mode; one with noise of its own answers by its mean scores.
+        dataset: inputs and labels by position.
+        indices: positions of the inputs.
+        seed: of the model's own noise.
+        batch: most inputs at a time.
+    """
+    model, random = fresh_copy(model.eval()), find_noise_location(model).is_random
+    labels, wrong = np.asarray(dataset.labels), list[int]()
+    for start in range(0, len(indices), batch):
+        chosen = np.asarray(indices[start : start + batch])
+        inputs = dataset.batch(chosen)
+        with torch.inference_mode():
+            if random:
+                answers = expected_log_scores(model, inputs, CLEAN_DRAWS, seed, start)
+            else:
+                answers = model(inputs)
+        wrong += chosen[predicted_classes(answers).numpy() != labels[chosen]].tolist()
+    return wrong
 
 
 def expected_log_scores(

@@ -310,7 +310,7 @@ def certify_command(
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path for _, path in made], measured, as_json, folder.read_recipe())
+    _print_tables(folder.name, [path for _, path in made], measured, as_json)
 
 
 def _run_or_import(
@@ -513,16 +513,13 @@ def _stored_tables(certificates: Path) -> list[Path]:
 
 
 def _print_tables(
-    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool,
-    recipe: Any = None,
-) -> None:  # fmt: skip
-    """measured: of attacked copies, in place of their certificates. recipe: of the run, which says
-    where the inputs lie."""
-    from dpdist.certification import table_reader
-    from dpdist.core import console
+    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
+) -> None:
+    """measured: of attacked copies, in place of their certificates."""
+    from dpdist.certification import statistics, table_reader
 
     if as_json:
-        from dpdist.reports.summary import table_as_json
+        from dpdist.reports.export import table_as_json
 
         tables = [] if measured else [table_reader.read(path) for path in paths]
         found = [table_as_json(table) for table in tables]
@@ -534,34 +531,9 @@ def _print_tables(
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
         for path in paths:
-            _print_table(path, recipe)
-
-
-def _print_table(path: Path, recipe: Any) -> None:
-    from dpdist.certification import statistics, table_reader
-    from dpdist.core import console
-    from dpdist.evaluation import units_row
-
-    table = table_reader.read(path)
-    abstained = int((table.prediction == -1).sum())
-    rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
-    rows += table.summary_rows(table.reported_radii)
-    rows.append(statistics.population_summary_row(table))
-    rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
-    rows.append(("alpha", f"{table.alpha:g} each"))
-    if recipe is not None:
-        rows += units_row(recipe, table)
-    rows += [("WARNING", text) for text in statistics.doubts(table)]
-    classifier = table.job_record.get("classifier", {})
-    if classifier:
-        executed = f"{classifier['form']}, batches of {classifier['batch']}"
-        if "device" in classifier:
-            executed += f", on {classifier['machine']}"
-        if "generator" in classifier:
-            executed += f", noise of {classifier['generator']}"
-        rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
-    rows.append(("table", str(path)))
-    typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
+            table = table_reader.read(path)
+            rows = [*statistics.summary_rows(table), ("table", str(path))]
+            typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
 
 
 # --- dpdist radius ----------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def compare_command(
         compare.write_comparison_png(facts, picture)
     if as_json:
         from dpdist.core import console
-        from dpdist.reports.summary import comparison_as_json
+        from dpdist.reports.export import comparison_as_json
 
         console.print_json(comparison_as_json(facts, sizes))
         return

@@ -104,8 +104,8 @@ def run_command(
 
         track_run(folder, log, reveal_date=False)
     if as_json:
+        from dpdist.reports.export import run_as_json
         from dpdist.reports.facts import read_facts
-        from dpdist.reports.summary import run_as_json
 
         console.print_json(run_as_json(read_facts(folder)))
     else:

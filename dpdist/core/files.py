@@ -212,6 +212,40 @@ def error_text(error: BaseException) -> str:
     return " ".join(said.split())[:300] or type(error).__name__
 
 
+def data_error(
+    file: object,
+    rule: str,
+    *,
+    row: int | None = None,
+    line: int | None = None,
+    column: str | None = None,
+    cause: BaseException | None = None,
+) -> UserError:
+    """Return a complaint about a file of records: where, and which rule it breaks.
+
+    Guarantee: all words are dpdist's own, as a library's text may quote a record. Of what it raised
+    the kind alone is told, or what the operating system says of the file.
+
+    Args:
+        file: its path.
+        rule: what must be, or what is wrong.
+        row: number of the record, from 0.
+        line: number of the line, from 1.
+        column: name of the column.
+        cause: what a library raised.
+    """
+    place = str(file)
+    place += "" if row is None else f" row {row}"
+    place += "" if line is None else f": line {line}"
+    place += "" if column is None else f": column {column!r}"
+    by = "" if column is not None else ":"
+    if isinstance(cause, OSError) and cause.errno:
+        rule += f" ({cause.strerror})"
+    elif cause is not None:
+        rule += f" ({type(cause).__name__})"
+    return UserError(f"{place}{by} {rule}")
+
+
 def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
@@ -665,7 +699,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
         reader = pq.ParquetFile(path)
         names = reader.schema_arrow.names  # decoded only now
     except parquet_errors() as error:
-        raise UserError(f"{path}: not a readable Parquet file: {error_text(error)}") from error
+        raise data_error(path, "not a readable Parquet file", cause=error) from None
     about = reader.metadata
     rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
@@ -711,7 +745,7 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
         table = reader.read()
         table.validate(full=True)
     except parquet_errors() as error:
-        raise UserError(f"{path}: not a readable Parquet table: {error_text(error)}") from error
+        raise data_error(path, "not a readable Parquet table", cause=error) from None
     if table.num_rows != reader.metadata.num_rows:
         raise UserError(
             f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "

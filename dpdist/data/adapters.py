@@ -12,7 +12,7 @@ import hashlib
 import json
 import unicodedata
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.utils import data as torch_data
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY, open_parquet
 from dpdist.data import names_nobody
+from dpdist.data.column_names import check_names
 from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
     from dpdist.data.protocol import Batch
 
+IGNORED = -100  # what torch and `transformers` have in labels where nothing is learned
+LABELS = "labels"
+_MASKS = ("attention_mask", "token_type_ids")
 _ONE_RECORD = (
     "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
     "statistics of the whole set, nothing that is kept from item to item"
@@ -90,11 +94,31 @@ class Options:
             return self.pad_to.get(name)
         return self.pad_to if name != TARGETS and name != self.target else None
 
-    def padding_of(self, name: str) -> float:
-        """Return the value that fills up a field."""
-        if isinstance(self.pad_value, Mapping):
-            return self.pad_value.get(name, 0)
-        return self.pad_value
+    def padding_of(self, name: str, whole: bool, fields: Collection[str]) -> float:
+        """Return the value that fills up a field: one rule for every kind of data.
+
+        What is learned gets the value that no loss counts, and a mask 0; neither takes the one
+        `pad_value` of all fields, which would be learned or seen.
+
+        whole: it holds whole numbers. fields: names of all fields of a record.
+
+        Raises:
+            UserError: no value is harmless, and none was given for this field.
+        """
+        if isinstance(self.pad_value, Mapping) and name in self.pad_value:
+            return self.pad_value[name]
+        learned = name in (LABELS, TARGETS, self.target)
+        if learned and whole:
+            return IGNORED
+        if name in _MASKS:
+            return 0
+        if learned or (whole and LABELS in fields and name != "input_ids"):
+            self.refuse(
+                f"pad_value must give a value for field {name!r}, which is filled up, got none",
+                f"give pad_value={{{name!r}: VALUE}}, and the length of some fields only by "
+                "pad_to={FIELD: LENGTH}",
+            )
+        return 0 if isinstance(self.pad_value, Mapping) else self.pad_value
 
 
 def as_records(
@@ -128,7 +152,10 @@ def as_records(
         classes: whole-number targets must lie in 0..classes-1.
         pad_to: public length of dimension 0 of a record's input, or of several by field: shorter
             ones are filled up with `pad_value`, longer ones are cut.
-        pad_value: fills up short records: one value, or one by field.
+        pad_value: value that fills up short records, or values by field. Labels and targets of
+            whole numbers are filled up with -100, which no loss counts, and masks with 0, unless
+            their field is named. Fill values of floating targets, and of further whole numbers
+            beside `labels`, have to be named.
         ranges: public ranges by field, for the examples that a model is checked on: n for whole
             numbers 0..n-1, (low, high) for others.
         before_transform: returns the item at a position without random transforms, for the
@@ -182,7 +209,7 @@ def _adapted(data: Any, options: Options) -> Records:
     library = type(data).__module__.partition(".")[0]
     kind = type(data).__name__
     if library == "pandas":
-        return _of_table(_arrow_of_pandas(data, options), options)
+        return _of_table(_arrow_of_pandas(data, options), options, named=False)
     if library == "pyarrow":
         return _of_table(data, options)
     if library == "ray":
@@ -491,6 +518,7 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
     if type(frame).__name__ != "DataFrame":
         options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
     named = [str(name) for name in frame.columns]
+    check_names([name for name in frame.columns if isinstance(name, str)], options.name)
     unit = options.unit if isinstance(options.unit, str) else None
     _check_columns(named, options)
     used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
@@ -514,9 +542,12 @@ def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
     options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
 
 
-def _of_table(table: pa.Table, options: Options) -> Records:
+def _of_table(table: pa.Table, options: Options, *, named: bool = True) -> Records:
+    """Return records of a table. named: its names of columns are still to be checked."""
     if not hasattr(table, "column_names"):
         options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
+    if named:
+        check_names(table.column_names, options.name)
     records = ArrayRecords.of(*_table_columns(table, options), options)
     if said := (table.schema.metadata or {}).get(FEATURES_KEY):  # what their network saw
         records.assumed = (*records.assumed, said.decode(errors="replace"))
@@ -543,7 +574,9 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
     if not chosen:
         options.refuse("must have a column of inputs beside target and unit", _known(names))
     found: dict[str, Any] = {}
-    arrays = {name: _array(name, table.column(name), options) for name in chosen}
+    wanted = [*chosen, *([] if options.target is None else [options.target])]
+    arrays = {name: _array(name, table.column(name), options, wanted) for name in wanted}
+    answers = None if options.target is None else arrays.pop(options.target)
     if len(chosen) == 1 and (options.single or arrays[chosen[0]].ndim > 1):
         found[INPUTS] = arrays[chosen[0]]
         shape = None
@@ -553,9 +586,7 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
     else:
         found, shape = dict(arrays), dict
     if options.target is not None:
-        found[options.target if shape is dict else TARGETS] = _array(
-            options.target, table.column(options.target), options
-        )
+        found[options.target if shape is dict else TARGETS] = answers
     if unit is not None:
         found[unit] = _unit_numbers(table.column(unit), options)
     return found, shape
@@ -569,7 +600,9 @@ def _unit_numbers(column: pa.ChunkedArray, options: Options) -> np.ndarray:
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _array(name: str, column: pa.ChunkedArray, options: Options) -> np.ndarray:
+def _array(
+    name: str, column: pa.ChunkedArray, options: Options, fields: Collection[str]
+) -> np.ndarray:
     """Return a column of numbers (N,), or of lists of numbers (N, length)."""
     import pyarrow as pa
 
@@ -592,12 +625,14 @@ def _array(name: str, column: pa.ChunkedArray, options: Options) -> np.ndarray:
     if flat.null_count:
         options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
     values = flat.to_numpy(zero_copy_only=False)
-    size = options.length_of(INPUTS if options.single else name)
+    size = options.length_of(name)
     if size is None:
         if len(set(lengths.tolist())) > 1:
             _refuse_ragged(name, options)
         return np.array(values.reshape(len(lengths), -1))
-    padded = np.full((len(lengths), size), options.padding_of(name), dtype=values.dtype)
+    fill = options.padding_of(name, values.dtype.kind in "iu", fields)
+    kind = np.int64 if fill == IGNORED else values.dtype  # which an uint8 does not hold
+    padded = np.full((len(lengths), size), fill, dtype=kind)
     begin = 0
     for row, length in enumerate(lengths):
         kept = min(length, size)
@@ -626,6 +661,7 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
     filled = [block for block in blocks if block.num_rows]
     if not filled:
         options.refuse("must hold one record at least, got none", "look where it comes from")
+    check_names(filled[0].column_names, options.name)
     columns, shape = _table_columns(pa.concat_tables(filled), options)
     arrays = [np.asarray(column) for column in columns.values()]
     digests = []
@@ -723,7 +759,11 @@ class ItemRecords(Records):
     def keyed_fingerprint(self, key: bytes) -> str:
         options = self._options
         read = options.before_transform or self._plain.__getitem__
-        told = (options.inputs, options.target, options.classes, self._lengths())
+        lengths, fills = (
+            dict(each) if isinstance(each, Mapping) else each
+            for each in (options.pad_to, options.pad_value)
+        )
+        told = (options.inputs, options.target, options.classes, lengths, fills)
         then = "ask the data set for that record yourself to see why"
         if options.before_transform is None and self._plain is not self._source:
             then = "read without its transform, for the fingerprint: give before_transform="
@@ -753,10 +793,6 @@ class ItemRecords(Records):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}
-
-    def _lengths(self) -> Any:
-        pad_to = self._options.pad_to
-        return dict(pad_to) if isinstance(pad_to, Mapping) else pad_to
 
     def _item(
         self,
@@ -800,9 +836,9 @@ class ItemRecords(Records):
         named, shape = _named(item, options)
         if options.unit is not None and isinstance(options.unit, str):
             named.pop(options.unit, None)
-        return {name: self._tensor(name, value) for name, value in named.items()}, shape
+        return {name: self._tensor(name, value, named) for name, value in named.items()}, shape
 
-    def _tensor(self, name: str, value: Any) -> Tensor:
+    def _tensor(self, name: str, value: Any, fields: Collection[str]) -> Tensor:
         options = self._options
         if isinstance(value, Tensor):
             tensor = value.detach()
@@ -828,7 +864,11 @@ class ItemRecords(Records):
         size = options.length_of(name)
         if size is None or tensor.dim() == 0:
             return tensor
-        padded = tensor.new_full((size, *tensor.shape[1:]), options.padding_of(name))
+        whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        fill = options.padding_of(name, whole, fields)
+        if fill == IGNORED:  # which an uint8 does not hold
+            tensor = tensor.long()
+        padded = tensor.new_full((size, *tensor.shape[1:]), fill)
         kept = min(size, len(tensor))
         padded[:kept] = tensor[:kept]
         return padded
@@ -1139,7 +1179,6 @@ def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
 # --- documents of a language model --------------------------------------------------------------
 
 
-IGNORED = -100  # what `transformers` has in labels where nothing is learned
 LEARNED_FROM = "no private document is among what the tokenizer was learned from"
 
 

@@ -28,12 +28,14 @@ from dpdist.core.files import (
     atomic_replacement,
     check_regular_file,
     check_utf8_name,
+    data_error,
     error_text,
     open_parquet,
     parquet_errors,
     parse_any_json,
     read_bytes,
 )
+from dpdist.data.column_names import NAMED_BY_VALUES, check_names
 from dpdist.data.parquet import (
     FORMATS,
     PICTURES,
@@ -140,6 +142,7 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
     files = split_files(root, name, train)
     schema = open_parquet(files[0]).schema_arrow
+    check_names(schema.names, files[0])
     _refuse_twice(schema.names, files[0])
     chosen.check(schema.names, files[0])
     test_files = split_files(root, name, test)
@@ -441,13 +444,13 @@ def classes_of_column(
     if isinstance(found[0], str):
         for one in found:
             if (other := one.strip()) != one and other in found:
-                raise UserError(
-                    f"{files[0]}: column {label!r} has {one!r} and {other!r}, which differ in "
-                    "blanks alone; remove these"
-                )
+                raise data_error(
+                    files[0], "has two classes that differ in blanks only; remove these",
+                    column=label,
+                )  # fmt: skip
         return len(found), tuple(found)
     if found[0] < 0:
-        raise UserError(f"{files[0]}: column {label!r} has {found[0]}; classes begin at 0")
+        raise data_error(files[0], "must have classes from 0, has some below", column=label)
     return found[-1] + 1, ()
 
 
@@ -461,7 +464,7 @@ def _distinct_labels(files: Sequence[Path], label: str, kind: pa.DataType) -> se
                     f"{file}: label column {label!r} is {table[label].type}, in {files[0]} {kind}"
                 )
             if (row := _first_blank(table[label])) is not None:
-                raise UserError(f"{file} row {first + row}: column {label!r} must have a value")
+                raise data_error(file, _NO_VALUE, row=first + row, column=label)
             found |= set(pc.unique(table[label]).to_pylist()) - {None}
             if len(found) > _MOST_CLASSES:
                 raise UserError(
@@ -484,7 +487,7 @@ def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) 
         batches = open_parquet(file).iter_batches(batch_size=1, columns=columns)
         first = next(batches, None)
     except parquet_errors() as error:
-        raise UserError(f"{file}: damaged near row 0: {error_text(error)}") from error
+        raise data_error(file, "damaged near row 0", cause=error) from None
     if first is None or not first.num_rows:
         raise UserError(f"{file}: no records")
     if image is None:
@@ -629,7 +632,7 @@ def _check_texts(found: DiscoveredDataset, made: Path, splits: Sequence[Path]) -
                     values = enumerate(table[column].to_pylist())
                     row = next((n for n, value in values if value in missing), None)
                 if row is not None:
-                    raise UserError(f"{file} row {first + row}: column {column!r} {_NO_VALUE}")
+                    raise data_error(file, _NO_VALUE, row=first + row, column=column)
 
 
 _NO_VALUE = "must have a value, got none"
@@ -676,10 +679,10 @@ def _check_utf8(path: Path) -> None:
             except UnicodeDecodeError:
                 two = line.startswith((b"\xff\xfe", b"\xfe\xff"))
                 perhaps = "UTF-16" if two else "Latin-1 or Windows-1252"
-                raise UserError(
-                    f"{path}: line {number}: must be UTF-8 text, got another encoding (perhaps "
-                    f"{perhaps}); save it as UTF-8"
-                ) from None
+                raise data_error(
+                    path, f"must be UTF-8 text, got another encoding (perhaps {perhaps}); save it "
+                    "as UTF-8", line=number,
+                ) from None  # fmt: skip
 
 
 def _check_header(path: Path) -> None:
@@ -689,13 +692,14 @@ def _check_header(path: Path) -> None:
             names = next(filter(None, text_csv.reader(file)), [])
         except text_csv.Error:
             return  # the other reader says what it is
-    _refuse_twice(names, path)
     for separator, name in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
         if len(names) == 1 and separator in names[0]:
-            raise UserError(
-                f"{path}: must have its columns between commas, got one column, {names[0]!r}, of "
-                f"names between {name}; save it with commas"
-            )
+            raise data_error(
+                path, f"must have its columns between commas, got one column with {name}; save it "
+                "with commas"
+            )  # fmt: skip
+    check_names(names, path)
+    _refuse_twice(names, path)
 
 
 def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
@@ -707,12 +711,64 @@ def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     try:
         found = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=types))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as CSV: {error_text(error)}") from error
-    for name in found.column_names:
+        raise _csv_error(path, types, error) from None
+    for place, name in enumerate(found.column_names):
         if found[name].null_count:
             row = int(np.flatnonzero(found[name].is_null().to_numpy())[0])
-            raise UserError(f"{path}: line {_line_of(path, row)}: column {name!r} {_NO_VALUE}")
+            raise data_error(path, _NO_VALUE, line=_line_of(path, row), column=name)
+        if _is_text(found[name].type) and pc.any(pc.equal(found[name], name)).as_py():
+            raise data_error(path, NAMED_BY_VALUES.format(place + 1))
     return found
+
+
+def _csv_error(path: Path, types: dict[str, pa.DataType], error: Exception) -> UserError:
+    """Return why a CSV file could not be read: the first line with another number of cells, or with
+    a cell of another kind than in the training split."""
+    width, ended = 0, 0
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = text_csv.reader(file)
+        try:
+            for cells in reader:
+                width = width or len(cells)
+                if cells and len(cells) != width:
+                    rule = f"must have {width} cells, as the first line, got {len(cells)}"
+                    return data_error(
+                        path, f"{rule}; put texts with commas in quotes", line=ended + 1
+                    )
+                ended = reader.line_num
+        except text_csv.Error:
+            return data_error(path, "must be readable as CSV", line=reader.line_num)
+    try:
+        as_texts = csv.ConvertOptions(column_types=dict.fromkeys(types, pa.string()))
+        table = csv.read_csv(path, convert_options=as_texts)
+    except (pa.ArrowException, OSError):
+        return data_error(path, "cannot be read as CSV", cause=error)
+    for name, kind in types.items():
+        if name in table.column_names and (row := _first_misfit(table[name], kind)) is not None:
+            rule = f"must be {kind}, as in the training split, got another value"
+            return data_error(path, rule, line=_line_of(path, row), column=name)
+    return data_error(path, "cannot be read as CSV", cause=error)
+
+
+def _first_misfit(texts: pa.ChunkedArray, kind: pa.DataType) -> int | None:
+    """Return the first row of a column of texts that is no value of a type; None without one."""
+    empty = pc.is_in(texts, pa.array(csv.ConvertOptions().null_values))
+    values = pc.if_else(empty, None, texts)
+
+    def fits(rows: int) -> bool:
+        try:
+            pc.cast(values.slice(0, rows), kind)
+        except pa.ArrowException:
+            return False
+        return True
+
+    low, high = 0, len(values)  # the first `low` rows fit, the first `high` do not
+    if fits(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _read_json_lines(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
@@ -726,10 +782,49 @@ def _read_json_lines(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     try:
         return json_lines.read_json(path, read_options=read, parse_options=form)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        kind = type(error).__name__  # its text may hold a record
-    raise UserError(
-        f"{path}: cannot be read as JSONL, an object a line with one type a field: {kind}"
-    )
+        raise _json_error(path, types, error) from None
+
+
+def _json_error(path: Path, types: dict[str, pa.DataType], error: Exception) -> UserError:
+    """Return why a JSONL file could not be read: the first line that is no object, or with a field
+    of another kind than before, or than in the training split."""
+    kinds: dict[str, type] = {}
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict):
+                return data_error(path, "must be one JSON object", line=number)
+            for name, value in found.items():
+                if value is not None and not _is_alike(
+                    value, types.get(name), kinds.setdefault(name, _kind(value))
+                ):
+                    kind = types.get(name, "of one type")
+                    rule = f"must be {kind}, as the values before it or in the training split"
+                    return data_error(path, f"{rule}, got another", line=number, column=name)
+    rule = "cannot be read as JSONL, an object a line with one type a field"
+    return data_error(path, rule, cause=error)
+
+
+def _kind(value: object) -> type:
+    return float if type(value) is int else type(value)
+
+
+def _is_alike(value: Any, kind: pa.DataType | None, before: type) -> bool:
+    """Return whether a value is of a type; without one, of the kind of the values before it."""
+    if kind is None:
+        return _kind(value) is before
+    if type(value) is float and pa.types.is_integer(kind):  # pyarrow would cut it
+        return False
+    try:
+        pa.array([value], kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 # --- folders of pictures

@@ -40,6 +40,7 @@ from dpdist.core.files import (
     FEATURES_KEY,
     atomic_folder,
     check_regular_file,
+    data_error,
     error_text,
     make_private_folder,
     open_parquet,
@@ -848,7 +849,7 @@ def read_rows(
     try:
         check_pages(file, reader)
     except parquet_errors() as error:
-        raise UserError(f"{file}: not a readable Parquet file: {error_text(error)}") from error
+        raise data_error(file, "not a readable Parquet file", cause=error) from None
     counted, first_row = reader.metadata.num_rows, 0
     batches = reader.iter_batches(batch_size=4096, columns=list(columns))
     while batch := _next_batch(batches, file, first_row):
@@ -877,11 +878,11 @@ def _next_batch(
         return batch
     except parquet_errors() as error:
         for name, row in _invalid_texts(batch):
-            raise UserError(
-                f"{file} row {first_row + row}: column {name!r} must be UTF-8 text; write it again "
-                "as UTF-8"
-            ) from None
-        raise UserError(f"{file}: damaged near row {first_row}: {error_text(error)}") from error
+            raise data_error(
+                file, "must be UTF-8 text; write it again as UTF-8", row=first_row + row,
+                column=name,
+            ) from None  # fmt: skip
+        raise data_error(file, f"damaged near row {first_row}", cause=error) from None
 
 
 def _invalid_texts(batch: pa.RecordBatch | None) -> Iterator[tuple[str, int]]:
@@ -911,10 +912,10 @@ def _groups(table: pa.Table, file: Path, first_row: int, group: str) -> list[obj
     try:
         found: list[object] = table[group].to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
-        raise UserError(
-            f"{file} from row {first_row}: group column {group!r} cannot be read: "
-            f"{error_text(error)}"
-        ) from error
+        raise data_error(
+            file, "says whom a record belongs to, and must be readable near here", row=first_row,
+            column=group, cause=error,
+        ) from None  # fmt: skip
     return found
 
 
@@ -932,10 +933,10 @@ def _labels(
         unknown = pc.and_(numbers.is_null(), values.is_valid())
         if pc.any(unknown).as_py():
             row = pc.index(unknown, True).as_py()
-            raise UserError(
-                f"{file} row {first_row + row}: label {quoted(values[row].as_py())} is none of "
-                "data.names"
-            )
+            raise data_error(
+                file, "must be one of data.names, got another label", row=first_row + row,
+                column=column,
+            )  # fmt: skip
         values = numbers
     if not pa.types.is_integer(values.type):
         hint = "" if class_names else " (text needs data.names, the classes in order)"
@@ -946,11 +947,10 @@ def _labels(
     labels = values.to_numpy(zero_copy_only=False).astype(np.int64)
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
-        raise UserError(
-            f"{file} row {first_row + wrong[0]}: label {labels[wrong[0]]} is outside "
-            f"0..{classes - 1} "
-            f"(data.classes is {classes})"
-        )
+        raise data_error(
+            file, f"must be 0 to {classes - 1} (data.classes is {classes}), got another label",
+            row=first_row + int(wrong[0]), column=column,
+        )  # fmt: skip
     return labels
 
 

@@ -1040,7 +1040,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dim() == 1:
         return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
     losses = torch.nn.functional.cross_entropy(
-        outputs.transpose(1, 2), targets, reduction="none", ignore_index=PADDING
+        outputs.transpose(1, 2), targets.clamp(min=PADDING), reduction="none", ignore_index=PADDING
     )
     return losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)
 

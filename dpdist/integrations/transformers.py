@@ -783,7 +783,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             name,
             target=target,
             pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
-            pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": IGNORED},
+            pad_value=padding if isinstance(padding, int) else 0,
             ranges={
                 "input_ids": vocabulary or 2, "labels": classes or 2, "attention_mask": 2,
                 "token_type_ids": getattr(config, "type_vocab_size", 2),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         load,
         load_network,
         load_weights,
+        normalised,
         save,
     )
     from dpdist.models.features import PatchFeatures, last_linear, patch_features_of
@@ -93,6 +94,7 @@ __all__ = [
     "load_weights",
     "may_hold_script",
     "model_hash",
+    "normalised",
     "patch_features_of",
     "predicted_classes",
     "read_factory_code",
@@ -116,6 +118,7 @@ _WITH_TORCH = {
         "load",
         "load_network",
         "load_weights",
+        "normalised",
         "save",
     ),
     "features": ("PatchFeatures", "last_linear", "patch_features_of"),

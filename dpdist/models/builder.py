@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,10 +255,25 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
     if spec.following and spec.name not in ZOO:
         network = NextTokenLogits.around(network) or network
     if spec.mean or spec.std:
-        network = NormalisedNetwork(
-            network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0)
-        )
+        network = normalised(network, spec.input_shape, spec.mean or (0.0,), spec.std or (1.0,))
     return network
+
+
+def normalised(
+    network: nn.Module, input_shape: Sequence[int], mean: Sequence[float], std: Sequence[float]
+) -> nn.Module:
+    """Return (x - mean) / std, then the network; one constant per channel, or one for all.
+
+    Raises UserError for another number of constants, or an std that is not positive.
+    """
+    constants = []
+    for which, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, input_shape[0]):
+            raise UserError(f"model.{which}: give 1 or {input_shape[0]} values, got {len(values)}")
+        constants.append(torch.tensor(values).reshape(-1, *[1] * (len(input_shape) - 1)))
+    if min(std) <= 0:
+        raise UserError(f"model.std: must be > 0, got {min(std)}")
+    return NormalisedNetwork(network, *constants)
 
 
 def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
@@ -337,16 +352,6 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _constant(spec: ModelSpec, which: str, default: float) -> Tensor:
-    values = getattr(spec, which) or (default,)
-    channels = spec.input_shape[0]
-    if len(values) not in (1, channels):
-        raise UserError(f"model.{which}: give 1 or {channels} values, got {len(values)}")
-    if which == "std" and min(values) <= 0:
-        raise UserError(f"model.std: must be > 0, got {min(values)}")
-    return torch.tensor(values).reshape(-1, *[1] * (len(spec.input_shape) - 1))
 
 
 def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:

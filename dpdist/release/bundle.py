@@ -298,7 +298,8 @@ class CertifiedAccuracy(Section):
     See `certified_accuracy_record`.
 
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
-    of `norm`. alpha: the error of each certificate. sigma: of its noise. population: what the table
+    of `norm`. alpha: the error of each certificate. sigma: of its noise. measured: clean accuracy
+    and range of these inputs, as the table states them. population: what the table
     states of the population that the inputs were drawn from; releases made before have none.
     """
 
@@ -310,6 +311,7 @@ class CertifiedAccuracy(Section):
     inputs: Count
     radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
     accuracy: tuple[Ratio, ...]
+    measured: SingleLine
     population: SingleLine | None = None
 
     @model_validator(mode="after")
@@ -332,7 +334,7 @@ def is_count_ratio(accuracy: float, inputs: int) -> bool:
 
 def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
     """Return the entry of release.json for a table of certificates (`CertifiedAccuracy`)."""
-    from dpdist.certification.statistics import population_summary_row  # loads pyarrow
+    from dpdist.certification.statistics import input_rows, population_summary_row  # loads pyarrow
 
     radii = table.reported_radii
     return {
@@ -344,6 +346,8 @@ def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
         "inputs": len(table.index),
         "radii": radii,
         "accuracy": [table.certified_accuracy(radius) for radius in radii],
+        "measured": "; ".join(f"{name}: {value}" for name, value in input_rows(table))
+        or "clean accuracy: not measured",
         "population": ": ".join(population_summary_row(table)),
     }
 

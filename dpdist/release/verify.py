@@ -49,6 +49,7 @@ from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_c
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
 _REASON_COUNTS = "until --redraw counts inputs again"
+_REASON_MEASURED = "measured of the inputs, which no file of a release holds"
 _REASON_RADII = "which radii are shown, each computed from the counts"
 _REASON_TEST_DATA = "where the reader finds test data: --redraw loads them and compares"
 _REASON_OTHER_RUNS = "of other runs and of faults, which the publisher's ledger holds"
@@ -91,6 +92,11 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
             _REASON_COUNTS,
         ),
         **dict.fromkeys(("about.settings.radii", "about.settings.radii.*"), _REASON_RADII),
+        **dict.fromkeys(
+            ("about.clean_wrong", "about.input_range", "about.input_range.*", "about.input_shape",
+             "about.input_shape.*"),
+            _REASON_MEASURED,
+        ),
         **dict.fromkeys(
             ("about.classifier.machine", "about.classifier.torch_version"), "where it was counted"
         ),

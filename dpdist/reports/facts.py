@@ -51,6 +51,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
 from dpdist.randomness.keys import key_id
+from dpdist.reports.summary import make_verdict
 from dpdist.runs.folder import (
     RECIPE_IDENTITY,
     SEARCH_IDENTITY,
@@ -706,7 +707,7 @@ class Facts:
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the lines that a run prints at its end, a list of (name, value) pairs of str."""
-        rows = [("privacy", self.privacy_statement)]
+        rows = [("verdict", make_verdict(self).sentence), ("privacy", self.privacy_statement)]
         if self.claim is not None:
             rows.append(("claimed, not proved", self.claim.summary_line))
         rows += self.reported_values
@@ -746,7 +747,9 @@ class Facts:
                 said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope}{beside})"
                 rows.append(("perplexity", said))
         for table in self.tables:
-            rows += [_certified_row(table), statistics.population_summary_row(table)]
+            rows.append(_certified_row(table))
+            rows += statistics.input_rows(table)
+            rows.append(statistics.population_summary_row(table))
         for kind, found in self.evaluations.items():
             rows += kind.summary_rows(found)
         if self.folder.report_file.exists():

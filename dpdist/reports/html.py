@@ -78,7 +78,6 @@ from dpdist.reports.summary import (
     explain_numbers,
     main_table,
     make_verdict,
-    smallest_shown_radius,
 )
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -181,7 +180,7 @@ def per_class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
     if plain:
         header += ["test inputs", "right, %", "95 % interval"]
     if table is not None:
-        at = format_exact(smallest_shown_radius(table))
+        at = format_exact(statistics.smallest_shown_radius(table))
         header += [
             "with noise: inputs",
             f"right and certified at {at}, %",
@@ -200,7 +199,9 @@ def per_class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
             here = table.label == label
             total = int(here.sum())
             answered = table.prediction[here]
-            held = int((table.size_if_correct()[here] >= smallest_shown_radius(table)).sum())
+            held = int(
+                (table.size_if_correct()[here] >= statistics.smallest_shown_radius(table)).sum()
+            )
             wrong = int(((answered != label) & (answered != ABSTAIN)).sum())
             silent = int((answered == ABSTAIN).sum())
             row += [f"{total:,}", *(_percent_of(part, total) for part in (held, wrong, silent))]
@@ -356,7 +357,7 @@ def write_report(
         limits=_limitations(facts),
         command=reproducing_command(facts),
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
-        summary=[row for row in facts.summary() if row[0] != "report"],
+        summary=[row for row in facts.summary() if row[0] not in ("verdict", "report")],
         **_privacy_section(
             facts, None if facts.is_duration_secret and not reveal_date else _today()
         ),
@@ -506,7 +507,7 @@ def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
         found.append(("right", share, sure))
     table = main_table(facts)
     if table is not None:
-        radius = smallest_shown_radius(table)
+        radius = statistics.smallest_shown_radius(table)
         share = f"{format_percent(table.certified_accuracy(radius), 1)} %"
         name = f"right and certified at {norm_name(table.norm)} {format_exact(radius)}"
         sure, stated = (
@@ -636,6 +637,7 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
             )
             for r in table.reported_radii
         ],
+        "inputs_measured": statistics.input_rows(table),
         "population": ": ".join(statistics.population_summary_row(table)),
         "file": table.path.relative_to(folder.path),
     }

@@ -1,32 +1,28 @@
-"""Sum up a run in one sentence, explain its numbers in a line each, and export it as JSON.
+"""Sum up a run in one sentence, and explain its numbers in a line each.
 
 Every clause is true of its run: it is made of the figures that the rest of the report shows, and
-figures that take a promise back stand first. The JSON is what commands print with --json: the
-privacy card, the evaluation on named test data and the tables of certificates; nothing in private/
-is in it but what the card says.
+figures that take a promise back stand first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from dpdist.certification import statistics
 from dpdist.certification.noise import norm_name
-from dpdist.certification.statistics import ERROR, holm
+from dpdist.certification.statistics import ERROR
 from dpdist.certification.table import CertificateTable
 from dpdist.core.binomial import clopper_pearson_interval
-from dpdist.core.console import format_exact, format_percent
-from dpdist.privacy.card import REFUTED
+from dpdist.core.console import format_percent
+from dpdist.privacy.card import REFUTED, AuditFinding
+from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.reports.compare import accuracy_differences, curve_differences
-from dpdist.reports.facts import Facts
+from dpdist.privacy.plan import PrivacyPlan
 
 # --- the summary ------------------------------------------------------------------------------
 
@@ -45,6 +41,43 @@ _DISTANCE_MEANINGS = {
 }
 
 
+class Results(Protocol):
+    """What is read of a run's results: `dpdist.reports.facts.Facts` has it."""
+
+    @property
+    def plan(self) -> PrivacyPlan: ...
+    @property
+    def guarantee(self) -> Guarantee: ...
+    @property
+    def tables(self) -> list[CertificateTable]: ...
+    @property
+    def audits(self) -> list[AuditFinding]: ...
+    @property
+    def certificate_checks(self) -> list[dict[str, Any]]: ...
+    @property
+    def claim(self) -> Claim | None: ...
+    @property
+    def assumptions(self) -> list[str]: ...
+    @property
+    def evaluation(self) -> dict[str, Any] | None: ...
+    @property
+    def accuracy(self) -> float | None: ...
+    @property
+    def measures(self) -> dict[str, str]: ...
+    @property
+    def next_token_count(self) -> int | None: ...
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+    @property
+    def has_fixed_key(self) -> bool: ...
+    @property
+    def canary_notice(self) -> str | None: ...
+    @property
+    def budget_problem(self) -> str | None: ...
+    @property
+    def unproved_reason(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Verdict:
     """severity: good where nothing takes the promise back; bad where there is none, or one is
@@ -61,7 +94,7 @@ class Verdict:
         ]
 
 
-def make_verdict(facts: Facts) -> Verdict:
+def make_verdict(facts: Results) -> Verdict:
     """One sentence on privacy, accuracy and certificates, worst news first."""
     clauses = [
         *_contradictions(facts),
@@ -75,7 +108,7 @@ def make_verdict(facts: Facts) -> Verdict:
     return Verdict(mood, f"{sentence[0].upper()}{sentence[1:]}.")
 
 
-def _contradictions(facts: Facts) -> list[tuple[Severity, str]]:
+def _contradictions(facts: Results) -> list[tuple[Severity, str]]:
     """What contradicts something that is stated."""
     found: list[tuple[Severity, str]] = []
     for audit in facts.audits:
@@ -100,7 +133,7 @@ def _contradictions(facts: Facts) -> list[tuple[Severity, str]]:
 _HUGE_LOSS = 10  # times that of answering all classes alike
 
 
-def _doubtful(facts: Facts) -> list[tuple[Severity, str]]:
+def _doubtful(facts: Results) -> list[tuple[Severity, str]]:
     """Results that are rather a mistake in units or data than a finding."""
     found: list[tuple[Severity, str]] = [
         ("caution", text) for table in facts.tables for text in statistics.doubts(table)
@@ -109,13 +142,10 @@ def _doubtful(facts: Facts) -> list[tuple[Severity, str]]:
     if about is None or facts.next_token_count is not None or "correct" not in about:
         return found
     counts = [each for each, _ in about.get("by_class", [])]
-    commonest = max(counts, default=0) / max(1, sum(counts))
-    sure = float(clopper_pearson_interval(about["correct"], about["inputs"], 2 * ERROR)[0])
-    if counts and sure <= commonest:
-        found.append(
-            ("caution", "the model is not shown to be right more often than always saying the "
-             f"commonest class, {format_percent(commonest, 1)} %")
-        )  # fmt: skip
+    if counts and (
+        text := statistics.commonest_class_doubt(about["correct"], about["inputs"], max(counts))
+    ):
+        found.append(("caution", text))
     loss, classes = about.get("cross_entropy"), max(2, len(counts))
     if loss is not None and loss > _HUGE_LOSS * math.log(classes):
         found.append(
@@ -125,7 +155,7 @@ def _doubtful(facts: Facts) -> list[tuple[Severity, str]]:
     return found
 
 
-def _privacy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
+def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:
     guarantee, found = facts.guarantee, list[tuple[Severity, str]]()
     stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
     if facts.has_fixed_key:
@@ -162,7 +192,7 @@ def _privacy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
     return found
 
 
-def _accuracy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
+def _accuracy_clauses(facts: Results) -> list[tuple[Severity, str]]:
     if facts.evaluation is None:
         return [("caution", "how often the model is right was not measured")]
     inputs = facts.evaluation["inputs"]
@@ -184,31 +214,17 @@ def _accuracy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
     return [("good", f"the model is right on {share} % of {inputs:,} test inputs")]
 
 
-def _certificate_clauses(facts: Facts) -> list[tuple[Severity, str]]:
+def _certificate_clauses(facts: Results) -> list[tuple[Severity, str]]:
     if not facts.tables:
         return [("good", "and nothing is certified about changed inputs")]
     table = main_table(facts)
     assert table is not None
-    radius = smallest_shown_radius(table)
-    share = format_percent(table.certified_accuracy(radius), 1)
-    norm = norm_name(table.norm)
-    return [
-        (
-            "good",
-            f"and, with its noise, right and certified not to change within {norm} distance "
-            f"{format_exact(radius)} on {share} % of {len(table.index):,}",
-        )
-    ]
+    return [("good", f"and, with its noise, {statistics.certified_clause(table)}")]
 
 
-def main_table(facts: Facts) -> CertificateTable | None:
+def main_table(facts: Results) -> CertificateTable | None:
     """The certification that stands for the run: that of most inputs, the first of several."""
     return max(facts.tables, key=lambda table: len(table.index), default=None)
-
-
-def smallest_shown_radius(table: CertificateTable) -> float:
-    """The smallest radius above 0 that a report shows."""
-    return min((radius for radius in table.reported_radii if radius > 0), default=0.0)
 
 
 def accuracy_interval(correct: int, inputs: int) -> str:
@@ -218,7 +234,7 @@ def accuracy_interval(correct: int, inputs: int) -> str:
     return f"{format_percent(float(low), 1)} to {format_percent(float(high), 1, round_up=True)}"
 
 
-def clean_accuracy_interval(facts: Facts) -> str | None:
+def clean_accuracy_interval(facts: Results) -> str | None:
     """Of the accuracy; None where there are many answers to an input, which are no independent
     sample."""
     if facts.evaluation is None or facts.accuracy is None or facts.next_token_count is not None:
@@ -230,7 +246,7 @@ def clean_accuracy_interval(facts: Facts) -> str | None:
 # --- what the numbers mean ----------------------------------------------------------------------
 
 
-def explain_numbers(facts: Facts) -> list[tuple[str, str]]:
+def explain_numbers(facts: Results) -> list[tuple[str, str]]:
     """Name and line of epsilon, delta and radius, as they are in this run."""
     found = [("epsilon", _explain_epsilon(facts)), ("delta", _explain_delta(facts))]
     if facts.plan.trained_elsewhere:
@@ -249,7 +265,7 @@ def explain_numbers(facts: Facts) -> list[tuple[str, str]]:
     return found
 
 
-def _explain_epsilon(facts: Facts) -> str:
+def _explain_epsilon(facts: Results) -> str:
     guarantee = facts.guarantee
     if facts.has_fixed_key or math.isinf(guarantee.epsilon):
         return (
@@ -281,7 +297,7 @@ def max_correct_guess_percent(guarantee: Guarantee) -> str:
     return format_percent(1 - missed, round_up=True)
 
 
-def _explain_delta(facts: Facts) -> str:
+def _explain_delta(facts: Results) -> str:
     return (
         f"the probability, {format_delta(facts.guarantee.delta)}, that is left out of what epsilon "
         f"says. It should be far below one in the number of {facts.plan.counted} (here "
@@ -289,7 +305,7 @@ def _explain_delta(facts: Facts) -> str:
     )
 
 
-def _explain_radius(facts: Facts, norm: str) -> str:
+def _explain_radius(facts: Results, norm: str) -> str:
     shape = facts.input_shape
     numbers = math.prod(shape)
     unit = " Pixels count from 0 (black) to 1 (white)." if len(shape) == 3 else ""
@@ -299,100 +315,3 @@ def _explain_radius(facts: Facts, norm: str) -> str:
         f"{_DISTANCE_MEANINGS[norm]}.{unit} Radius 1 is {spread:.2g} on each of its {numbers:,} "
         "numbers."
     )
-
-
-# --- JSON -------------------------------------------------------------------------------------
-
-
-_EVALUATION_KEYS = (
-    "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
-)  # fmt: skip
-_NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
-
-
-def run_as_json(facts: Facts) -> dict[str, Any]:
-    """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
-    found = facts.evaluation
-    names = (
-        _EVALUATION_KEYS
-        if facts.next_token_count is None
-        else (*_EVALUATION_KEYS, *_NEXT_TOKEN_KEYS)
-    )
-    return {
-        "run": facts.folder.name,
-        "folder": str(facts.folder.path),
-        "method": facts.recipe.method.name,
-        "privacy_card": facts.privacy_card(),
-        "evaluation": found and {name: found[name] for name in names if name in found},
-        "certificates": [table_as_json(table) for table in facts.tables],
-        "measured": [
-            {"kind": kind.name, "name": name, "value": value}
-            for kind, results in facts.evaluations.items()
-            for name, value in kind.summary_rows(results)
-        ],
-        "report": str(facts.folder.report_file) if facts.folder.report_file.exists() else None,
-    }
-
-
-def table_as_json(table: CertificateTable) -> dict[str, Any]:
-    """Return what is printed of a table of certificates, as JSON.
-
-    At each radius the share of its inputs that are right and certified, and what that says at least
-    of the population (all radii together).
-    """
-    bank = bool(table.comparison_key["noise_bank"])  # its inputs are then no independent sample
-    return {
-        "name": table.name,
-        "title": table.title,
-        "table": str(table.path),
-        "norm": table.norm,
-        "sigma": table.sigma,
-        "mode": table.mode,
-        "alpha": table.alpha,
-        "inputs": len(table.index),
-        "abstained": table.abstention_rate,
-        "average_radius": table.average_radius,
-        "certified": [
-            {"radius": radius, "accuracy": table.certified_accuracy(radius)}
-            for radius in table.reported_radii
-        ],
-        "population": []
-        if bank
-        else [
-            {"radius": each.radius, "at_least": each.accuracy_lower_bound}
-            for each in statistics.population_bounds(table)
-        ],
-    }
-
-
-def comparison_as_json(
-    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
-) -> dict[str, Any]:
-    """Several runs, and each later one less the first on the same inputs. Raises as
-    `dpdist.reports.compare.accuracy_differences`."""
-    rows, notes = accuracy_differences(runs, sizes)
-    corrected = holm([row.comparison.p_value for row in rows])
-    first = runs[0].folder.name
-    return {
-        "runs": [run_as_json(facts) for facts in runs],
-        "differences": [
-            {
-                "run": row.run, "less": first, "what": row.quantity,
-                "size": float(row.size) if row.size else None,
-                **dataclasses.asdict(row.comparison), "difference": row.comparison.difference,
-                "p_holm": p,
-            }
-            for row, p in zip(rows, corrected, strict=True)
-        ],
-        "whole_curves": [
-            {
-                "run": two.run, "less": first, "what": two.certificate,
-                "sizes": found.knots.tolist(),
-                "low": found.low.tolist(), "high": found.high.tolist(),
-                "better": [list(stretch) for stretch in found.better_ranges],
-                "worse": [list(stretch) for stretch in found.worse_ranges],
-            }
-            for two, found in curve_differences(runs, sizes)
-        ],
-        "notes": notes,
-    }  # fmt: skip

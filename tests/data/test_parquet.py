@@ -139,9 +139,9 @@ def test_no_image_and_wrong_size_name_their_row(tmp_path):
 
 def test_label_outside_classes_names_its_row(tmp_path):
     write(tmp_path, labels=[0, 1, 2, 9, 4, 5])
-    assert "train.parquet row 3: label 9 is outside 0..5" in complaint(tmp_path)
+    assert "train.parquet row 3: column 'label' must be 0 to 5" in complaint(tmp_path)
     write(tmp_path, labels=[0, -1, 2, 3, 4, 5])
-    assert "row 1: label -1" in complaint(tmp_path)
+    assert "row 1: column 'label' must be 0 to 5" in complaint(tmp_path)
     write(tmp_path, labels=[0, 1, None, 3, 4, 5])
     assert "row 2: no label" in complaint(tmp_path)
     write(tmp_path, labels=list("abcdef"))

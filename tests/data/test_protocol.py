@@ -501,6 +501,78 @@ def test_ragged_records_get_public_sizes():
         as_records(loader)
 
 
+TOKENS = [[5, 6, 7], [8, 9]]
+TOKEN_ROWS = [
+    {"input_ids": row, "attention_mask": [1] * len(row), "labels": row, "who": n}
+    for n, row in enumerate(TOKENS)
+]
+
+
+def token_rows(**further):
+    return [{**row, **{name: [1] * len(row["labels"]) for name in further}} for row in TOKEN_ROWS]
+
+
+TOKEN_DOORS = {
+    "items": lambda rows: rows,
+    "loader": lambda rows: DataLoader(
+        rows, collate_fn=lambda items: {n: torch.tensor([items[0][n]]) for n in items[0]}
+    ),
+    "table": pa.Table.from_pylist,
+    "pandas": lambda rows: pa.Table.from_pylist(rows).to_pandas(types_mapper=pd.ArrowDtype),
+}
+
+
+@pytest.mark.parametrize("door", TOKEN_DOORS)
+@pytest.mark.parametrize("pad_value", [0, 2, {"input_ids": 2}])
+def test_labels_are_filled_up_by_what_no_loss_counts_at_every_door(door, pad_value):
+    data = TOKEN_DOORS[door](TOKEN_ROWS)
+    unit = {} if door == "loader" else {"unit": "who"}
+    found = as_records(data, pad_to=4, pad_value=pad_value, **unit).batch(slice(None))
+    fill = pad_value if isinstance(pad_value, int) else 2
+    assert found["input_ids"].tolist() == [[5, 6, 7, fill], [8, 9, fill, fill]]
+    assert found["labels"].tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("door", TOKEN_DOORS)
+def test_an_unknown_whole_number_beside_labels_must_be_told_its_padding(door):
+    data = TOKEN_DOORS[door](token_rows(decoder_input_ids=1))
+    with pytest.raises(UserError, match=r"pad_value.*decoder_input_ids"):
+        as_records(data, pad_to=4)
+    told = as_records(data, pad_to=4, pad_value={"decoder_input_ids": 3}).batch(slice(None))
+    assert told["decoder_input_ids"].tolist() == [[1, 1, 1, 3], [1, 1, 3, 3]]
+    assert told["labels"].tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
+
+
+@pytest.mark.parametrize("door", ["items", "table"])
+def test_targets_of_another_name_are_filled_up_in_the_same_way(door):
+    rows = [{"x": [0.5] * len(row), "y": row} for row in TOKENS]
+    sizes = {"x": 4, "y": 4}
+    made = TOKEN_DOORS[door]
+    records = as_records(made(rows), inputs=["x"], target="y", pad_to=sizes)
+    assert records.targets(slice(None)).tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
+    numbers = [{**row, "y": [each / 2 for each in row["y"]]} for row in rows]
+    with pytest.raises(UserError, match=r"pad_value.*'y'"):  # 0 would be learned
+        as_records(made(numbers), inputs=["x"], target="y", pad_to=sizes)
+    with pytest.raises(UserError, match="one shape, got several"):  # the inputs' length is theirs
+        as_records(made(rows), inputs="x", target="y", pad_to=4)
+
+
+def test_small_whole_numbers_hold_the_padding_of_labels():
+    rows = pa.table(
+        {"x": [[1.0], [2.0, 3.0]], "labels": pa.array([[1], [2, 3]], pa.list_(pa.uint8()))}
+    )
+    found = as_records(rows, pad_to=2).batch(slice(None))
+    assert found["labels"].tolist() == [[1, -100], [2, 3]]
+
+
+def test_another_padding_is_another_data_set():
+    first, second = (
+        as_records(TOKEN_ROWS, inputs=["input_ids"], pad_to=4, pad_value=fill) for fill in (0, 1)
+    )
+    assert first.keyed_fingerprint(KEY) != second.keyed_fingerprint(KEY)
+
+
 def test_collate_sees_one_record_at_a_time():
     seen = []
 

@@ -344,3 +344,11 @@ def test_named_losses_are_torchs_for_a_batch_of_one(name):
         wanted = targets[row : row + 1]
         wanted = wanted if name == "cross-entropy" else wanted.to(outputs)
         assert torch.isclose(found[row], torchs(outputs[row : row + 1], wanted))
+
+
+def test_cross_entropy_of_tokens_counts_no_label_below_0():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 4, 5), torch.tensor([[1, 2, 3, -100], [4, -1, -100, -100]])
+    own = [functional.cross_entropy(logits[0, :3], targets[0, :3]),
+           functional.cross_entropy(logits[1, :1], targets[1, :1])]  # fmt: skip
+    torch.testing.assert_close(LOSSES["cross-entropy"](logits, targets), torch.stack(own))

@@ -96,13 +96,17 @@ def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> N
     assert done.exit_code == 0, (done.output, done.exception)
     done = call("certify", "odd", "--n", "2000")
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "WARNING" in done.stdout
+    (verdict,) = [line for line in done.stdout.splitlines()[2:3] if line.startswith("verdict")]
+    assert "commonest class, 80.0 %" in verdict and "the same at all radii" in verdict
     words = range_words(float(x.min()), float(x.max()), 0.25)
     assert words in done.stdout and words in call("report", "odd").stdout
     pq.write_table(pa.table({"a": x[:, 0] + 7, "b": x[:, 1], "label": y}), "rows/test.parquet")
-    again = call("report", "odd")  # other inputs lie there now: nothing is said of these
-    assert again.exit_code == 0 and "units" not in again.stdout
-    found = make_verdict(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
+    again = call("report", "odd")  # other inputs lie there now: the table keeps those of its own
+    assert again.exit_code == 0 and words in again.stdout
+    facts = dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd"))
+    for shown in (again.stdout.splitlines()[2], str(facts).splitlines()[1]):
+        assert "verdict" in shown and "commonest class, 80.0 %" in shown
+    found = make_verdict(facts)
     assert found.severity == "caution"
     assert found.sentence.startswith("Certified accuracy is the same at all radii")
     assert "commonest class, 80.0 %" in found.sentence

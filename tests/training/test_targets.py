@@ -21,8 +21,9 @@ from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.privacy.ledger import Ledger
 from dpdist.publishing import write_release
 from dpdist.release.bundle import load as load_release
+from dpdist.reports.export import run_as_json
 from dpdist.reports.facts import read_facts
-from dpdist.reports.summary import make_verdict, run_as_json
+from dpdist.reports.summary import make_verdict
 from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe

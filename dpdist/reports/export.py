@@ -1,0 +1,117 @@
+"""Export runs, tables of certificates and comparisons as JSON, as commands print them with --json.
+
+It holds the privacy card, the evaluation on named test data and the tables of certificates; nothing
+in private/ is in it but what the card says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpdist.certification import statistics
+from dpdist.certification.statistics import holm
+from dpdist.certification.table import CertificateTable
+from dpdist.reports.compare import accuracy_differences, curve_differences
+from dpdist.reports.facts import Facts
+from dpdist.reports.summary import make_verdict
+
+_EVALUATION_KEYS = (
+    "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
+)  # fmt: skip
+_NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
+
+
+def run_as_json(facts: Facts) -> dict[str, Any]:
+    """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
+    found = facts.evaluation
+    names = (
+        _EVALUATION_KEYS
+        if facts.next_token_count is None
+        else (*_EVALUATION_KEYS, *_NEXT_TOKEN_KEYS)
+    )
+    return {
+        "run": facts.folder.name,
+        "folder": str(facts.folder.path),
+        "method": facts.recipe.method.name,
+        "verdict": dataclasses.asdict(make_verdict(facts)),
+        "privacy_card": facts.privacy_card(),
+        "evaluation": found and {name: found[name] for name in names if name in found},
+        "certificates": [table_as_json(table) for table in facts.tables],
+        "measured": [
+            {"kind": kind.name, "name": name, "value": value}
+            for kind, results in facts.evaluations.items()
+            for name, value in kind.summary_rows(results)
+        ],
+        "report": str(facts.folder.report_file) if facts.folder.report_file.exists() else None,
+    }
+
+
+def table_as_json(table: CertificateTable) -> dict[str, Any]:
+    """Return what is printed of a table of certificates, as JSON.
+
+    At each radius the share of its inputs that are right and certified, and what that says at least
+    of the population (all radii together).
+    """
+    bank = bool(table.comparison_key["noise_bank"])  # its inputs are then no independent sample
+    return {
+        "name": table.name,
+        "title": table.title,
+        "table": str(table.path),
+        "norm": table.norm,
+        "sigma": table.sigma,
+        "mode": table.mode,
+        "alpha": table.alpha,
+        "verdict": statistics.verdict(table),
+        "inputs": len(table.index),
+        "clean_accuracy": table.clean_accuracy,
+        "input_range": table.input_range,
+        "abstained": table.abstention_rate,
+        "average_radius": table.average_radius,
+        "certified": [
+            {"radius": radius, "accuracy": table.certified_accuracy(radius)}
+            for radius in table.reported_radii
+        ],
+        "population": []
+        if bank
+        else [
+            {"radius": each.radius, "at_least": each.accuracy_lower_bound}
+            for each in statistics.population_bounds(table)
+        ],
+    }
+
+
+def comparison_as_json(
+    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Return several runs, and each later one less the first on the same inputs, as JSON.
+
+    Raises as `dpdist.reports.compare.accuracy_differences`.
+    """
+    rows, notes = accuracy_differences(runs, sizes)
+    corrected = holm([row.comparison.p_value for row in rows])
+    first = runs[0].folder.name
+    return {
+        "runs": [run_as_json(facts) for facts in runs],
+        "differences": [
+            {
+                "run": row.run, "less": first, "what": row.quantity,
+                "size": float(row.size) if row.size else None,
+                **dataclasses.asdict(row.comparison), "difference": row.comparison.difference,
+                "p_holm": p,
+            }
+            for row, p in zip(rows, corrected, strict=True)
+        ],
+        "whole_curves": [
+            {
+                "run": two.run, "less": first, "what": two.certificate,
+                "sizes": found.knots.tolist(),
+                "low": found.low.tolist(), "high": found.high.tolist(),
+                "better": [list(stretch) for stretch in found.better_ranges],
+                "worse": [list(stretch) for stretch in found.worse_ranges],
+            }
+            for two, found in curve_differences(runs, sizes)
+        ],
+        "notes": notes,
+    }  # fmt: skip
