@@ -326,9 +326,6 @@ def starter_recipe(
     model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
-    group = (
-        "" if dataset.group_column is None else _on_one_line(f" of the same {dataset.group_column}")
-    )
     lines = [
         _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
@@ -345,7 +342,6 @@ def starter_recipe(
         f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
         f"{dataset.train_records:,} records",
         "  clip_norm: 1.0",
-        f"  # group_size: 5              # also for a person with up to so many records{group}; or",
         "  # unit: group                # the person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
         "training:",
@@ -463,7 +459,7 @@ def _data_lines(
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.group_column is not None:
         columns.append(
-            f"group: {_json_text(dataset.group_column)}   # privacy.group_size speaks of it"
+            f"group: {_json_text(dataset.group_column)}   # privacy.unit: group protects it whole"
         )
     if ranges:
         columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")

@@ -49,8 +49,7 @@ class ColumnNames(Section):
         label: Column of the label.
         features: Columns of numbers that make up the input, in place of the image. A pattern such
             as mean_* names all columns that fit.
-        group: Column that says whom a record belongs to. It is checked against privacy.group_size,
-            or is the unit with privacy.unit: group.
+        group: Column that says whom a record belongs to, the unit with privacy.unit: group.
         ranges: By feature, the public constants [LOW, HIGH] that become 0 and 1; values beyond are
             cut.
     """

@@ -344,13 +344,14 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
 
 
 def check_groups(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
-    """Raise UserError when a group has more records than privacy.group_size promises to cover."""
-    if recipe.group_unit is not None:  # of larger ones so many records count as it says
-        return
-    largest, size = dataset.largest_group, recipe.privacy.group_size
-    if largest is not None and largest > size:
-        rule = f"{dataset.name} has a group of {largest} records; raise it, or drop records first"
-        raise field_error(context, "privacy.group_size", rule, size)
+    """Raise UserError when a group has several records, and the unit is one record."""
+    largest = dataset.largest_group or 1
+    if recipe.group_unit is None and largest > 1:
+        rule = (
+            f"must be group, for {dataset.name} has a group of {largest} records (or leave "
+            "data.columns.group out, to protect single records)"
+        )
+        raise field_error(context, "privacy.unit", rule, recipe.privacy.unit)
 
 
 class Fingerprinted(Protocol):
