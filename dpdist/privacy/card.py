@@ -345,8 +345,8 @@ def no_epsilon(described: Mapping[str, Any]) -> str | None:
 def bounding_guarantee(card_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the guarantee, as JSON types, that bounds what the model tells of its records.
 
-    A run's own leaves out the class counts that were bought for it, of which its model tells, too:
-    that of all releases of the data set counts them.
+    Where a run's own leaves an earlier release out, of which its model tells, too, it is that of
+    all releases of the data set, which counts both.
     """
     total: Mapping[str, Any] | None = card_dict["data_set"]
     own: Mapping[str, Any] = card_dict["guarantee"]

@@ -28,7 +28,7 @@ from dpdist.data.record_hashes import hash_groups
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_recipe, resolve_recipe
-from dpdist.training.job import buy_class_counts, check_trainable
+from dpdist.training.job import check_trainable
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
@@ -452,8 +452,6 @@ def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
         checked("st.yaml")
     with pytest.raises(UserError, match=stale):
         check_trainable(resolve_recipe("st.yaml"), "st.yaml")
-    with pytest.raises(UserError, match=stale):
-        buy_class_counts(resolve_recipe("st.yaml", changes={"privacy.budget": "b"}), 2.0, "st.yaml")
     with pytest.raises(UserError, match=stale):
         dpdist.as_records(folder / "train.parquet", inputs="age", target="ill")
     out = said("st", "--label", "ill", "--group", "pid", "--output", "st2.yaml")
