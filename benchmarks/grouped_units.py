@@ -1,4 +1,4 @@
-"""Compare three ways to protect a person with many records, at equal epsilon per person.
+"""Compare two ways to protect a person with many records, at equal epsilon per person.
 
     OMP_NUM_THREADS=1 python benchmarks/grouped_units.py [--epsilon 3] [--keys 3] [--only 'unit*']
     python benchmarks/grouped_units.py --table
@@ -12,11 +12,9 @@ rate and clip of each way are chosen; that choice is not paid for, in any way.
 
 * `unit-K`: `privacy.unit: group`; of a file at most K records count in a step, drawn anew each
   time.
-* `cap-K`: K records of a file are kept for good, drawn by a hash, and `privacy.group_size` K states
-  the guarantee for a person of so many.
-* `one`: one record of a file is kept; the person is a record.
+* `one`: one record of a file is kept, drawn by a hash; the person is a record.
 
-All ways sample at the same rate and take the same number of steps; noise follows from epsilon. Each
+Both ways sample at the same rate and take equally many steps; noise follows from epsilon. Each
 training is a line of --results; what is there is not made again. --table prints Markdown: means,
 least and greatest of the trainings, and the difference to the last row, key by key, with Student's
 95 % interval of its mean.
@@ -33,7 +31,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +41,13 @@ from torch import nn
 
 import dpdist
 from dpdist.data import text
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee
 from dpdist.reports.compare import markdown_table
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 DELTA, WORDS, MIN_WORDS = 1e-5, 2000, 8
-CLIPS = {"unit": (1.0, 3.0), "cap": (1.0,), "one": (1.0,)}
+CLIPS = {"unit": (1.0, 3.0), "one": (1.0,)}
 TUNING = 1000  # key of the trainings that a rate and a clip are chosen by
-WAYS = ("unit-4", "unit-16", "cap-4", "one")
+WAYS = ("unit-4", "unit-16", "one")
 
 
 @dataclass(frozen=True)
@@ -116,11 +112,9 @@ def split(texts: Texts) -> tuple[Texts, Texts, Texts]:
     return texts.at(place < 0.8), texts.at((place >= 0.8) & (place < 0.9)), texts.at(place >= 0.9)
 
 
-def capped(texts: Texts, most: int) -> Texts:
-    """Return at most so many texts of each file, the first ones: texts are in order of a hash."""
-    order = np.argsort(texts.files, kind="stable")
-    starts = np.searchsorted(texts.files[order], texts.files[order])
-    return texts.at(np.sort(order[np.arange(len(order)) - starts < most]))
+def one_of_each(texts: Texts) -> Texts:
+    """Return one text of each file, the first one: texts are in order of a hash."""
+    return texts.at(np.sort(np.unique(texts.files, return_index=True)[1]))
 
 
 def train(
@@ -129,21 +123,15 @@ def train(
 ) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     """Return a model trained in one of the ways, and what stands on its run."""
     kind, _, most = way.partition("-")
-    count = int(most or 1)
     privacy: dict[str, Any] = {
-        "delta": DELTA, "clip_norm": clip,
+        "delta": DELTA, "clip_norm": clip, "epsilon": options.epsilon,
         "run_key": hashlib.sha256(f"{way} {key}".encode()).hexdigest(),
     }  # fmt: skip
     if kind == "unit":
-        privacy |= {"unit": "group", "max_records_per_group": count, "epsilon": options.epsilon}
-        units = len(np.unique(texts.files))
+        privacy |= {"unit": "group", "max_records_per_group": int(most)}
     else:
-        texts = capped(texts, count)
-        units = len(texts.labels)
-        noise = noise_for_person(
-            units, round(options.rate * units), count, options.epsilon, options.steps
-        )
-        privacy |= {"group_size": count, "noise_multiplier": noise}
+        texts = one_of_each(texts)
+    units = len(np.unique(texts.files))
     torch.manual_seed(key)
     model = nn.Linear(texts.inputs.shape[1], classes)
     nn.init.zeros_(model.weight)
@@ -157,31 +145,11 @@ def train(
     )  # fmt: skip
     training.run_all()
     plan = training.plan
-    of_person = training.guarantee if kind == "unit" else group_guarantee(plan, count)
     told = {
         "records": len(texts.labels), "units": units, "batch": plan.step(0).expected_batch,
-        "noise": plan.step(0).noise_multiplier, "epsilon": of_person.epsilon,
+        "noise": plan.step(0).noise_multiplier, "epsilon": training.guarantee.epsilon,
     }  # fmt: skip
     return model, told
-
-
-@cache
-def noise_for_person(units: int, batch: int, count: int, target: float, steps: int) -> float:
-    """Return the least noise multiplier with which a person of `count` records has epsilon."""
-
-    def epsilon(noise: float) -> float:
-        plan = PrivacyPlan.dp_sgd(
-            records=units, batch_size=batch, noise_multiplier=noise, steps=steps, delta=DELTA
-        )
-        return group_guarantee(plan, count).epsilon
-
-    low, high = 0.2, 0.4
-    while epsilon(high) > target:
-        low, high = high, 2 * high
-    while high / low > 1.002:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if epsilon(middle) > target else (low, middle)
-    return high
 
 
 def hits(model: nn.Module, texts: Texts) -> np.ndarray:

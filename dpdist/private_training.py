@@ -326,13 +326,16 @@ class _HashedRecords:
 
 
 def _check_groups(recipe: Recipe, *given: Records) -> None:
-    """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
+    """Raise UserError where a unit has several records, for a guarantee of single records."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
     counts = Counter(_unit_of(each, index) for each in grouped for index in range(len(each)))
-    largest, size = max(counts.values(), default=0), recipe.privacy.group_size
-    if largest > size:
-        rule = f"must be >= {largest}, the records of the largest unit (or privacy.unit: group)"
-        raise field_error("PrivateTraining", "privacy.group_size", rule, size)
+    largest = max(counts.values(), default=0)
+    if recipe.group_unit is None and largest > 1:
+        rule = (
+            f"must be group, for the largest unit has {largest} records (or give records without "
+            "units, to protect single ones)"
+        )
+        raise field_error("PrivateTraining", "privacy.unit", rule, recipe.privacy.unit)
 
 
 def _check_arguments(records: Records, loss: Any, **by_class: Any) -> None:

@@ -994,7 +994,7 @@ def _parse_privacy(privacy: Any) -> PrivacyRecipe:
             "tune: privacy: must be a dpdist.Privacy of training and search together, or a dict of "
             f"its fields, got {type(privacy).__name__}"
         )
-    for key, usual in {"unit": "record", "group_size": 1, "budget": None}.items():
+    for key, usual in {"unit": "record", "budget": None}.items():
         if (found := getattr(privacy, key)) != usual:
             raise UserError(
                 f"tune: privacy.{key}: must be {usual} in a search over a function, got {found}"

@@ -65,7 +65,6 @@ _UNSEARCHABLE_FIELDS = {
     "privacy.delta": "the guarantee is stated at one delta",
     "privacy.neighbours": "the guarantee is stated for one neighbouring relation",
     "privacy.batch_cap": "a trial with another cap would need a price of its own",
-    "privacy.group_size": "the guarantee is stated for one size of group",
     "privacy.unit": "the guarantee is stated for one unit",
     "privacy.max_records_per_group": "the guarantee is stated for one unit",
     "privacy.budget": "the whole search is charged once",

@@ -31,7 +31,7 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Finite, PositiveFraction, PositiveNoise, RunName
+from dpdist.core.fields import Count, Finite, PositiveFraction, RunName
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset, FoundSources
@@ -326,9 +326,6 @@ def starter_recipe(
     model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
-    group = (
-        "" if dataset.group_column is None else _on_one_line(f" of the same {dataset.group_column}")
-    )
     lines = [
         _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
@@ -345,7 +342,6 @@ def starter_recipe(
         f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
         f"{dataset.train_records:,} records",
         "  clip_norm: 1.0",
-        f"  # group_size: 5              # also for a person with up to so many records{group}; or",
         "  # unit: group                # the person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
         "training:",
@@ -463,7 +459,7 @@ def _data_lines(
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.group_column is not None:
         columns.append(
-            f"group: {_json_text(dataset.group_column)}   # privacy.group_size speaks of it"
+            f"group: {_json_text(dataset.group_column)}   # privacy.unit: group protects it whole"
         )
     if ranges:
         columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
@@ -558,51 +554,6 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
 
 
 _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to tell"}
-
-
-@data_app.command("counts")
-def buy_counts(
-    recipe: RecipeArgument,
-    noise: Annotated[
-        float,
-        option(
-            "Standard deviation of the noise, in records (under replace-one times 1.41).",
-            PositiveNoise,
-        ),
-    ],
-    output: Annotated[
-        Path, path_option("JSON file to write.", callback=path_callback(".json", for_writing=True))
-    ] = Path("class_counts.json"),
-    changes: Changes = None,
-    data_root: DataRoot = None,
-) -> None:
-    """Buy noisy numbers of training records by class, charged to the recipe's budget, for
-    data.class_counts: FILE.
-
-    The budget is charged before noise is drawn, and needs privacy.budget_ceiling. The same question
-    gives the same answer again, at no further cost.
-    """
-    from dpdist.core.files import write_json
-    from dpdist.privacy.guarantee import format_epsilon
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-    from dpdist.training.job import buy_class_counts
-
-    without: dict[str, Any] = {"rates": {}, "class_counts": {}, "importance_weights": False}
-    without["counts_charge"] = None
-    resolved = resolve_recipe(
-        recipe,
-        changes={**parse_changes(changes), **{f"data.{key}": no for key, no in without.items()}},
-        data_root=data_root,
-    )
-    bought = buy_class_counts(resolved, noise, recipe)
-    write_json(output, bought)
-    shown = ", ".join(f"{name}: {count}" for name, count in bought["counts"].items())
-    typer.echo(f"wrote {output}: {{{shown}}}")
-    typer.echo(
-        f"charged as {bought['charge']} to {resolved.privacy.budget}: alone epsilon "
-        f"{format_epsilon(bought['epsilon'])} at delta {bought['delta']:g} ({bought['relation']})"
-    )
-    typer.echo(f"next, in the recipe: data: {{class_counts: {output.absolute()}, rates: ...}}")
 
 
 @data_app.command("fetch")

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
     CountOrZero,
@@ -26,7 +25,6 @@ from dpdist.core.fields import (
     scale_to_unit,
     vocabulary_size,
 )
-from dpdist.core.files import MissingFileError, quoted, read_json
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -49,8 +47,7 @@ class ColumnNames(Section):
         label: Column of the label.
         features: Columns of numbers that make up the input, in place of the image. A pattern such
             as mean_* names all columns that fit.
-        group: Column that says whom a record belongs to. It is checked against privacy.group_size,
-            or is the unit with privacy.unit: group.
+        group: Column that says whom a record belongs to, the unit with privacy.unit: group.
         ranges: By feature, the public constants [LOW, HIGH] that become 0 and 1; values beyond are
             cut.
     """
@@ -239,43 +236,15 @@ class DataRecipe(Section):
     )
     class_counts: dict[Text, Count] = Field(
         default={},
-        description="PUBLIC numbers of records by class, from which rates follow; never counted. "
-        "Or the file of noisy counts that `dpdist data counts` wrote",
+        description="PUBLIC numbers of records by class, from which rates follow; never counted",
         max_length=10_000,
         exclude_if=lambda counts: not counts,
-    )
-    counts_charge: SingleLine | None = Field(
-        default=None,
-        description="the budget's charge for class_counts that were bought; their file names it",
-        exclude_if=lambda charge: charge is None,
     )
     importance_weights: bool = Field(
         default=False,
         description="multiply a record's loss by 1/rate (mean 1) before its gradient is clipped",
         exclude_if=lambda weighted: not weighted,
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_bought_counts(cls, value: Any) -> Any:
-        """Take the file that `dpdist data counts` wrote for its counts and their charge."""
-        file = value.get("class_counts") if isinstance(value, Mapping) else None
-        if not isinstance(file, str):
-            return value
-        if value.get("counts_charge") is not None:
-            raise key_error("counts_charge", "must be left out beside a file, which names it")
-        try:
-            bought = read_json(file, {"kind": str, "counts": dict, "charge": str})
-        except MissingFileError:
-            raise key_error(
-                "class_counts",
-                "must be a file that `dpdist data counts RECIPE --noise NUMBER` wrote, got "
-                f"{quoted(file)}, where nothing lies",
-                see="explanation/privacy.md#rare-classes",
-            ) from None
-        except UserError as error:
-            raise key_error("class_counts", str(error)) from None
-        return {**value, "class_counts": bought["counts"], "counts_charge": bought["charge"]}
 
     @field_validator("rates", "class_counts", mode="before")
     @classmethod
@@ -361,7 +330,7 @@ class DataRecipe(Section):
     @model_validator(mode="after")
     def _check_rates(self) -> DataRecipe:
         if not self.rates:
-            for key in ("class_counts", "counts_charge", "importance_weights"):
+            for key in ("class_counts", "importance_weights"):
                 if given := getattr(self, key):
                     raise key_error(key, f"must be left out without data.rates, got {given}")
             return self

@@ -400,7 +400,6 @@ class PrivacyRecipe(Section):
         budget: Folder of budgets. The run is charged to the budget of its records.
         budget_composition: The rule that adds up runs: filter holds when runs are chosen by earlier
             results; non-adaptive does not.
-        group_size: Also state the guarantee for a person with up to so many records.
         unit: The unit that is protected: one record, or the whole group of data.columns.group,
             which is then sampled, clipped and protected as one.
         max_records_per_group: The most records of a group that count in one step.
@@ -434,7 +433,6 @@ class PrivacyRecipe(Section):
         description="a declared number of records: rate, divisor and steps follow from it, and "
         "the true number stays private",
     )
-    group_size: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 1
     unit: Literal["record", "group"] = Field(
         default="record", exclude_if=lambda unit: unit == "record"
     )
@@ -509,7 +507,6 @@ class PrivacyRecipe(Section):
             )
         refused = {
             "neighbours": (self.neighbours != "add-or-remove-one", "be add-or-remove-one"),
-            "group_size": (self.group_size != 1, "be 1, for the unit is the whole group already"),
             "batch_cap": (self.batch_cap is not None, "be left out"),
             "nominal_records": (self.nominal_records is not None, "be left out"),
             "budget": (
@@ -554,7 +551,7 @@ class Privacy(PrivacyRecipe):
 
     Args:
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
-            neighbours, batch_cap, nominal_records, group_size, unit and max_records_per_group,
+            neighbours, batch_cap, nominal_records, unit and max_records_per_group,
             run_key (for tests). `clip_norm="automatic"` scales every record's gradient g to
             g / (|g| + 0.01): one setting less to find, and a record still adds at most L2 norm 1.
 

@@ -28,7 +28,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -487,26 +487,6 @@ class DataBudget(JournalBacked):
         """Return the recorded charge of this run or search, or None."""
         return next((charge for charge in self.charges if charge.run == run), None)
 
-    def find_release(self, run: str) -> dict[str, Any]:
-        """Return what is kept of a charge's one release (`release_once`).
-
-        source: names what it was drawn from. answer: what was released. Both may be missing.
-        """
-        return self.releases.get(run, {})
-
-    @property
-    def releases(self) -> dict[str, dict[str, Any]]:
-        """Return what is kept of every charge's one release, by the name of the charge."""
-        kept: dict[str, dict[str, Any]] = {}
-        for record in self._journal.records:
-            if "release" in record:
-                kept[record["release"]] = kept.get(record["release"], {}) | record
-        return kept
-
-    def append_release(self, run: str, **kept: Any) -> None:
-        """Keep a part of a charge's one release, durably."""
-        self._journal.append({"release": run, **kept})
-
     def append_charge(self, charge: Charge) -> None:
         """Put a charge on record, durably, unless it is there already."""
         mine = self.find_charge(charge.run)
@@ -592,7 +572,6 @@ def reserve(
     limit: tuple[float, float] | None = None,
     enforce: bool = True,
     record: bool = True,
-    built_on: tuple[str | None, Any] | None = None,
 ) -> None:
     """Put a run on record before it starts, on every budget that holds any of its records.
 
@@ -603,175 +582,39 @@ def reserve(
 
     Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
     enforce: False records what was done already, whatever it costs. record: False checks alone.
-    built_on: name and answer of an earlier release (`release_once`) that the run is made of, which
-    a budget of these records must hold; None in place of the name of what is public, which no
-    budget of these records may have released.
     """
     with ExitStack() as stack:
         key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
         if record or _files(Path(folder)):  # what only looks leaves nothing behind
             key, budgets = stack.enter_context(_open_budgets(Path(folder)))
-        _reserve(
-            Path(folder), key, budgets, records, charge, terms, neighbours, name=name, limit=limit,
-            enforce=enforce, record=record, built_on=built_on,
-        )  # fmt: skip
-
-
-def _reserve(
-    folder: Path,
-    key: bytes,
-    budgets: list[DataBudget],
-    records: NDArray[np.integer] | None,
-    charge: Charge,
-    terms: BudgetTerms,
-    neighbours: Neighbours,
-    *,
-    name: str = "",
-    limit: tuple[float, float] | None = None,
-    enforce: bool = True,
-    record: bool = True,
-    built_on: tuple[str | None, Any] | None = None,
-) -> None:
-    """`reserve` on the open budgets of a folder, to which a new one is added."""
-    if records is None:
-        _continue_charge(budgets, charge, neighbours, limit)
-        return  # what it is built on was checked when it was put on record
-    hashed = records.dtype.str
-    other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
-    if other and enforce:
-        raise BudgetExceeded(
-            f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
-            "them, and cannot tell whether it holds these; name a new folder"
-        )
-    known = _keyed_hashes(key, records)
-    held = [budget for budget in budgets if _shares_records(budget, known)]
-    if enforce:
-        for budget in held:
-            if not budget.terms.matches(terms):
-                raise BudgetExceeded(
-                    f"{budget.path} holds some of these records under {budget.terms}, fixed "
-                    f"before its first run; this run comes with {terms}"
-                )
-        _check_charge_fits(held, terms, charge, neighbours, limit)
-        if built_on is not None:
-            _check_built_on(held, folder, *built_on)
-    if not record:
-        return
-    if not held:
-        held = [DataBudget.create(folder, name, terms, hashed, _key_id(key))]
-        budgets.append(held[0])  # is closed with the others
-    for budget in held:
-        budget.add_records(known)
-        budget.append_charge(charge.merge(budget.find_charge(charge.run)))
-
-
-def _check_built_on(
-    held: Sequence[DataBudget], folder: str | Path, release: str | None, answer: Any
-) -> None:
-    if release is None:
-        for budget in held:
-            for name, each in budget.releases.items():
-                if each.get("answer") == answer:
-                    raise BudgetExceeded(
-                        f"{name} released {answer} from private records, and the run takes them "
-                        "for public numbers; name the file that was written with them"
-                    )
-        return
-    kept = [budget.find_release(release) for budget in held]
-    answers = [each["answer"] for each in kept if "answer" in each]
-    if not answers:
-        raise BudgetExceeded(
-            f"no budget of these records in {folder} holds the release {release}, on which the run "
-            "is built; name the folder and the records that it was charged to"
-        )
-    if any(each != answer for each in answers):
-        raise BudgetExceeded(f"what {release} released must be {answers[0]}, got {answer}")
-
-
-def release_once(
-    folder: str | Path,
-    records: NDArray[np.integer],
-    charge: Charge,
-    terms: BudgetTerms,
-    neighbours: Neighbours,
-    *,
-    question: bytes,
-    source: bytes,
-    draw: Callable[[bytes], dict[str, int]],
-    name: str = "",
-) -> tuple[str, dict[str, int]]:
-    """Return the name of a release and its answer, which is drawn once and charged before.
-
-    A question has one answer: to ask it again costs nothing and gives the same. The charge is on
-    record before the answer is drawn, so that a crash between them costs, and the next call draws
-    the same answer. The noise has a secret key of its own for each question, phases and source.
-
-    Args:
-        folder: of the budgets.
-        records: as in `reserve`.
-        charge: its phases are the release; the beginning of its run's name is kept.
-        terms: must have a ceiling, since runs follow that are chosen by the answer.
-        neighbours: the relation that the ceiling counts.
-        question: bytes that stand for what is asked of which records.
-        source: the exact numbers that noise is added to.
-        draw: returns the noisy answer from 32 secret bytes.
-        name: a public name of the data.
-
-    Raises:
-        BudgetExceeded: it does not fit; the same was released with other noise; or the source is
-            another than before. Nothing was drawn.
-        JournalError: a budget is damaged.
-    """
-    if terms.ceiling is None:
-        raise BudgetExceeded(
-            "a release that later runs are built on needs budget_ceiling and the composition "
-            "filter: a sum of epsilons does not hold for runs that follow a result"
-        )
-    with _open_budgets(Path(folder)) as (key, budgets):
-        charge = replace(charge, run=f"{charge.run}-{_keyed_name(key, b'asked', question)[:16]}")
-        for budget in budgets:
-            before = budget.find_charge(charge.run)
-            if before is not None and before.phases != charge.phases:
-                raise BudgetExceeded(
-                    f"{charge.name!r} of these records was charged as {charge.run}, "
-                    f"{before.phases[0].description}; ask with that noise for the same answer"
-                )
-        said = _keyed_name(key, b"drawn from", source)
-        if (known := _find_answer(budgets, charge.run, said)) is not None:
-            return charge.run, known
-        # Under one lock: between them another process could charge the same at other noise.
-        _reserve(Path(folder), key, budgets, records, charge, terms, neighbours, name=name)
-        held = [budget for budget in budgets if budget.find_charge(charge.run) is not None]
-        for budget in held:
-            if not budget.find_release(charge.run):
-                budget.append_release(charge.run, source=said)
-        about = f"{charge.run} {[phase.to_dict() for phase in charge.phases]} {said}"
-        answer = draw(bytes.fromhex(_keyed_name(key, b"noise", about.encode())))
-        for budget in held:
-            if "answer" not in budget.find_release(charge.run):
-                budget.append_release(charge.run, answer=answer)
-            budget.append_charge(replace(charge, status="settled"))
-        return charge.run, answer
-
-
-def _find_answer(budgets: Sequence[DataBudget], release: str, source: str) -> dict[str, int] | None:
-    """Return what a release answered, or None. Raises BudgetExceeded for another source."""
-    found: dict[str, int] | None = None
-    for budget in budgets:
-        kept = budget.find_release(release)
-        if kept.get("source", source) != source:
+        if records is None:
+            _continue_charge(budgets, charge, neighbours, limit)
+            return
+        hashed = records.dtype.str
+        other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
+        if other and enforce:
             raise BudgetExceeded(
-                f"{release} was drawn from other numbers: the records have changed since"
+                f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
+                "them, and cannot tell whether it holds these; name a new folder"
             )
-        found = kept.get("answer", found)
-    return found
-
-
-def _keyed_name(key: bytes, purpose: bytes, content: bytes) -> str:
-    """Return 64 hex digits that tell nobody without the folder's key anything of `content`."""
-    mac = hashlib.blake2b(key=key, digest_size=32, person=b"dpdist.release")
-    mac.update(len(purpose).to_bytes(8, "little") + purpose + content)
-    return mac.hexdigest()
+        known = _keyed_hashes(key, records)
+        held = [budget for budget in budgets if _shares_records(budget, known)]
+        if enforce:
+            for budget in held:
+                if not budget.terms.matches(terms):
+                    raise BudgetExceeded(
+                        f"{budget.path} holds some of these records under {budget.terms}, fixed "
+                        f"before its first run; this run comes with {terms}"
+                    )
+            _check_charge_fits(held, terms, charge, neighbours, limit)
+        if not record:
+            return
+        if not held:
+            held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
+            budgets.append(held[0])  # is closed with the others
+        for budget in held:
+            budget.add_records(known)
+            budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
 
 def _continue_charge(

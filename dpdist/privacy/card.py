@@ -30,7 +30,7 @@ from dpdist.privacy.guarantee import (
 )
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, walk_phases
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
+from dpdist.privacy.plan import PrivacyPlan, parse_plan
 
 PRIVACY_CARD, PRIVACY_CARD_TEXT = "privacy_card.json", "privacy_card.md"  # its files
 
@@ -180,7 +180,6 @@ def build_card(
     private: bool = True,
     show_records: bool = True,
     unit: str = "one record",
-    group_size: int = 1,
     data_set: Guarantee | None = None,
     assumptions: Sequence[str] = (),
     notes: Sequence[str] = (),
@@ -192,9 +191,8 @@ def build_card(
     ledger: what was really released; without it the plan is taken as executed. private: False for a
     run with a fixed key or without noise, which the card then says. show_records: False keeps the
     number of records (and with it the sampling rate's meaning) out. unit: what is protected.
-    group_size: of up to so many records the guarantee is stated as well. data_set: what the data
-    set has cost in all runs. assumptions: what must hold besides. extra: further facts (library
-    versions, model, recipe). kind: of the guarantee.
+    data_set: what the data set has cost in all runs. assumptions: what must hold besides. extra:
+    further facts (library versions, model, recipe). kind: of the guarantee.
 
     "accounted" are the phases that were released, as a plan: `recompute_card` makes the card of it.
     """
@@ -204,9 +202,6 @@ def build_card(
     whole = replace(plan, phases=phases)
     paths = whole.path_events(phases)
     main = replace(whole.guarantee_for_events(paths), kind=kind)
-    group = None if group_size == 1 else group_guarantee(whole, group_size)
-    if group is not None:
-        unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
     main = main if show_records else _without_record_count(main)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
     profile = [whole.guarantee_for_events(paths, delta) for delta in deltas] if private else [main]
@@ -214,7 +209,6 @@ def build_card(
         "private": private,
         "guarantee": main.to_dict(),
         "unit": _line(unit),
-        "group": group and {"size": group_size, "guarantee": group.to_dict()},
         "neighbours": plan.neighbours,
         "relation": main.relation,
         "epsilon_at_delta": [_epsilon_at_delta(each) for each in profile],
@@ -249,7 +243,7 @@ _CARD_SHAPE = {
     "guarantee.neighbours": str, "neighbours": str, "plan": str,
     "epsilon_at_delta": list, "mechanism": list, "released_besides": list,
     "superseded_releases": int, "assumptions": list, "notes": list, "extra": dict,
-    "accounted": dict, **dict.fromkeys(("data_set", "group", "clip_norm", "records"), object),
+    "accounted": dict, **dict.fromkeys(("data_set", "clip_norm", "records"), object),
 }  # fmt: skip
 _MAX_PHASES = 1000
 RELATIVE_TOLERANCE = 1e-3  # relative: of what two accountants make of the same
@@ -276,12 +270,6 @@ def _check_stated_guarantees(card_dict: dict[str, Any], context: str) -> None:
     own, delta = _parse_guarantee(card_dict, "guarantee", context)
     if card_dict["private"] and math.isinf(own):
         raise UserError(f"{context}: calls private what has an infinite epsilon")
-    if (group := card_dict["group"]) is not None:
-        size = check_shape({"group": group}, context, {"group.size": int})["group"]["size"]
-        if not 1 < size <= 1000:
-            raise UserError(f"{context}: damaged: group.size must be 2 to 1000, got {size}")
-        check_shape(group, f"{context}: group", {"guarantee.neighbours": str})
-        _parse_guarantee(group, "guarantee", f"{context}: group")
     if card_dict["data_set"] is not None:
         total, at = _parse_guarantee(card_dict, "data_set", context)
         if at == delta and total < own * (1 - RELATIVE_TOLERANCE):
@@ -312,13 +300,11 @@ def recompute_card(stated_card: Mapping[str, Any], plan: PrivacyPlan) -> dict[st
     What does not follow from them is taken from the card: whether the run key was fixed, what all
     runs on the data set cost, notes. Raises UserError when no theorem covers the phases.
     """
-    group = stated_card["group"]
     try:
         again = build_card(
             plan,
             private=stated_card["private"],
-            unit=stated_card["unit"].partition("; ")[0],  # what follows is of a group
-            group_size=1 if group is None else group["size"],
+            unit=stated_card["unit"],
             assumptions=stated_card["assumptions"][len(plan.assumptions) :],
             notes=stated_card["notes"][1:],
             extra=stated_card["extra"],
@@ -359,8 +345,8 @@ def no_epsilon(described: Mapping[str, Any]) -> str | None:
 def bounding_guarantee(card_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the guarantee, as JSON types, that bounds what the model tells of its records.
 
-    A run's own leaves out the class counts that were bought for it, of which its model tells, too:
-    that of all releases of the data set counts them.
+    Where a run's own leaves an earlier release out, of which its model tells, too, it is that of
+    all releases of the data set, which counts both.
     """
     total: Mapping[str, Any] | None = card_dict["data_set"]
     own: Mapping[str, Any] = card_dict["guarantee"]

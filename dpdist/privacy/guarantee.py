@@ -12,11 +12,6 @@ from dpdist.core.console import format_significant
 Neighbours = Literal["add-or-remove-one", "replace-one"]
 GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
 POST_PROCESSED: GuaranteeKind = "assumed: post-processing"
-BOUGHT_RATES = (  # an assumption, in front of the charge's name
-    "a record's sampling rate follows from its own class and from noisy class counts, released "
-    "before: this epsilon leaves their release out, the guarantee of all runs on the data set "
-    "counts it, as "
-)
 
 
 def check_delta(delta: float) -> None:
@@ -137,14 +132,7 @@ class Guarantee:
 
 
 def left_out(assumptions: Iterable[str]) -> str:
-    """Return what stands right behind an epsilon that leaves an earlier release out; "" mostly.
-
-    A model whose sampling rates follow from class counts that were bought tells of these, too.
-    """
-    for each in assumptions:
-        if each.startswith(BOUGHT_RATES):
-            charge = each.removeprefix(BOUGHT_RATES)
-            return f", without the class counts bought before as {charge}, which it leaves out"
+    """Return what stands right behind an epsilon that leaves an earlier release out; "" mostly."""
     return ""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpdist.privacy.guarantee import BOUGHT_RATES, Neighbours
+from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.selection import SelectionLaw
 
 if TYPE_CHECKING:
@@ -266,17 +266,13 @@ class ClassRates:
     records, one record would move all of them.
 
     rates: of each class, in (0, 1]. counts: the public number of records of each class, or numbers
-    in their proportion. charge: the budget's charge for counts that were bought with noise; None
-    for counts that are public anyway.
+    in their proportion.
     """
 
     rates: tuple[float, ...]
     counts: tuple[int, ...]
-    charge: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.charge, str | None):
-            raise ValueError(f"charge must be the name of a charge, got {self.charge!r}")
         if not self.rates or len(self.rates) != len(self.counts):
             raise ValueError(
                 f"class rates need a count for each, got {len(self.rates)} rates and "
@@ -290,11 +286,7 @@ class ClassRates:
 
     @classmethod
     def for_batch(
-        cls,
-        weights: Sequence[float],
-        counts: Sequence[int],
-        mean_rate: float,
-        charge: str | None = None,
+        cls, weights: Sequence[float], counts: Sequence[int], mean_rate: float
     ) -> ClassRates:
         """Return rates in proportion to `weights`, capped at 1, of which the mean is `mean_rate`.
 
@@ -305,7 +297,6 @@ class ClassRates:
             weights: relative rates, one a class, positive.
             counts: public numbers of records, one a class, at least 1.
             mean_rate: expected batch over number of records, in (0, 1].
-            charge: of counts that were bought.
         """
         if not 0 < mean_rate <= 1:
             raise ValueError(f"mean_rate must be in (0, 1], got {mean_rate}")
@@ -321,7 +312,7 @@ class ClassRates:
         if any(scale * weights[place] <= 0 for place in free):  # others at 1 make all of the batch
             raise ValueError("rates leave a class no chance to join")
         rates = (1.0 if p in capped else scale * weights[p] for p in range(len(counts)))
-        return cls(tuple(rates), tuple(counts), charge)
+        return cls(tuple(rates), tuple(counts))
 
     @property
     def largest(self) -> float:
@@ -340,7 +331,7 @@ class ClassRates:
             largest if rate == self.largest else largest * rate / self.largest
             for rate in self.rates
         )
-        return ClassRates(tuple(rates), self.counts, self.charge)
+        return ClassRates(tuple(rates), self.counts)
 
     @property
     def importance_weights(self) -> tuple[float, ...]:
@@ -349,8 +340,7 @@ class ClassRates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as plain JSON types."""
-        named = {} if self.charge is None else {"charge": self.charge}
-        return {"rates": list(self.rates), "counts": list(self.counts), **named}
+        return {"rates": list(self.rates), "counts": list(self.counts)}
 
     @property
     def description(self) -> str:
@@ -506,8 +496,7 @@ class GaussianSteps(Phase):
     def assumptions(self) -> tuple[str, ...]:
         sampled: tuple[str, ...] = (_POISSON,) if self.mean_rate < 1 else ()
         if self.class_rates is not None:
-            charge = self.class_rates.charge
-            sampled += (_PUBLIC_RATES if charge is None else BOUGHT_RATES + charge,)
+            sampled += (_PUBLIC_RATES,)
         cut = (
             ("a batch above the cap is cut to a uniformly random subset",)
             if self.has_batch_cap

@@ -4,9 +4,7 @@ The training loop takes its sampling rate, clip norm, noise multiplier and step 
 nowhere else, and the guarantee is computed from the same object, so the accounted mechanism is the
 executed mechanism (Abadi et al. 2016, accounted with privacy loss distributions). The unit of
 privacy is one record, or with a `GroupUnit` one group of records: then everything here counts
-groups, sampling, clip and divisor included. A guarantee for up to k records of one person comes
-from exact accounting of k records that join independently (add-or-remove; Ganesh 2024, mixtures of
-Gaussians) or from the general group-privacy lemma (Dwork and Roth 2014, Theorem 2.2).
+groups, sampling, clip and divisor included.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
@@ -595,63 +592,6 @@ def group_delta_by_lemma(epsilon: float, delta: float, group_size: int) -> float
         return 1.0
     ratio = math.exp(exponent) * -math.expm1(-group_size * epsilon) / -math.expm1(-epsilon)
     return min(1.0, delta * ratio)
-
-
-def group_epsilon_by_lemma(
-    record_delta: Callable[[float], float], delta: float, group_size: int
-) -> float:
-    """Return k * epsilon for the smallest record-level epsilon with a group delta at most `delta`.
-
-    record_delta: epsilon -> delta of one record. Infinity if no epsilon up to 50 will do (the
-    accountant's resolution in delta ends the search: the lemma multiplies delta by e^((k-1)
-    epsilon)).
-    """
-    # The group's delta need not be monotone in epsilon: walk up, then refine the first hit.
-    low, step = 0.0, 0.01
-    while low <= 50:
-        high = low + step
-        if group_delta_by_lemma(high, record_delta(high), group_size) <= delta:
-            for _ in range(20):
-                middle = (low + high) / 2
-                hit = group_delta_by_lemma(middle, record_delta(middle), group_size) <= delta
-                low, high = (low, middle) if hit else (middle, high)
-            return group_size * high
-        low, step = high, max(step, 0.01 * high)
-    return math.inf
-
-
-@lru_cache(maxsize=100)  # facts, card and whoever verifies the card ask for it
-def group_guarantee(plan: PrivacyPlan, group_size: int, delta: float | None = None) -> Guarantee:
-    """Return the plan's guarantee for groups of up to `group_size` records.
-
-    Size 1 is plan.guarantee(). Exact for Poisson-sampled and full-batch Gaussian steps and full
-    Laplace releases under add-or-remove, where the k records join or leave together. By the lemma
-    otherwise. Raises ValueError for size < 1.
-    """
-    if group_size < 1:
-        raise ValueError(f"a group has at least one record, got {group_size}")
-    delta = plan.delta if delta is None else delta
-    if group_size == 1:
-        return plan.guarantee(delta=delta)
-    if plan.group is not None:
-        raise ValueError("the plan's unit is a group already")
-    from dpdist.privacy.pld import PrivacyLoss
-
-    unit = f"the unit is a group of up to {group_size} records"
-    value, source = None, "PLD of mixtures of Gaussians"
-    if plan.neighbours == "add-or-remove-one":
-        found = group_pld(plan, group_size)
-        value = None if found is None else PrivacyLoss(*found).epsilon(delta)
-    if value is None or math.isinf(value):
-        from dpdist.privacy import accounting
-
-        paths = plan.path_events(plan.phases)
-        value = group_epsilon_by_lemma(
-            accounting.delta_profile(paths, plan.neighbours), delta, group_size
-        )
-        source = "group-privacy lemma on the record's profile"
-    assumptions = (*plan.assumptions, unit)
-    return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions, not plan.nominal)
 
 
 def group_pld(plan: PrivacyPlan, group_size: int) -> tuple[PrivacyLossDistribution, float] | None:

@@ -861,8 +861,8 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
-        Where class counts were bought for the run, it is that of all releases of the data set. It
-        is infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes that of
+        Where it leaves an earlier release out, it is that of all releases of the data set. It is
+        infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes that of
         the run again, and refuses one of all releases that is smaller.
         """
         return float(bounding_guarantee(self.card)["epsilon"])

@@ -49,7 +49,7 @@ from dpdist.privacy.guarantee import (
 )
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
+from dpdist.privacy.plan import PrivacyPlan, parse_plan
 from dpdist.randomness.keys import key_id
 from dpdist.reports.summary import make_verdict
 from dpdist.runs.folder import (
@@ -344,7 +344,6 @@ class Facts:
         guarantee: the `Guarantee` of the run; of a search, of training and search together.
         ledger: the `Ledger` of its releases.
         search: terms of the private search that chose it; None without one.
-        group_guarantee: the `Guarantee` for `privacy.group_size` records; None for one record.
         data_set_guarantee: the `Guarantee` of all runs on the data set; None without a budget.
         training_summary: private/trained.json, a dict.
         evaluation: evaluation.json, a dict; None where nothing was evaluated.
@@ -368,7 +367,6 @@ class Facts:
     guarantee: Guarantee
     ledger: Ledger
     search: SearchTerms | None
-    group_guarantee: Guarantee | None
     data_set_guarantee: Guarantee | None
     training_summary: dict[str, Any]
     evaluation: dict[str, Any] | None
@@ -639,7 +637,6 @@ class Facts:
             self.ledger if self.search is None else None,
             private=not self.has_fixed_key and math.isfinite(self.guarantee.epsilon),
             unit=self.recipe.privacy_unit,
-            group_size=self.recipe.privacy.group_size,
             data_set=self.data_set_guarantee,
             assumptions=self.assumptions,
             notes=notes,
@@ -714,12 +711,9 @@ class Facts:
         if self.search is not None:
             rows.append(("private search", str(self.search)))
             rows.append(("chosen", _chosen_values(self.search, self.recipe)))
-        for title, other in (
-            ("privacy of a group", self.group_guarantee),
-            ("data set", self.data_set_guarantee),
-        ):
-            if other is not None:
-                rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
+        if (total := self.data_set_guarantee) is not None:
+            said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
+            rows.append(("data set", said))
         if self.budget_problem:
             rows.append(("data set", self.budget_problem))
         took = "" if self.is_duration_secret else f", {self.training_took}"
@@ -839,7 +833,6 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         guarantee=guarantee,
         ledger=ledger,
         search=search,
-        group_guarantee=_group_guarantee(recipe, whole),
         data_set_guarantee=_data_set_guarantee(recipe, plan, folder, search),
         training_summary=trained,
         evaluation=evaluation,
@@ -911,13 +904,6 @@ def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
 def _format_value(value: Any) -> str:
     """Return a value in few digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _group_guarantee(recipe: Recipe, plan: PrivacyPlan) -> Guarantee | None:
-    size = recipe.privacy.group_size
-    if size == 1:
-        return None
-    return group_guarantee(plan, size)
 
 
 def _data_set_guarantee(

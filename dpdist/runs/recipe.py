@@ -162,20 +162,6 @@ class Recipe(BaseRecipe):
                 f"{len(self.data.rates)} rates; they work with dp-sgd, dplis, and input-noise "
                 "without consistency",
             ),
-            (
-                self.data.counts_charge is not None
-                and privacy.noise_multiplier != 0  # else nothing is promised
-                and (privacy.budget_ceiling is None or privacy.budget_composition != "filter"),
-                "privacy.budget_ceiling: must be given, with the budget that paid for "
-                "data.class_counts and budget_composition: filter, got none: this run's epsilon "
-                "leaves their release out, and a sum of epsilons does not hold for a run that "
-                "follows a result",
-            ),
-            (
-                self.data.counts_charge is not None and self.tune is not None,
-                "tune: must be left out with data.class_counts that were bought, got a search, "
-                "whose trials have no budget; train without, or give public counts",
-            ),
         ):
             if wrong:
                 raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))
@@ -197,7 +183,7 @@ class Recipe(BaseRecipe):
             return None
         weights = [data.rates[name] for name in data.class_names]
         counts = [data.class_counts[name] for name in data.class_names]
-        return ClassRates.for_batch(weights, counts, mean_rate, data.counts_charge)
+        return ClassRates.for_batch(weights, counts, mean_rate)
 
     @property
     def group_unit(self) -> GroupUnit | None:

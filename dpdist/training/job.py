@@ -6,7 +6,6 @@ of its records are made here as well.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ from dpdist.privacy.budget import (
     charge_id,
 )
 from dpdist.privacy.ledger import JournalError, Ledger, new_nonce
-from dpdist.privacy.phases import GaussianCounts
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.folder import (
@@ -45,7 +43,6 @@ from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_
 from dpdist.training.provenance import (
     AMONG_PUBLIC_REASON,
     check_pretrained,
-    refuse_budget_of_features,
 )
 from dpdist.training.records import (
     data_source,
@@ -121,103 +118,7 @@ def reserve_charge(
             limit=limit,
             enforce=enforce,
             record=record,
-            built_on=_built_on(recipe),
         )
-
-
-def _built_on(recipe: Recipe) -> tuple[str | None, dict[str, int]] | None:
-    """Return the charge of class counts that were bought, and the counts.
-
-    None in place of the charge of public ones; None where there are no counts.
-    """
-    data = recipe.data
-    return (data.counts_charge, data.class_counts) if data.class_counts else None
-
-
-def buy_class_counts(recipe: Recipe, noise: float, context: str) -> dict[str, Any]:
-    """Return noisy numbers of training records by class, which the records' budget pays for.
-
-    The charge is on record before noise is drawn, under the budget's secret key. The same question
-    gets the same answer, at no further cost (`dpdist.privacy.budget.release_once`).
-
-    Args:
-        recipe: names records, budget, ceiling and relation. Its rates are not read.
-        noise: standard deviation of the noise over the L2 norm by which one record moves the
-            counts: 1, or sqrt 2 under replace-one.
-        context: begins the complaints.
-
-    Returns:
-        a publishable JSON object. "counts" are the noisy numbers by class, raised to 1 at least and
-        scaled to the public number of records.
-
-    Raises:
-        UserError: the counts cannot be bought, and nothing was drawn.
-    """
-    privacy, section = recipe.privacy, recipe.data
-    if (why := section.single_label_error("dpdist data counts")) is not None:
-        raise UserError(f"{context}: {why}")
-    if privacy.budget is None:
-        rule = "must be the folder of budgets that pays for class counts"
-        raise field_error(context, "privacy.budget", rule, "none")
-    refuse_budget_of_features(recipe, context)
-    source = data_source(recipe)
-    if source.root is not None:
-        data.check_sources(source.root / source.name)
-    records = training_records(recipe, source)
-    total, names = privacy.nominal_records or len(records), section.class_names
-    check_against_data(recipe, total, context)
-    if total < len(names):
-        rule = f"must be at least one record for each of the {len(names)} classes"
-        raise field_error(context, "data", rule, f"{total:,}")
-    exact = np.bincount(records.labels, minlength=len(names)).astype(np.float64)
-    replaced = privacy.neighbours == "replace-one"
-    deviation = noise * (math.sqrt(2) if replaced else 1.0)
-
-    def draw(key: bytes) -> dict[str, int]:
-        from dpdist.gradients.noise import add_noise  # loads torch: all else is refused before
-
-        noisy = add_noise(exact, key, deviation)
-        return dict(zip(names, _whole_counts(noisy, total), strict=True))
-
-    phases = (GaussianCounts(deviation),)
-    charge = Charge(
-        "counts", "class counts", total, phases, "reserved", privacy.nominal_records is not None
-    )
-    with _budget_errors(context):
-        name, counts = budget.release_once(
-            privacy.budget,
-            records.hashes,
-            charge,
-            budget_terms(recipe),
-            privacy.neighbours,
-            question=f"{records.fingerprint} {names} {privacy.neighbours}".encode(),
-            source=exact.tobytes(),
-            draw=draw,
-            name=section.name,
-        )
-    said = {"kind": "class-counts", "data": section.name, "counts": counts, "charge": name}
-    return said | {"noise": noise, "deviation": deviation} | _price_of_counts(recipe, charge)
-
-
-def _price_of_counts(recipe: Recipe, charge: Charge) -> dict[str, Any]:
-    privacy = recipe.privacy
-    alone = budget.composed_guarantee([charge], privacy.delta, privacy.neighbours)
-    assumed = [*alone.assumptions, *(line for each in charge.phases for line in each.assumptions)]
-    ceiling = str(budget_terms(recipe))
-    return {**alone.to_output_dict(), "assumptions": assumed, "ceiling": ceiling}
-
-
-def _whole_counts(noisy: np.ndarray, total: int) -> list[int]:
-    """Return whole numbers of at least 1 in the proportions of noisy ones, of this public sum."""
-    shares = np.maximum(noisy, 1.0)
-    shares *= total / shares.sum()
-    found = np.maximum(np.floor(shares), 1.0).astype(np.int64)
-    order = np.argsort(np.floor(shares) - shares, kind="stable")  # largest remainder first
-    found[order[: max(0, total - int(found.sum()))]] += 1
-    while (over := int(found.sum()) - total) > 0:  # classes that were raised to 1
-        largest = int(found.argmax())
-        found[largest] -= min(over, int(found[largest]) - 1)
-    return [int(each) for each in found]
 
 
 def check_charge(recipe: Recipe, plan: PrivacyPlan, records: Hashed, context: str) -> None:
@@ -344,13 +245,14 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
 
 
 def check_groups(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
-    """Raise UserError when a group has more records than privacy.group_size promises to cover."""
-    if recipe.group_unit is not None:  # of larger ones so many records count as it says
-        return
-    largest, size = dataset.largest_group, recipe.privacy.group_size
-    if largest is not None and largest > size:
-        rule = f"{dataset.name} has a group of {largest} records; raise it, or drop records first"
-        raise field_error(context, "privacy.group_size", rule, size)
+    """Raise UserError when a group has several records, and the unit is one record."""
+    largest = dataset.largest_group or 1
+    if recipe.group_unit is None and largest > 1:
+        rule = (
+            f"must be group, for {dataset.name} has a group of {largest} records (or leave "
+            "data.columns.group out, to protect single records)"
+        )
+        raise field_error(context, "privacy.unit", rule, recipe.privacy.unit)
 
 
 class Fingerprinted(Protocol):

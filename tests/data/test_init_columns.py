@@ -28,7 +28,7 @@ from dpdist.data.record_hashes import hash_groups
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_recipe, resolve_recipe
-from dpdist.training.job import buy_class_counts, check_trainable
+from dpdist.training.job import check_trainable
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
@@ -185,6 +185,9 @@ TALK = [
 LINES = [f"SPLIT text {n}" for n in range(48)]
 
 
+BY_GROUP = {"privacy__unit": "group", "privacy__max_records_per_group": 2}
+
+
 def trained(recipe: str, **more: Any) -> RunFolder:
     """One step of the recipe, by its data and model."""
     raw = load_recipe(Path(recipe)).model_dump(mode="json")
@@ -212,7 +215,7 @@ def test_texts_without_a_label_become_a_recipe_of_next_tokens():
 @pytest.mark.long
 def test_chats_become_adapters_on_a_model_of_ones_own():
     needs_hf()
-    write_jsonl("chats", messages=TALK, who=[n // 2 for n in range(48)])
+    write_jsonl("chats", messages=TALK, who=[f"SPLIT {n // 2}" for n in range(48)])
     alone = "--base: must be given for chats \\(column messages\\): the folder of a causal model"
     with pytest.raises(UserError, match=alone) as caught:
         said("chats")
@@ -232,7 +235,7 @@ def test_chats_become_adapters_on_a_model_of_ones_own():
     text = recipe.data.text
     assert (text.messages, text.tokenizer, text.length) == ("messages", Path("base").resolve(), 128)
     assert recipe.data.columns.group == "who" and recipe.model.initial.saw == "books"
-    assert trained("chats.yaml", privacy__group_size=2).model_folder.is_dir()
+    assert trained("chats.yaml", **BY_GROUP).model_folder.is_dir()
 
 
 def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them():
@@ -254,7 +257,7 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     needs_hf()
     prompt, answer = names
     rows = {prompt: LINES, answer: [f"a {n}" for n in range(48)], "input": ["x"] * 48}
-    write_jsonl("pairs", **rows, who=[n // 2 for n in range(48)])
+    write_jsonl("pairs", **rows, who=[f"SPLIT {n // 2}" for n in range(48)])
     alone = rf"--base: must be given for prompts and answers \(columns {prompt}, {answer}\)"
     with pytest.raises(UserError, match=alone):
         said("pairs")
@@ -265,7 +268,7 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     recipe = load_recipe(Path("pairs.yaml"))
     text = recipe.data.text
     assert (text.prompt, text.answer, text.messages) == (prompt, answer, None)
-    assert trained("pairs.yaml", privacy__group_size=2).model_folder.is_dir()
+    assert trained("pairs.yaml", **BY_GROUP).model_folder.is_dir()
     targets = load_test_records(recipe, data_source(recipe)).targets(slice(0, 1))[0]
     learned = lm.chat_tokenizer().decode(targets[targets >= 0])
     assert learned == "a 0<|im_end|>\n"
@@ -449,8 +452,6 @@ def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
         checked("st.yaml")
     with pytest.raises(UserError, match=stale):
         check_trainable(resolve_recipe("st.yaml"), "st.yaml")
-    with pytest.raises(UserError, match=stale):
-        buy_class_counts(resolve_recipe("st.yaml", changes={"privacy.budget": "b"}), 2.0, "st.yaml")
     with pytest.raises(UserError, match=stale):
         dpdist.as_records(folder / "train.parquet", inputs="age", target="ill")
     out = said("st", "--label", "ill", "--group", "pid", "--output", "st2.yaml")

@@ -512,7 +512,9 @@ def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path, monke
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
         dpdist.documents(rows, folder, length=64, unit="who"),
         loss=dpdist.language_model_loss,
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, group_size=2),
+        privacy=dpdist.Privacy(
+            noise_multiplier=1.0, delta=1e-3, unit="group", max_records_per_group=2
+        ),
         batch_size=8,
         steps=2,
         folder=tmp_path / "run",

@@ -87,7 +87,7 @@ def read_back(described: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_card_is_made_again_from_its_phases(tmp_path):
-    """Superseded steps and groups included."""
+    """Superseded steps included."""
     phases = (LaplaceReleases(4.0), GaussianSteps(2, 3.0, 0.1))
     plan = PrivacyPlan(100, phases, 1e-4)
     with Ledger.open(tmp_path / "private" / "ledger.jsonl", plan.fingerprint()) as ledger:
@@ -95,15 +95,11 @@ def test_a_card_is_made_again_from_its_phases(tmp_path):
             ledger.begin_attempt({"world_size": world_size})
             for step in range(2):
                 ledger.record(step, f"{step:064x}")
-        described = read_back(
-            build_card(plan, ledger, group_size=2, notes=["a note"], extra={"model": "cnn"})
-        )
+        described = read_back(build_card(plan, ledger, notes=["a note"], extra={"model": "cnn"}))
     released = parse_card_plan(described, "card")
     assert released.steps == 4 and len(released.phases) == 2
     assert "Laplace" in " ".join(described["assumptions"] + described["mechanism"])
     assert read_back(recompute_card(described, released)) == described
-    assert described["unit"].startswith("one record; 2 records: epsilon ")
-    assert described["group"]["guarantee"]["epsilon"] > described["guarantee"]["epsilon"]
-    for name, value in (("group", {"size": 10**6}), ("accounted", None), ("notes", [1])):
+    for name, value in (("accounted", None), ("notes", [1])):
         with pytest.raises(UserError, match=f"card: damaged: {name}"):
             parse_card_plan(described | {name: value}, "card")

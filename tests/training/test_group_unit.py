@@ -27,7 +27,7 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.poisoning.evaluation import Poisoning
 from dpdist.privacy.card import build_card, card_markdown, recompute_card
 from dpdist.privacy.phases import GaussianSteps
-from dpdist.privacy.plan import GroupUnit, PrivacyPlan, group_guarantee
+from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise, refuse_unused
@@ -150,7 +150,6 @@ def test_recipes_and_plans_of_records_are_what_they_were(root):
     [
         ({"privacy__max_records_per_group": None}, "max_records_per_group: required"),
         ({"privacy__max_records_per_group": 0}, "max_records_per_group: "),
-        ({"privacy__group_size": 4}, "group_size: with unit: group it must be 1"),
         ({"privacy__neighbours": "replace-one"}, "neighbours: with unit: group it must be"),
         ({"privacy__batch_cap": 20}, "batch_cap: with unit: group it must be left out"),
         ({"privacy__nominal_records": 60}, "nominal_records: with unit: group"),
@@ -259,8 +258,6 @@ def test_card_and_guarantee_state_the_relation_in_words(root):
     page = card_markdown(card)
     assert f"| groups | {GROUPS} (counted) |" in page and words in page
     assert recompute_card(card, plan) == card
-    with pytest.raises(ValueError, match="a group already"):
-        group_guarantee(plan, 2)
 
 
 def test_a_plan_for_groups_is_counted_and_uncapped():

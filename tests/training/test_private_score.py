@@ -509,7 +509,7 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
                           "model": nn.Linear(WIDTH, 1)},
          "score.value: must be a function of module and batch where targets are no classes"),
         (SCORED, once(), {"data": Person(TRAINED, 7)}, "must say whose they are"),
-        (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.group_size: must be"),
+        (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be group"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, options, said):

@@ -1059,7 +1059,7 @@ def test_units_are_equal_by_value(tmp_path):
     """Each tensor is another object: four records of a person would pass for four persons."""
     persons = torch.arange(RECORDS) // 4
     for units in (persons, persons.numpy(), persons.tolist()):
-        with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4"):
+        with pytest.raises(UserError, match=r"privacy\.unit: must be group"):
             training(tmp_path / "own", data=Scans(units))
     for units in (persons[:, None], *([nobody] * RECORDS for nobody in (None, float("nan"), " "))):
         with pytest.raises(UserError, match="unit_id must return a number or a text"):
@@ -1477,14 +1477,14 @@ def test_the_fingerprint_is_keyed(tmp_path):
 
 
 @pytest.mark.long
-def test_units_of_several_records_need_their_size(tmp_path):
+def test_units_of_several_records_must_be_the_unit(tmp_path):
     data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
-    with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4, .* got 1"):
+    with pytest.raises(UserError, match=r"privacy\.unit: must be group, .* 4 records .*got record"):
         training(tmp_path / "own", data=data)
-    t = training(tmp_path / "own", data=data, privacy={**PRIVATE, "group_size": 4})
+    by_group = {**PRIVATE, "unit": "group", "max_records_per_group": 4}
+    t = training(tmp_path / "own", data=data, privacy=by_group)
     t.run_all()
-    group = dpdist.read_facts(t.run).group_guarantee
-    assert group is not None and group.epsilon > t.guarantee.epsilon
+    assert t.plan.records == RECORDS // 4 and "a whole group" in t.guarantee.relation
 
 
 @pytest.mark.long

@@ -173,7 +173,7 @@ def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, law, wh
 
 
 SECTIONS = {
-    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "group_size": 3},
+    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "batch_cap": 400},
     "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5, "alpha": 0.01},
 }
 
@@ -188,7 +188,7 @@ SECTIONS = {
         ("privacy", {"budget": "elsewhere"}, "privacy.budget"),
         ("privacy", {"allow_large_delta": True}, "privacy.allow_large_delta"),
         ("privacy", {"epsilon": 9.0, "noise_multiplier": None}, "privacy.epsilon"),
-        ("privacy", {"group_size": None}, "privacy.group_size"),  # left out: back to its default
+        ("privacy", {"batch_cap": None}, "privacy.batch_cap"),  # left out: back to its default
         ("certify", {"alpha": 0.2}, "certify.alpha"),
         ("certify", {"alpha": None}, "certify.alpha"),
         ("certify", None, "certify.alpha"),
