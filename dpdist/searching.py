@@ -244,7 +244,7 @@ class TrainFunction:
             )
         if training.recipe.score is not None:
             raise UserError("train: score: must be given to dpdist.tune, which pays for it")
-        free = {"clip_norm", "clipping", "run_key"}
+        free = {"clip_norm", "clipping"}
         free |= {"noise_multiplier"} if self.noise_given else set()
         given = training.recipe.privacy.model_dump(mode="json", exclude=free)
         for key, wanted in config.privacy.model_dump(mode="json", exclude=free).items():

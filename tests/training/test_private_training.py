@@ -714,8 +714,12 @@ def test_a_step_tells_released_values_alone(tmp_path):
     told = training(tmp_path / "told", private_metrics=True).step()
     assert told.private["examples"] > 0 and told.private["loss_sum"] > 0
     assert told.noisy_norm == report.noisy_norm > 0
-    shown = f"step 0: epsilon {format_epsilon(report.epsilon)}, learning rate 0.3, noisy norm "
-    assert str(report) == str(told) == f"{shown}{report.noisy_norm:.4g}"
+    shown = f"epsilon {format_epsilon(report.epsilon)}, learning rate 0.3, noisy norm "
+    assert str(report) == str(told)
+    assert str(report).endswith(f"{shown}{report.noisy_norm:.4g}")
+    assert "NOT PRIVATE" in str(report) and "NOT PRIVATE" in str(t.guarantee)  # by its fixed key
+    keyless = {"privacy": PRIVATE | {"run_key": None}}
+    assert "NOT PRIVATE" not in str(training(tmp_path / "drawn", **keyless).step())
     assert str(replace(report, score=0.25)).endswith(", score 0.25")
     t.close()
     line = json.loads(t.run.metrics.read_text().splitlines()[0])
