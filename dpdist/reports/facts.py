@@ -330,6 +330,7 @@ ROWS_MADE_ALONE = (
     "each row was made of one record only: no scaling, encoding, imputation or choice of features "
     "by the private records"
 )
+KEEPS_NOTHING = "the model and the loss are the user's code, and keep nothing from pass to pass"
 _BEGAN_WITH = "initial weights trained on"
 _EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
 _MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
@@ -567,10 +568,10 @@ class Facts:
             self.recipe
         )
         if self.record_independence == SCREENED:
-            lines.append(
-                "the model and the loss treat each record alone, and keep nothing from one pass "
-                "to the next"
-            )
+            lines.append("the model and the loss treat each record alone")
+        recipe = self.recipe
+        if recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name:
+            lines.append(KEEPS_NOTHING)
         if self.recipe.by_script is not None:
             lines += self.recipe.by_script.assumed
         lines += self.ledger.post_processed

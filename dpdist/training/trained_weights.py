@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpdist.core.files import read_json, write_json
 from dpdist.models import TRAINED_BY
-from dpdist.release.bundle import is_release
+from dpdist.release.bundle import WEIGHTS, is_release
 from dpdist.runs.folder import RunFolder
 
 _TENSORS = "trained.json"  # in the folder of a run's model
@@ -65,11 +66,16 @@ def trained_by(model: nn.Module) -> list[str]:
 
 
 def origins(
-    model: nn.Module, run: RunFolder, others: Iterable[Path], live: dict[Path, nn.Module]
+    model: nn.Module,
+    run: RunFolder,
+    others: Iterable[Path],
+    live: dict[Path, nn.Module],
+    named: Iterable[Path],
 ) -> list[set[Path]]:
     """Return for each part of a model that runs are known to have trained, which ones may have.
 
     Args:
+        named: folders that the script names; what is in a release of these is left out.
         model: of a run that is about to begin.
         run: its folder; the runs beside it are asked, and those beside its search.
         others: folders of further runs, which this process trained.
@@ -91,6 +97,9 @@ def origins(
             known.setdefault(digest, set()).add(place)
     if known:
         digests = {_digest(each) for each in model.state_dict().values()}
+        for file in (place / WEIGHTS for place in named):
+            if file.exists():
+                digests -= {_digest(each) for each in load_file(file).values()}
         found += [known[digest] for digest in sorted(digests & known.keys())]
     return found
 

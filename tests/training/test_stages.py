@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.training import KEY
+from support.training import KEY, make
 from torch import nn
 
 import dpdist
 from dpdist import PrivateTraining, UserError
+from dpdist.data import load
 from dpdist.privacy.budget import Charge, composed_guarantee
 from dpdist.privacy.guarantee import BEGAN_APART, POST_PROCESSED
+from dpdist.publishing import write_release
+from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
+from dpdist.training.provenance import check_pretrained, describe_seen
+from dpdist.training.records import data_source
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 COUNT, WIDTH, STEPS = 60, 4, 3
@@ -223,17 +229,76 @@ def test_the_same_script_continues_a_second_stage(first, tmp_path):
     assert again.guarantee.epsilon > first.guarantee.epsilon
 
 
-def test_a_release_is_a_first_stage(tmp_path, monkeypatch):
+def released(t: PrivateTraining) -> Path:
+    write_release(t.run, not_private=True, licence="MIT")
+    return t.run.release_folder
+
+
+@pytest.fixture
+def factory(monkeypatch) -> str:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    t = training(tmp_path / "first", factory=f"{__name__}:net")
+    return "test_stages:net"
+
+
+def test_a_release_is_a_first_stage(tmp_path, factory):
+    t = training(tmp_path / "first", factory=factory)
     t.run_all()
-    dpdist.release(t.run, licence="MIT", output=tmp_path / "given")
-    release = dpdist.load(tmp_path / "given", trusted_factory=f"{__name__}:net")
+    release = dpdist.load(released(t), trusted_factory=factory)
     model = release.model.train()
     with pytest.raises(UserError, match="began_with"):
         training(tmp_path / "second", model)
     second = training(tmp_path / "second", model, began_with=release)
     assert second.guarantee.epsilon == pytest.approx(t.guarantee.epsilon)
+    copied = shutil.copytree(release.path, tmp_path / "elsewhere")
+    training(tmp_path / "third", loaded(model), began_with=copied)
+    training(tmp_path / "third", model, began_with=t.run)  # in whose folder the release lies
+
+
+def test_a_second_stage_is_released_and_verified(first, tmp_path, factory):
+    t = training(tmp_path / "second", first.model, began_with=first.run, factory=factory)
+    t.run_all()
+    folder = released(t)
+    assert dpdist.load(folder).epsilon == pytest.approx(t.guarantee.epsilon)
+    verify_release(folder, trusted_factory=factory)
+    assert "run first" in (folder / "privacy_card.md").read_text()
+
+
+def test_private_metrics_make_the_kind_assumed_wherever_it_stands(tmp_path, factory):
+    shown = {"factory": factory, "private_metrics": True}
+    t = training(tmp_path / "first", **shown)
+    t.step()
+    assert t.guarantee.kind == POST_PROCESSED
+    t.close()
+    again = training(tmp_path / "first", factory=factory)  # no longer asked for, and on record
+    again.run_all()
+    facts = dpdist.read_facts(again.run)
+    assert facts.guarantee.kind == again.guarantee.kind == POST_PROCESSED
+    folder = released(again)
+    said = dict(verify_release(folder, trusted_factory=factory))
+    assert POST_PROCESSED in said["epsilon, computed again"]
+    assert "assumed" in (folder / "README.md").read_text().split("##")[0]
+    assert POST_PROCESSED in str(dpdist.load(folder))
+
+
+def test_the_card_says_what_nobody_checked_of_rows_model_and_loss(first):
+    lines = dpdist.read_facts(first.run).privacy_card()["assumptions"]
+    assert sum("made of one record only" in line for line in lines) == 1
+    assert any("keep nothing from pass to pass" in line for line in lines)
+    assert any("released fields" in line for line in lines)
+
+
+def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
+    recipe, _ = make(
+        tmp_path / "runs", "recipe", model={
+            "name": "linear",
+            "initial": {"folder": str(first.run.model_folder), "saw": "public pictures"},
+        },
+    )  # fmt: skip
+    private = load(data_source(recipe), "train")
+    with pytest.raises(UserError, match="was trained by run first"):
+        describe_seen(first.run.model_folder, private, "digits", "model.initial")
+    with pytest.raises(UserError):
+        check_pretrained(recipe, private, "recipe")
 
 
 def test_a_run_does_not_begin_with_itself(first):

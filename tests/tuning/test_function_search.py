@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -36,6 +37,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.reports.html import write_report
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
+from dpdist.training.trained_weights import mark_trained
 from dpdist.tuning.manifest import (
     SearchFolder,
     read_scores,
@@ -367,6 +369,20 @@ def own_step(config: Any) -> PrivateTraining:
     return training
 
 
+def keyed(config: Any) -> PrivateTraining:
+    privacy = config.privacy.model_copy(update={"run_key": "7f" * 32})
+    return build(config, privacy=privacy)
+
+
+def trained_before(config: Any) -> PrivateTraining:
+    """With a model that an earlier run trained."""
+    return build(config, model=copy.deepcopy(TRAINED_MODEL))
+
+
+TRAINED_MODEL = nn.Linear(WIDTH, 2)
+mark_trained(TRAINED_MODEL, Path("earlier"))
+
+
 def plateau(config: Any) -> PrivateTraining:
     model = nn.Linear(WIDTH, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -406,6 +422,8 @@ REFUSED = [
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* subclass, got Own"),
     (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
+    (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
+    (trained_before, {}, "began_with"),
     (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
     (raising, {}, "train: raised RuntimeError for {'lr': .*}: of the user's"),
     (build, {"law": {**POISSON}, "searcher": "optuna"}, "searcher optuna sees the scores of other"),
