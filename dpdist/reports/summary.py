@@ -26,7 +26,7 @@ from dpdist.privacy.card import REFUTED
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.compare import accuracy_differences, curve_differences
-from dpdist.reports.facts import Facts
+from dpdist.reports.facts import ROWS_MADE_ALONE, Facts
 
 # --- the summary ------------------------------------------------------------------------------
 
@@ -140,12 +140,14 @@ def _privacy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
              f"({facts.unproved_reason})")
         )  # fmt: skip
     else:
-        if_true = ", if what it assumes holds" if facts.assumptions else ""
+        # Every run assumes how its rows were made: that alone tells no run from another.
+        assumed = facts.assumptions != [ROWS_MADE_ALONE]
+        if_true = ", if what it assumes holds" if assumed else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
         whose = "training record" if guarantee.group is None else "whole group of training records"
         found.append(
-            ("caution" if weak or facts.assumptions else "good",
+            ("caution" if weak or assumed else "good",
              f"each {whose} is {how} with {stated}{if_true}")
         )  # fmt: skip
     if facts.canary_notice is not None:
