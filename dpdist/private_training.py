@@ -1979,7 +1979,7 @@ def _check_first_weights(
     here = run.path.resolve()
     named = {here, *(Path(place) for each in stages if not pairs for place in each.places)}
     trainings = {path: each() for path, each in _open.items() if path != here}
-    live = {path: each.model for path, each in trainings.items() if each is not None}
+    live = {path: each.model for path, each in trainings.items() if each and each.steps_taken}
     for places in origins(model, run, _open, live, named):
         around = {each for place in places for each in (place, *place.parents)}
         if named & around:

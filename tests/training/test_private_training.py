@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import importlib
 import json
@@ -1496,6 +1497,7 @@ def test_units_of_several_records_need_their_size(tmp_path):
 def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     inputs, labels = records()
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
+    again = copy.deepcopy(model)
     t = training(tmp_path / name, model, sgd(model), data=(inputs, labels.float()), loss=name)
     t.run_all()
     same = {
@@ -1506,9 +1508,6 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
         return same(module(batch[0])[:, 0], batch[1], reduction="none")
 
-    torch.manual_seed(0)
-    again = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
-    again.load_state_dict(model.state_dict())
     held = records(20, 2)
     u = training(
         tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,

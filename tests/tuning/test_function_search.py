@@ -673,7 +673,10 @@ def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coar
 
 
 @pytest.mark.slow
-def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path, coarse_grid):
+@pytest.mark.parametrize("factor, why", [(1.0, "began_with"), (0.5, "built another model")])
+def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(
+    tmp_path, coarse_grid, factor, why
+):
     kept = tmp_path / "kept.pt"
 
     class Leaking(torch.optim.SGD):
@@ -685,12 +688,12 @@ def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path,
         model = nn.Linear(WIDTH, 2)
         if kept.exists():
             for parameter, value in zip(model.parameters(), torch.load(kept), strict=True):
-                parameter.data.copy_(value)
+                parameter.data.copy_(value * factor)
         return build(config, model=model, optimizer=Leaking(model.parameters(), lr=0.1))
 
     search = begin(tmp_path / "own", leaking)
     assert run_trial(search, 0, leaking)["failed"] is None
-    assert "built another model" in run_trial(search, 1, leaking)["failed"]
+    assert why in run_trial(search, 1, leaking)["failed"]
 
 
 @pytest.mark.slow
