@@ -355,7 +355,7 @@ def dry_run(
         return [*taken, *work.describe(), *describe_cost(trial, plan), *units]
     return [
         *taken,
-        ("guarantee", str(work.plan.guarantee())),
+        ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
         *describe_cost(work.recipe, work.plan),
         *units,
     ]
@@ -446,7 +446,8 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
         console.log(f"training: finished before ({folder.training_summary})")
         return
     place = place_training(job, executor)
-    console.log(f"training: {_describe_work(job)}, {place}; when done: {job.plan.guarantee()}")
+    done = job.recipe.guarantee_of(job.plan, job.plan.phases)
+    console.log(f"training: {_describe_work(job)}, {place}; when done: {done}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
 

@@ -3,7 +3,8 @@
 It is a run like any other: the plan of a recipe, its ledger, the same `PrivateStep`, checkpoints
 and a run folder. The script gives the module, the optimizer, the records and the loss, and its loop
 stands around the steps. What the script does between two steps is post-processing as long as it
-uses nothing but what `step` returned; what can be seen of the rest is on the card.
+uses nothing but released fields of what `step` returned; what can be seen of the rest is on the
+card.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist import models
 from dpdist.config.sections import Privacy, PrivacyRecipe
-from dpdist.config.training import ResourcesRecipe
+from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import (
     LEARNED_FROM,
@@ -71,11 +72,12 @@ from dpdist.gradients.objective import (
 )
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.spec import SCRIPT, TRAINED_BY, give
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.models.spec import SCRIPT, give
+from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
-from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
+from dpdist.reports.facts import read_stage, stage_of_card
+from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import (
     Recipe,
     field_error,
@@ -113,6 +115,7 @@ from dpdist.training.private_score import (
     with_score,
 )
 from dpdist.training.private_step import PrivateStep, build_shards, charge_rest, check_clip
+from dpdist.training.provenance import card_of_release
 from dpdist.training.script_state import (
     ModelParts,
     Watch,
@@ -126,6 +129,7 @@ from dpdist.training.script_state import (
     setting_differences,
     unpack,
 )
+from dpdist.training.trained_weights import mark_trained, origins, trained_by, write_trained
 from dpdist.training.worker import (
     Attempt,
     TrainingDiverged,
@@ -661,6 +665,9 @@ def _with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
         said["assumed"] = [*script.assumed, *unsaid]
     if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
         said["unit"] = begun.unit
+        before, now = ([each.places[0] for each in s.began_with] for s in (begun, script))
+        if before == now:  # as their cards stood then
+            said["began_with"] = begun.began_with
         if unsaid:
             kept = [each for each in unsaid if each in begun.assumed]
             said["assumed"] = [*script.assumed, *kept]
@@ -742,19 +749,24 @@ class StepReport:
     score: float | None = None
     _so_far: Callable[[], Guarantee] = field(repr=False, kw_only=True)
 
-    @cached_property
+    @property
     def epsilon(self) -> float:
         """Return epsilon of all that was released up to this step, a float at the plan's delta.
 
         It is computed when it is first asked for; infinite where nothing is proved.
         """
-        return self._so_far().epsilon
+        return self._guarantee.epsilon
+
+    @cached_property
+    def _guarantee(self) -> Guarantee:
+        return self._so_far()
 
     def __str__(self) -> str:
         """Return the released values in a line."""
         scored = "" if self.score is None else f", score {self.score:.4g}"
+        fixed = f"{FIXED_KEY}, " if self._guarantee.fixed_key else ""
         return (
-            f"step {self.step}: epsilon {format_epsilon(self.epsilon)}, learning rate "
+            f"step {self.step}: {fixed}epsilon {format_epsilon(self.epsilon)}, learning rate "
             f"{self.learning_rate:g}, noisy norm {self.noisy_norm:.4g}{scored}"
         )
 
@@ -767,7 +779,8 @@ _FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
 _EXAMPLES = 33  # invented, to screen the model with
 _ASSUMED = (
     "no private record is among what the script's initial weights, loss and settings were made of",
-    "between two steps the script uses nothing of the records but what `step` returned",
+    "between two steps the script uses nothing of the records but the released fields of what "
+    "`step` returned",
 )
 _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
@@ -843,12 +856,16 @@ class PrivateTraining:
         reproducible: add sums up in the same order on any number of workers, at most 8: the same
             bits, slower.
         private_metrics: let `step` return losses and counts of private records, too; with several
-            workers, of this worker's.
+            workers, of this worker's. The ledger says so, and the guarantee's kind is then
+            "assumed: post-processing".
         rates: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a step at the
             rate of its own target. The price is that of the largest rate.
         class_counts: the PUBLIC number of records of each class, from which rates follow; they are
             never counted in the data. Required with rates.
         importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
+        began_with: run or release whose weights the model begins with, or a list of several: its
+            folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
+            together, wherever one can be stated. Weights that a run trained are refused without it.
 
     Raises:
         UserError: one line that names the wrong argument and its rule; nothing was released.
@@ -898,6 +915,7 @@ class PrivateTraining:
         rates: Mapping[Any, float] | None = None,
         class_counts: Mapping[Any, int] | None = None,
         importance_weights: bool = False,
+        began_with: Any = None,
     ) -> None:
         for made in _watching:
             made.append(self)
@@ -907,6 +925,7 @@ class PrivateTraining:
         _check_state(state)
         self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
+        self._stages = [each.model_dump(mode="json") for each in _stages(began_with)]
         self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         _check_no_search(self.run)
@@ -988,7 +1007,8 @@ class PrivateTraining:
                     "optimizer": _name_of(type(self.optimizer)),
                     "loss": self._loss if isinstance(self._loss, str) else _name_of(self._loss),
                     "replaced": list(self._records.replaced),
-                    "assumed": [*_ASSUMED, *self._records.assumed],
+                    "assumed": [*self._assumed, *self._records.assumed],
+                    "began_with": self._stages,
                 },
             },
             "PrivateTraining",
@@ -1002,9 +1022,19 @@ class PrivateTraining:
                 )
         return _with_unit(recipe, self._records, self.run)
 
+    @property
+    def _assumed(self) -> tuple[str, ...]:
+        """Return what the guarantee rests on of the script, and nobody checked."""
+        if not self._stages:
+            return _ASSUMED
+        names = " and ".join(each["name"] for each in self._stages)
+        return f"{_ASSUMED[0]}, but for what the card of {names} states", *_ASSUMED[1:]
+
     def _check_records(self, recipe: Recipe) -> None:
         """Raise UserError for records that do not fit the model's weights or the rates by class."""
-        _check_first_weights(self.model, self._records, self.run.path)
+        if any(self.run.path == Path(place) for each in recipe.stages for place in each.places):
+            raise UserError("began_with: must be another run than that of folder")
+        _check_first_weights(self.model, self._records, self.run, recipe.stages)
         if recipe.privacy.budget is not None and getattr(self._records, "of_features", False):
             raise UserError(
                 "privacy.budget: must be left out, as the records are features that a network "
@@ -1236,7 +1266,7 @@ class PrivateTraining:
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._check_given(found)
-        _mark_trained(self.model, self.run.path)  # also where only some weights can be loaded
+        mark_trained(self.model, self.run.path)  # also where only some weights can be loaded
         self._done, self._initial = state.step, found["initial"]
         self._stopped = bool(found.get("stopped"))
         try:
@@ -1266,8 +1296,8 @@ class PrivateTraining:
         if before.get("seed") is not None and "seed" in now:
             warnings.warn(
                 "model: has other weights than the run began with, which are not used: those of "
-                f"the newest checkpoint in {self.run.path} are. For a run of its own give another "
-                "folder",
+                f"the newest checkpoint in {self.run.path} are. For a run of its own build the "
+                "model anew, and give another folder",
                 stacklevel=2,
             )
         self._given = begun.get("given")
@@ -1359,16 +1389,19 @@ class PrivateTraining:
     def guarantee(self) -> Guarantee:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
-        Its kind is "assumed: post-processing" where the script changed the model between steps.
+        Its kind is "assumed: post-processing" where the script changed the model between steps, or
+        was shown private metrics. With a fixed run key it says NOT PRIVATE.
         Before the first step it is that of 0 steps. After `finish` it is that of all planned steps,
         because where a loop stops may depend on what its steps returned.
         """
+        plan = self.plan
         if not self._started:  # nothing was released: scores alone are charged
-            return self.plan.guarantee(steps=0)
+            return self._recipe.guarantee_of(plan, plan.executed_phases(plan.step_counts(0)))
         ledger = self._step.ledger if self._step is not None else None
         if ledger is None:
             ledger = Ledger.read(self.run.ledger)
-        return ledger.guarantee(self.plan)
+        released = ledger.released_phases(plan)
+        return self._recipe.guarantee_of(plan, released, ledger.post_processed)
 
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.
@@ -1654,7 +1687,7 @@ class PrivateTraining:
             self._parts = ModelParts(self.model)
         if not self._started:
             self._begin(self._examples())
-            _mark_trained(self.model, self.run.path)
+            mark_trained(self.model, self.run.path)
             self._parts = ModelParts(self.model)
 
     def _check_as_before(self) -> None:
@@ -1670,8 +1703,9 @@ class PrivateTraining:
             other = sorted(set(now) ^ set(self._trained_names)) or ["another module"]
             raise UserError(
                 f"model: must train the same parameters in all steps, changed since the last one: "
-                f"{', '.join(other[:3])}; freeze them before PrivateTraining is made, or begin a "
-                "new run for each stage",
+                f"{', '.join(other[:3])}; freeze them before PrivateTraining is made, or "
+                "train each stage in a folder of its own, with began_with= the run before it, "
+                "whose epsilon is then counted",
                 see="how-to/own-loop.md#what-your-loop-may-look-at",
             )
         self._check_form()
@@ -1709,7 +1743,14 @@ class PrivateTraining:
         due = time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds
         said = {"step": str(number), "call": call, **self._settings()}
         parts = {} if self._workers.count == 1 else said
-        told = self._workers.check_same(parts, changed=changed, due=due)
+        told = self._workers.check_same(
+            parts, changed=changed, due=due, shown=self._private_metrics
+        )
+        if any(each["shown"] for each in told):
+            assert self._step is not None
+            if self._step.ledger is not None:
+                self._step.ledger.note_shown(number)
+            self._workers.agree()  # worker 0 has written
         if any(each["changed"] for each in told):
             parts = {"changes between steps": ", ".join(changed), **self._digests("parameters")}
             self._workers.check_same(parts)
@@ -1779,8 +1820,8 @@ class PrivateTraining:
             return
         raise TrainingDiverged(
             f"training diverged: after step {number + 1:,} the parameters are not finite. The "
-            "steps so far are charged; lower the learning rate (or privacy.clip_norm) and begin a "
-            "new run in another folder"
+            "steps so far are charged; lower the learning rate (or privacy.clip_norm), build the "
+            "model anew, and begin a run in another folder"
         )
 
     def _so_far(self) -> Callable[[], Guarantee]:
@@ -1796,7 +1837,7 @@ class PrivateTraining:
                     counts[plan.training_phase_index(step)] += (
                         of < epoch or step < last or step in before
                     )
-            return plan.guarantee_for_events(plan.path_events(plan.executed_phases(counts)))
+            return self._recipe.guarantee_of(plan, plan.executed_phases(counts))
 
         return found
 
@@ -1808,6 +1849,7 @@ class PrivateTraining:
                 assert self._monitor is not None
                 charge_rest(self._step.ledger, self.plan.steps)
                 models.save(self.model, self._spec, self.run.model_folder)
+                write_trained(self.model, self.run.model_folder)
                 frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
                 fallbacks = self._engine.fallback_layers
                 self._monitor.finish(fallbacks, frozen, self._step.ledger, self._done)
@@ -1932,28 +1974,49 @@ def fit(
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
 
 
-def _mark_trained(model: nn.Module, run: Path) -> None:
-    """Say on a model, and on its parts with trained parameters, which run trained it."""
-    for module in model.modules():
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            vars(module)[TRAINED_BY] = str(run.resolve())
-
-
-def _trained_by(model: nn.Module) -> list[str]:
-    """Return the runs and releases whose private records a model is known to have seen."""
-    found = (getattr(module, TRAINED_BY, None) for module in model.modules())
-    return [str(each) for each in found if each]
-
-
-def _check_first_weights(model: nn.Module, records: Records, run: Path) -> None:
-    """Raise UserError where pairs are learned by a model that another run trained."""
-    if not _are_pairs(records.examples(2)[0]):
-        return
-    if others := [each for each in _trained_by(model) if each != str(run.resolve())]:
+def _check_first_weights(
+    model: nn.Module, records: Records, run: RunFolder, stages: Sequence[Stage]
+) -> None:
+    """Raise UserError for weights that a run trained which the card of this one would not name."""
+    pairs = _are_pairs(records.examples(2)[0])
+    here = run.path.resolve()
+    named = {here, *(Path(place) for each in stages if not pairs for place in each.places)}
+    trainings = {path: each() for path, each in _open.items() if path != here}
+    live = {path: each.model for path, each in trainings.items() if each and each.steps_taken}
+    for places in origins(model, run, _open, live, named):
+        around = {each for place in places for each in (place, *place.parents)}
+        if named & around:
+            continue
+        place = min(places)
+        if pairs:
+            raise UserError(
+                f"model: must begin with public weights for pairs, got what {place} trained: its "
+                "epsilon is not composed with that of this run; load the public base"
+            )
         raise UserError(
-            f"model: must begin with public weights for pairs, got what {others[0]} trained: its "
-            "epsilon is not composed with that of this run; load the public base"
+            f"model: must hold no weights that another run trained, unless it is named, got some "
+            f"of {place}: give began_with={str(place)!r}, and the guarantee covers both, or build "
+            "the model anew from public weights",
+            see="how-to/own-loop.md#stages",
         )
+
+
+def _stages(began_with: Any) -> list[Stage]:
+    """Return what the cards say of the runs and releases that a script begins with."""
+    given = began_with if isinstance(began_with, list | tuple) else [began_with]
+    return [_stage(each) for each in given if each is not None]
+
+
+def _stage(given: Any) -> Stage:
+    path = getattr(given, "path", given)
+    if not isinstance(path, str | PathLike):
+        raise UserError(
+            "began_with: must be the folder of a run or a release, or several, got a "
+            f"{type(given).__name__}"
+        )
+    if (card := card_of_release(Path(path))) is not None:
+        return stage_of_card(card, Path(path).name, [str(Path(path).resolve())])
+    return read_stage(open_run(str(path), Path("runs")))
 
 
 def preferences(
@@ -2074,15 +2137,9 @@ def _check_reference(reference: Any, saw: Any, name: str) -> None:
             f"{name}: saw must be other data than {name}, whose records are private here: a "
             "reference that was trained on them voids the guarantee; take its public base"
         )
-    trained_by = _trained_by(reference)
-    inner = without_wrapper(reference)
-    loaded = Path(str(getattr(inner, "name_or_path", "") or "nowhere")).resolve()
-    for folder in (loaded, *loaded.parents):
-        if RunFolder(folder).ledger.exists() or (folder / "release.json").exists():
-            trained_by.append(str(folder))
-    if trained_by:
+    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
         raise UserError(
-            f"{name}: reference must be public, got one that {trained_by[0]} trained: epsilon of "
+            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
             "a release is not composed with that of an own loop; load the public base"
         )
 

@@ -244,15 +244,15 @@ class TrainFunction:
             )
         if training.recipe.score is not None:
             raise UserError("train: score: must be given to dpdist.tune, which pays for it")
-        free = {"clip_norm", "clipping", "run_key"}
+        free = {"clip_norm", "clipping"}
         free |= {"noise_multiplier"} if self.noise_given else set()
         given = training.recipe.privacy.model_dump(mode="json", exclude=free)
         for key, wanted in config.privacy.model_dump(mode="json", exclude=free).items():
             if given.get(key) != wanted:
+                values = f", {wanted}, got {given.get(key)}" if key != "run_key" else ""
                 raise UserError(
-                    f"train: privacy.{key}: must be that of config.privacy, {wanted}, got "
-                    f"{given.get(key)}: pass privacy=config.privacy on; what is promised is said "
-                    "to dpdist.tune"
+                    f"train: privacy.{key}: must be that of config.privacy{values}: pass "
+                    "privacy=config.privacy on; what is promised is said to dpdist.tune"
                 )
         if training.records is not self.records:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from dpdist.core.fields import (
     Cpus,
     FractionBelowOne,
     Gpus,
+    JsonObject,
     OptionCondition,
     Positive,
     PositiveNoise,
@@ -29,6 +31,7 @@ from dpdist.core.fields import (
 
 if TYPE_CHECKING:
     from dpdist.privacy.phases import GaussianScores, Phase
+    from dpdist.privacy.plan import PrivacyPlan
 
 # --- training ---------------------------------------------------------------------------------
 
@@ -196,13 +199,59 @@ class ScriptScore(Section):
         return GaussianScores(self.noise, steps // self.every, records=self.records)
 
 
+class Stage(Section):
+    """Keep what the card of a run said when a script began with that run's weights.
+
+    name: of the run or release. places: its folder, and those of what it began with itself. plan:
+    all that it released, or may yet release. unit, guarantee, assumed: as its card states them.
+    fixed_key: whether who knows its key can subtract its noise.
+    """
+
+    name: Text
+    places: list[Text] = Field(max_length=1000)
+    plan: JsonObject
+    unit: Text
+    guarantee: JsonObject
+    fixed_key: bool
+    assumed: list[Text] = Field(max_length=1000)
+
+    @property
+    def stated(self) -> str:
+        """Return its own guarantee in words."""
+        from dpdist.privacy.guarantee import format_delta, format_epsilon, kind_of
+
+        epsilon, delta = self.guarantee["epsilon"], self.guarantee["delta"]
+        private = "NOT PRIVATE" if self.fixed_key else kind_of(self.assumed)
+        return (
+            f"{self.name}: epsilon {format_epsilon(epsilon)} at delta {format_delta(delta)}, "
+            f"{private}, for {self.unit}, {self.guarantee['relation']}"
+        )
+
+    def phases_within(self, plan: PrivacyPlan, unit: str) -> tuple[Phase, ...] | None:
+        """Return its phases as a part of a later plan, for such a unit.
+
+        None where no joint number can be stated: for another unit, or another relation.
+        """
+        from dpdist.privacy.phases import NonPrivate, walk_phases
+        from dpdist.privacy.plan import PrivacyPlan
+
+        if float(self.guarantee["epsilon"]) == math.inf:
+            return (NonPrivate(f"nothing is proved of {self.name}, whose weights it began with"),)
+        own = PrivacyPlan.from_dict(self.plan)
+        capped = any(each.has_batch_cap for each in walk_phases((*own.phases, *plan.phases)))
+        same = (own.neighbours, own.nominal, own.group) == (
+            plan.neighbours, plan.nominal, plan.group
+        ) and (own.records == plan.records or not capped)  # fmt: skip
+        return own.phases if same and self.unit == unit else None
+
+
 class ScriptRecipe(Section):
     """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
 
     model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
     with the records and was not used. assumed: what the guarantee rests on and nobody checked.
     score: scores that the plan pays for. unit: what is protected, in words, where that is more than
-    "one record".
+    "one record". began_with: the runs whose weights it began with.
     """
 
     model: Text
@@ -213,6 +262,7 @@ class ScriptRecipe(Section):
     # Not written without one: digests made before there were scores stay.
     score: ScriptScore | None = Field(default=None, exclude_if=lambda score: score is None)
     unit: Text | None = Field(default=None, exclude_if=lambda unit: unit is None)
+    began_with: list[Stage] = Field(default=[], exclude_if=lambda stages: not stages)
 
 
 # --- resources --------------------------------------------------------------------------------

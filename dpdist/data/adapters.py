@@ -39,6 +39,7 @@ from dpdist.data.protocol import (
     mac_of,
     seed_generators,
     seed_of,
+    warn_if_standardised,
 )
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
 
@@ -285,6 +286,9 @@ class ArrayRecords(Records):
             check_labels(wanted, options)
         if shape is not dict and target is not None:
             named.pop(target, None)
+        for name, column in () if options.ranges else named.items():
+            if column.is_floating_point() and column.dim() == 2:
+                warn_if_standardised(column.float().cpu().numpy(), f"{options.name}: {name}")
         rows: Any = named
         if shape is not dict:
             rows = tuple(named.values()) if shape is tuple else next(iter(named.values()))

@@ -16,6 +16,7 @@ import math
 import random
 import struct
 import sysconfig
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ class Records(ABC):
 
     Guarantee: a private training samples these positions itself, and its guarantee speaks of the
     records as this class returns them. So a record's tensors must depend on no other record, and
-    the same position must return the same record. Nobody can check that: say so in `assumed`, which
-    the run's card prints.
+    the same position must return the same record. Nobody can check that: every card says that each
+    row was made of one record only, and prints what a class says besides in `assumed`.
 
     A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
     a person or group that records belong to (`unit_id`); with `Privacy(unit="group", ...)` units
@@ -186,6 +187,28 @@ class Records(ABC):
         """
         few = np.arange(min(1, len(self)))
         return invented_like(self.batch(few), self.targets(few), count)
+
+
+def warn_if_standardised(inputs: np.ndarray, name: str) -> None:
+    """Warn the operator of columns that look scaled by the mean and spread of these records.
+
+    inputs: (N, columns) of numbers that no public range scaled; anything else passes. One record
+    moves such a mean, and with it every row: no epsilon speaks of that.
+    """
+    if inputs.ndim != 2 or inputs.dtype.kind != "f" or len(inputs) < _FEWEST_ROWS:
+        return
+    mean, spread = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64)
+    scaled = (np.abs(mean) < _NO_MEAN) & (np.abs(spread - 1) < _UNIT_SPREAD)
+    if scaled.sum() * 2 >= max(1, np.count_nonzero(spread)):
+        warnings.warn(
+            f"{name}: columns have mean 0 and standard deviation 1, as if scaled by these private "
+            "records themselves (StandardScaler), which the guarantee does not cover; scale them "
+            "by public constants, such as columns.ranges of a recipe",
+            stacklevel=2,
+        )
+
+
+_FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
 
 
 # --- groups of records ------------------------------------------------------------------------

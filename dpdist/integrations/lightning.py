@@ -221,7 +221,7 @@ PUBLIC_VALIDATION = (
 )
 _OPTIONS = (
     "resources", "factory", "isolate", "certify", "reproducible", "held_out", "rates",
-    "class_counts", "importance_weights",
+    "class_counts", "importance_weights", "began_with",
 )  # fmt: skip
 _SCORE = {"held_out", "every", "noise", "value"}
 _MODULE: Any = pytorch.LightningModule

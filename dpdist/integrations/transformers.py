@@ -619,7 +619,7 @@ _NOT_TAKEN = {
 }
 _OPTIONS = (
     "resources", "factory", "isolate", "certify", "reproducible", "rates", "class_counts",
-    "importance_weights",
+    "importance_weights", "began_with",
 )  # fmt: skip
 
 

@@ -40,7 +40,13 @@ from numpy.typing import NDArray
 
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.files import check_regular_or_missing, make_folder
-from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta, format_epsilon
+from dpdist.privacy.guarantee import (
+    CHOSEN_APART,
+    Guarantee,
+    Neighbours,
+    check_delta,
+    format_epsilon,
+)
 from dpdist.privacy.ledger import ChainedJournal, JournalBacked, JournalError, anchor_path
 from dpdist.privacy.phases import (
     NonPrivate,
@@ -383,7 +389,7 @@ def composed_guarantee(
     value, source = accounting.compute_epsilon(paths, delta, neighbours)
     lines = ["every release of these records is on this budget", "each run was executed as planned"]
     if len(charges) > 1:
-        lines.append("no run was chosen by looking at the results of an earlier one")
+        lines.append(CHOSEN_APART)
     public = not all(charge.nominal for charge in charges)
     return Guarantee(value, delta, neighbours, "proved", source, tuple(lines), public)
 

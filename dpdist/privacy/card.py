@@ -19,17 +19,17 @@ from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
 from dpdist.core.files import check_shape, read_json, write_json
 from dpdist.privacy.guarantee import (
-    POST_PROCESSED,
     Guarantee,
     GuaranteeKind,
     check_delta,
     format_delta,
     format_epsilon,
+    kind_of,
     left_out,
     shown_kind,
 )
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import NOT_TRAINED_HERE, walk_phases
+from dpdist.privacy.phases import NOT_TRAINED_HERE, Phase, walk_phases
 from dpdist.privacy.plan import PrivacyPlan, parse_plan
 
 PRIVACY_CARD, PRIVACY_CARD_TEXT = "privacy_card.json", "privacy_card.md"  # its files
@@ -177,6 +177,7 @@ def build_card(
     plan: PrivacyPlan,
     ledger: Ledger | None = None,
     *,
+    earlier: Sequence[Phase] = (),
     private: bool = True,
     show_records: bool = True,
     unit: str = "one record",
@@ -188,7 +189,8 @@ def build_card(
 ) -> dict[str, Any]:
     """Return the privacy card as JSON types.
 
-    ledger: what was really released; without it the plan is taken as executed. private: False for a
+    ledger: what was really released; without it the plan is taken as executed. earlier: what the
+    runs released that the run began with. private: False for a
     run with a fixed key or without noise, which the card then says. show_records: False keeps the
     number of records (and with it the sampling rate's meaning) out. unit: what is protected.
     data_set: what the data set has cost in all runs. assumptions: what must hold besides. extra:
@@ -199,6 +201,7 @@ def build_card(
     from dpdist.privacy import accounting
 
     phases = plan.phases if ledger is None else ledger.released_phases(plan)
+    phases = (*earlier, *phases)
     whole = replace(plan, phases=phases)
     paths = whole.path_events(phases)
     main = replace(whole.guarantee_for_events(paths), kind=kind)
@@ -308,7 +311,7 @@ def recompute_card(stated_card: Mapping[str, Any], plan: PrivacyPlan) -> dict[st
             assumptions=stated_card["assumptions"][len(plan.assumptions) :],
             notes=stated_card["notes"][1:],
             extra=stated_card["extra"],
-            kind=POST_PROCESSED if stated_card["guarantee"]["kind"] == POST_PROCESSED else "proved",
+            kind=kind_of(stated_card["assumptions"]),
         )
     except (ValueError, OverflowError) as error:
         raise UserError(f"its phases cannot be accounted: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dpdist.core.console import format_significant
@@ -12,6 +12,16 @@ from dpdist.core.console import format_significant
 Neighbours = Literal["add-or-remove-one", "replace-one"]
 GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
 POST_PROCESSED: GuaranteeKind = "assumed: post-processing"
+CHOSEN_APART = "no run was chosen by looking at the results of an earlier one"
+BEGAN_APART = (  # an assumption, in front of what an earlier run states
+    "no joint number is stated of this run and of one whose weights it began with, since unit or "
+    "relation is another: read both cards. That is run "
+)
+ROWS_MADE_ALONE = (
+    "each row was made of one record only: no scaling, encoding, imputation or choice of features "
+    "by the private records"
+)
+FIXED_KEY = "NOT PRIVATE: fixed run key (for tests only)"
 
 
 def check_delta(delta: float) -> None:
@@ -56,6 +66,9 @@ class Guarantee:
         assumptions: what must hold for the number to be true.
         size_public: whether the mechanism was told the true number of records.
         group: the unit in words, where it is a whole group of records; None: one record.
+        fixed_key: whether a fixed run key drew the noise. The mechanism is as stated, and the run
+            is NOT private: who knows the key can subtract the noise. Not compared: guarantees are
+            equal that state the same of a mechanism.
 
     Raises:
         ValueError: epsilon or delta is out of range.
@@ -77,6 +90,7 @@ class Guarantee:
     assumptions: tuple[str, ...] = ()
     size_public: bool = True
     group: str | None = None
+    fixed_key: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -105,6 +119,8 @@ class Guarantee:
         record["relation"] = self.relation
         if self.group is None:
             del record["group"]
+        if not self.fixed_key:
+            del record["fixed_key"]
         if math.isinf(self.epsilon):
             record["epsilon"] = "inf"
         return record
@@ -128,12 +144,22 @@ class Guarantee:
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         pair = f"({epsilon}, {format_significant(self.delta, 3)})-DP"
         said = f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
-        return said + left_out(self.assumptions)
+        said += left_out(self.assumptions)
+        return f"{FIXED_KEY}; the mechanism alone: {said}" if self.fixed_key else said
 
 
 def left_out(assumptions: Iterable[str]) -> str:
     """Return what stands right behind an epsilon that leaves an earlier release out; "" mostly."""
+    for each in assumptions:
+        if each.startswith(BEGAN_APART):
+            return f", of this run alone, without {each.removeprefix(BEGAN_APART)}"
     return ""
+
+
+def kind_of(assumptions: Iterable[str]) -> GuaranteeKind:
+    """Return the kind of a run's guarantee that rests on these assumptions."""
+    assumed = any(line.startswith(POST_PROCESSED) for line in assumptions)
+    return POST_PROCESSED if assumed else "proved"
 
 
 def shown_kind(kind: str) -> str:

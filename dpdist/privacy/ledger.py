@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from dpdist.core.files import check_regular_or_missing, fsync_path, make_folder
-from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
+from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, kind_of
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -416,6 +416,7 @@ class Ledger(JournalBacked):
         self._query_nonces: list[tuple[str, str]] = []  # question and nonce
         self._answers: dict[str, list[float]] = {}
         self._changes: set[str] = set()
+        self._first_shown: int | None = None
         for record in journal.records:
             self._apply(record)
 
@@ -468,6 +469,8 @@ class Ledger(JournalBacked):
             self._answers[record["id"]] = record["values"]
         elif kind == "changed":
             self._changes.update(record["parts"])
+        elif kind == "shown":
+            self._first_shown = record["step"]
         else:
             raise LedgerError(f"{self.path} holds an unknown kind of record: {kind!r}")
 
@@ -484,6 +487,26 @@ class Ledger(JournalBacked):
     def changes(self) -> tuple[str, ...]:
         """Return the parts of the training that other code changed between steps, in words."""
         return tuple(sorted(self._changes))
+
+    def note_shown(self, step: int) -> None:
+        """Put durably on record that the script is shown private metrics, from this step on."""
+        if self._first_shown is None:
+            self._append({"kind": "shown", "step": step})
+
+    @property
+    def post_processed(self) -> tuple[str, ...]:
+        """Return what other code did between steps that nobody could check, one assumption each."""
+        lines = []
+        if self._changes:
+            changes = " and ".join(self.changes)
+            lines.append(f"between two steps the script changed {changes} by released values alone")
+        if self._first_shown is not None:
+            lines.append(
+                f"losses and counts of private records were shown to the script from step "
+                f"{self._first_shown:,} on (private_metrics), and nothing that it did or kept "
+                "follows from them"
+            )
+        return tuple(f"{POST_PROCESSED}: {line}" for line in lines)
 
     def begin_attempt(self, identity: dict[str, str]) -> int:
         """Return the attempt epoch for a start or restart with this identity.
@@ -727,10 +750,10 @@ class Ledger(JournalBacked):
 
         Each distinct (epoch, step) is one release with that step's parameters; equal to
         plan.guarantee(steps=n) after n undisturbed steps. Its kind is "assumed: post-processing"
-        where other code changed the training between steps.
+        where other code changed the training between steps, or was shown private metrics.
         """
         found = plan.guarantee_for_events(plan.path_events(self.released_phases(plan)), delta)
-        return replace(found, kind=POST_PROCESSED) if self._changes else found
+        return replace(found, kind=kind_of(self.post_processed))
 
 
 def _check_id(release_id: str) -> None:

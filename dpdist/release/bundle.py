@@ -66,7 +66,7 @@ from dpdist.privacy.card import (
     no_epsilon,
     parse_card_plan,
 )
-from dpdist.privacy.guarantee import format_delta, format_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -850,7 +850,8 @@ class Release:
         if not self.card["private"]:
             return "NOT private, as its card says"
         stated = f"epsilon {format_epsilon(self.epsilon)} at delta {format_delta(self.delta)}"
-        return f"{stated}, {self.card['relation']}, as its card says"
+        kind = shown_kind(self.card["guarantee"]["kind"])
+        return f"{stated}, {self.card['relation']}, {kind}, as its card says"
 
     @property
     def name(self) -> str:

@@ -289,7 +289,7 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
     return (
         f"What it reveals of one {unit} is bounded by epsilon "
         f"{format_epsilon(bound['epsilon'])} at delta {format_delta(bound['delta'])}, "
-        f"{card['relation']}{said}."
+        f"{card['relation']}, {shown_kind(guarantee['kind'])}{said}."
     )
 
 
@@ -536,6 +536,7 @@ def _ledger(card: Mapping[str, Any]) -> list[str]:
         all_runs = (
             f"epsilon {format_epsilon(total['epsilon'])} at delta {format_delta(total['delta'])}"
         )
+    rows.append(f"kind: {shown_kind(card['guarantee']['kind'])}")
     false = "" if card["private"] else "This run is NOT private; the figures describe a mechanism."
     return [
         false,

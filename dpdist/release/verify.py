@@ -29,7 +29,7 @@ from dpdist.privacy.card import (
     card_markdown,
     recompute_card,
 )
-from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out
+from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
 from dpdist.release.bundle import (
     DESCRIPTION,
     DOSSIER,
@@ -237,7 +237,7 @@ def _check_card(release: Release) -> str:
     if not release.card["private"]:
         return "none: not private, as the card says"
     words = f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}"
-    words += left_out(release.card["assumptions"])
+    words += f", {shown_kind(guarantee['kind'])}{left_out(release.card['assumptions'])}"
     if (total := release.card["data_set"]) is not None:
         least = release.plan.guarantee(delta=total["delta"]).epsilon
         if not float(total["epsilon"]) >= least * (1 - RELATIVE_TOLERANCE):

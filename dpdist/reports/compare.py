@@ -95,7 +95,7 @@ def privacy_rows(runs: Sequence[Facts]) -> list[list[str]]:
             claimed = format_epsilon(claim.claimed.epsilon)
             verdict = f"{claim.verdict}: {claim.reason}"
         elif math.isfinite(facts.guarantee.epsilon):
-            verdict = "proved"
+            verdict = facts.guarantee.kind
         proved = format_epsilon(facts.guarantee.epsilon)
         if facts.plan.trained_elsewhere:
             proved, verdict = "none", NOT_TRAINED_HERE

@@ -10,6 +10,7 @@ import dataclasses
 import html
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -23,6 +24,7 @@ from dpdist.certification import statistics, table_reader
 from dpdist.certification.evaluation import Evaluation, refuse_decisions
 from dpdist.certification.table import CertificateTable
 from dpdist.config.search import TuneRecipe
+from dpdist.config.training import Stage
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
@@ -41,7 +43,8 @@ from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.privacy.card import AuditFinding, build_card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import (
-    POST_PROCESSED,
+    FIXED_KEY,
+    ROWS_MADE_ALONE,
     Guarantee,
     format_delta,
     format_epsilon,
@@ -324,6 +327,9 @@ def _superseded_releases(plan: PrivacyPlan, ledger: Ledger) -> list[Phase]:
 # --- figures of a run -------------------------------------------------------------------------
 
 
+# Of every kind of data: nobody sees from a row what its numbers were made of.
+KEEPS_NOTHING = "the model and the loss are the user's code, and keep nothing from pass to pass"
+_BEGAN_WITH = "initial weights trained on"
 _EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
 _MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
 MAX_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
@@ -416,13 +422,13 @@ class Facts:
     @property
     def has_fixed_key(self) -> bool:
         """Return whether the recipe fixed the run key, a bool: such a run is for tests only."""
-        return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
+        return self.guarantee.fixed_key
 
     @property
     def privacy_statement(self) -> str:
         """Return the guarantee in one line, a str, or the reason why the run is not private."""
         if self.has_fixed_key:
-            return "NOT PRIVATE: fixed run key (for tests only)"
+            return FIXED_KEY
         guarantee = self.guarantee
         if self.plan.trained_elsewhere:
             return NOT_TRAINED_HERE
@@ -494,14 +500,14 @@ class Facts:
         A key is such as "frozen denoiser trained on". Empty when all of the model began at random.
         """
         if not self.folder.pretraining_record.exists():
-            return {}
+            return self._began_with
         about = read_json(self.folder.pretraining_record, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "features":
             return {"features by a network trained on": about["saw"]}
         if frozen == "initial":
             check_shape(about, str(self.folder.pretraining_record), {"denoiser": bool})
-            began = {"initial weights trained on": about["saw"]}
+            began = {_BEGAN_WITH: about["saw"]}
             came = {"frozen denoiser": "came with the initial weights"}
             return began | came if about["denoiser"] else began
         trained = "denoiser" if frozen == "classifier" else "classifier"
@@ -524,9 +530,15 @@ class Facts:
         return weakest([self.training_summary.get("independence", SCREENED)])
 
     @property
+    def _began_with(self) -> dict[str, str]:
+        """Return the runs that a script began with, each with its own guarantee."""
+        said = "; ".join(each.stated for each in self.recipe.stages)
+        return {_BEGAN_WITH: f"private records, in run {said}"} if said else {}
+
+    @property
     def _frozen_parameters(self) -> dict[str, str]:
         count = self.training_summary.get("frozen_parameters", 0)
-        return {"frozen": f"{count:,} parameters, public: no step changes them"} if count else {}
+        return {"frozen": f"{count:,} parameters, not changed by this run"} if count else {}
 
     @property
     def _steps_taken(self) -> dict[str, str]:
@@ -543,7 +555,8 @@ class Facts:
             if self.folder.pretraining_record.exists()
             else {}
         )
-        lines = [about["assumed"]] if about.get("assumed") else []
+        lines = [] if self.plan.trained_elsewhere else [ROWS_MADE_ALONE]
+        lines += [about["assumed"]] if about.get("assumed") else []
         lines += (
             [line for line in self.search.assumptions if line not in lines] if self.search else []
         )
@@ -551,23 +564,21 @@ class Facts:
             self.recipe
         )
         if self.record_independence == SCREENED:
-            lines.append("the model treats each record alone")
+            lines.append("the model and the loss treat each record alone")
+        recipe = self.recipe
+        if recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name:
+            lines.append(KEEPS_NOTHING)
         if self.recipe.by_script is not None:
             lines += self.recipe.by_script.assumed
-        lines += self.post_processed
+        lines += self.ledger.post_processed
+        stated = self.plan.assumptions
+        lines += [
+            line for line in self.recipe.stage_assumptions(self.plan)
+            if line not in lines and line not in stated
+        ]  # fmt: skip
         if ":" in self.recipe.method.name:  # a class from elsewhere
             lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines
-
-    @property
-    def post_processed(self) -> list[str]:
-        """Return the script's changes to the model between steps, a list of at most one line (str).
-
-        Nobody checked that they follow from released values. Empty without such changes.
-        """
-        changes = " and ".join(self.ledger.changes)
-        said = f"between two steps the script changed {changes} by released values alone"
-        return [f"{POST_PROCESSED}: {said}"] if changes else []
 
     @property
     def _step_notes(self) -> list[str]:
@@ -612,7 +623,10 @@ class Facts:
 
         Its keys are those of privacy_card.json of a release, such as "guarantee" and "assumptions".
         """
-        plan = self.plan
+        plan, ledger = self.plan, None if self.search else self.ledger
+        if not self.training_summary:  # not finished: all that it may yet release counts
+            others = _superseded_releases(plan, self.ledger)
+            plan, ledger = replace(plan, phases=(*plan.phases, *others)), None
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
@@ -634,7 +648,8 @@ class Facts:
         notes += [f"Audited ({audited.kind}): {audited.summary_line}." for audited in self.audits]
         return build_card(
             plan,
-            self.ledger if self.search is None else None,
+            ledger,
+            earlier=self.recipe.earlier_phases(plan),
             private=not self.has_fixed_key and math.isfinite(self.guarantee.epsilon),
             unit=self.recipe.privacy_unit,
             data_set=self.data_set_guarantee,
@@ -799,11 +814,37 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     """
     if not isinstance(folder, RunFolder):
         folder = open_run(str(folder), Path("runs"))
-    trained, search = folder.require_trained(), read_search(folder)
-    recipe = folder.read_recipe()
-    if search is None:  # a search keeps its durations secret
+    return _read_facts(folder, folder.require_trained())
+
+
+def read_stage(folder: RunFolder) -> Stage:
+    """Return what a later run states of this one, whose weights it begins with.
+
+    Of a run that is not finished, its whole plan counts. Raises UserError as `read_facts` does.
+    """
+    summary = folder.training_summary
+    facts = _read_facts(folder, read_json(summary) if summary.exists() else {})
+    places = [str(folder.path.resolve())]
+    places += [place for each in facts.recipe.stages for place in each.places]
+    return stage_of_card(facts.privacy_card(), folder.name, places)
+
+
+def stage_of_card(card: Mapping[str, Any], name: str, places: list[str]) -> Stage:
+    """Return what a later run states of the run or release that a privacy card is about."""
+    guarantee = card["guarantee"]
+    return Stage(
+        name=name, places=places, plan=card["accounted"], unit=card["unit"], guarantee=guarantee,
+        fixed_key=not card["private"] and math.isfinite(float(guarantee["epsilon"])),
+        assumed=card["assumptions"],
+    )  # fmt: skip
+
+
+def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
+    """Return the facts of a run. trained: its private/trained.json; {} where it is not finished."""
+    search, recipe = read_search(folder), folder.read_recipe()
+    if search is None and trained:  # a search keeps its durations secret
         check_shape(trained, str(folder.training_summary), {"seconds": float})
-    if recipe.method.capabilities.not_releasable_reason is None:
+    if trained and recipe.method.capabilities.not_releasable_reason is None:
         check_shape(trained, str(folder.training_summary), {"model": str})
     by_run = read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
@@ -823,7 +864,10 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         _check_same_model(trained, [(folder.evaluation, evaluation.get("model"))])
     _check_same_model(trained, [(t.path, t.job_record.get("model")) for t in tables])
     _check_same_model(trained, [(each.path, each.model) for each in found])
-    guarantee = ledger.guarantee(plan) if search is None else whole.guarantee()
+    guarantee = recipe.guarantee_of(whole, whole.phases, ledger.post_processed)
+    if folder.fixed_key_marker.exists():
+        guarantee = replace(guarantee, fixed_key=True)
+    whole = replace(whole, phases=(*recipe.earlier_phases(whole), *whole.phases))
     checks = evaluations[CheckSettings]
     _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
     return Facts(

@@ -465,7 +465,8 @@ def _headline(facts: Facts) -> str:
     """Of a picture that stands alone."""
     guarantee = facts.guarantee
     private = (
-        f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
+        f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)} "
+        f"({guarantee.kind})"
     )
     if facts.plan.trained_elsewhere:
         private = NOT_TRAINED_HERE
@@ -483,7 +484,7 @@ def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
     private = not facts.has_fixed_key and math.isfinite(guarantee.epsilon)
     found = [
         (
-            "epsilon (proved)",
+            f"epsilon ({guarantee.kind})",
             format_epsilon(guarantee.epsilon),
             f"at delta {format_delta(guarantee.delta)}",
         )

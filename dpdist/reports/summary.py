@@ -20,7 +20,12 @@ from dpdist.core.binomial import clopper_pearson_interval
 from dpdist.core.console import format_percent
 from dpdist.privacy.card import REFUTED, AuditFinding
 from dpdist.privacy.claims import Claim
-from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.privacy.guarantee import (
+    ROWS_MADE_ALONE,
+    Guarantee,
+    format_delta,
+    format_epsilon,
+)
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -170,12 +175,14 @@ def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:
              f"({facts.unproved_reason})")
         )  # fmt: skip
     else:
-        if_true = ", if what it assumes holds" if facts.assumptions else ""
+        # Every run assumes how its rows were made: that alone tells no run from another.
+        assumed = facts.assumptions != [ROWS_MADE_ALONE]
+        if_true = ", if what it assumes holds" if assumed else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
         whose = "training record" if guarantee.group is None else "whole group of training records"
         found.append(
-            ("caution" if weak or facts.assumptions else "good",
+            ("caution" if weak or assumed else "good",
              f"each {whose} is {how} with {stated}{if_true}")
         )  # fmt: skip
     if facts.canary_notice is not None:

@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import BaseRecipe, PretrainedRecipe
-from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining
+from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining, Stage
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
     MAX_STEPS,
@@ -46,7 +46,8 @@ from dpdist.core.files import (
 )
 from dpdist.methods.registry import DEFAULT, AnyMethod
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
-from dpdist.privacy.phases import ClassRates, GaussianSteps
+from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
+from dpdist.privacy.phases import ClassRates, GaussianSteps, Phase
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 # --- the recipe -------------------------------------------------------------------------------
@@ -197,6 +198,56 @@ class Recipe(BaseRecipe):
     def counted(self) -> str:
         """Return the word for the units of privacy, a str: "records" or "groups"."""
         return "records" if self.group_unit is None else "groups"
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Return the runs whose weights this one began with, a list of `Stage`."""
+        return [] if self.by_script is None else self.by_script.began_with
+
+    def earlier_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """Return what the runs that this one began with released, a tuple of phases.
+
+        Those are left out of which no joint number can be stated; `stage_assumptions` names them.
+
+        Args:
+            plan: of this run.
+        """
+        if math.isinf(plan.clip_norm):  # nothing is proved of this run anyway
+            return ()
+        found = (each.phases_within(plan, self.privacy_unit) for each in self.stages)
+        return tuple(phase for phases in found for phase in phases or ())
+
+    def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
+        """Return what a guarantee assumes of the runs that this one began with, a tuple of str.
+
+        Args:
+            plan: of this run.
+        """
+        lines = [CHOSEN_APART] if self.stages else []
+        for each in self.stages:
+            if each.phases_within(plan, self.privacy_unit) is None:
+                lines.append(f"{BEGAN_APART}{each.stated}")
+            lines += each.assumed
+        return tuple(dict.fromkeys(lines))
+
+    def guarantee_of(
+        self, plan: PrivacyPlan, phases: Sequence[Phase], assumed: Sequence[str] = ()
+    ) -> Guarantee:
+        """Return the `Guarantee` of a run of this recipe, and of those whose weights it began with.
+
+        Args:
+            plan: of this run.
+            phases: what it released, or will.
+            assumed: assumptions, by which the kind is told.
+        """
+        whole = replace(plan, phases=(*self.earlier_phases(plan), *phases))
+        found = whole.guarantee_for_events(whole.path_events(whole.phases))
+        lines = [each for each in self.stage_assumptions(plan) if each not in found.assumptions]
+        fixed = [self.privacy.run_key is not None, *(each.fixed_key for each in self.stages)]
+        return replace(
+            found, kind=kind_of((*lines, *assumed)), fixed_key=any(fixed),
+            assumptions=(*found.assumptions, *lines),
+        )  # fmt: skip
 
     @property
     def privacy_unit(self) -> str:

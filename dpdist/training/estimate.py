@@ -28,7 +28,7 @@ from dpdist.gradients.hooks import Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.sampling import Blocks
-from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
 from dpdist.training.collectives import ReplicatedUpdate
@@ -91,8 +91,9 @@ class Estimate:
 
     def __str__(self) -> str:
         at = f"at delta {format_delta(self.guarantee.delta)}"
+        fixed = f"{FIXED_KEY}; " if self.guarantee.fixed_key else ""
         said = (
-            f"epsilon {format_epsilon(self.epsilon)} {at}: noise multiplier "
+            f"{fixed}epsilon {format_epsilon(self.epsilon)} {at}: noise multiplier "
             f"{self.noise_multiplier:.4g}, {self.steps:,} steps, sampling rate "
             f"{self.sample_rate:.4g}"
         )
@@ -188,7 +189,8 @@ def estimate(
         "estimate",
     )
     noise, plan = resolve_plan(recipe, count, "estimate")
-    found = Estimate(plan.guarantee(), noise, plan.steps, plan.step(0).sample_rate)
+    guarantee = recipe.guarantee_of(plan, plan.phases)
+    found = Estimate(guarantee, noise, plan.steps, plan.step(0).sample_rate)
     if shaped is None:
         return found
     slots, objective = _slots(optimizer), objective_of(loss)

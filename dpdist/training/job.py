@@ -20,6 +20,7 @@ from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
 from dpdist.data import check_test_records_unseen, refuse_common_records
+from dpdist.data.protocol import warn_if_standardised
 from dpdist.privacy import budget
 from dpdist.privacy.budget import (
     BudgetExceeded,
@@ -359,6 +360,8 @@ def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[st
     dataset = records_with_canaries(recipe, source)
     pretrained = check_records(recipe, source, context)
     check_groups(recipe, dataset, context)
+    if len(dataset.input_shape) == 1 and not recipe.data.columns.ranges:
+        warn_if_standardised(dataset.inputs, dataset.name)
     if recipe.training.reproducible and recipe.resources.max_workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)

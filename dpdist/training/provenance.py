@@ -261,6 +261,11 @@ def _describe_seen(
     if (folder / PROVENANCE_FILE).exists():
         return _describe_pretrained(folder, model, context, compared)
     if not (folder / _CARD).exists():
+        if (run := _enclosing_run(folder)) is not None:
+            raise UserError(
+                f"{context}: was trained by run {run.name}, on private records; name a release of "
+                "it (`dpdist release`), whose card says how privately"
+            )
         return None
     card = _card(folder, context)
     if card["extra"].get("model hash") != model:
@@ -371,6 +376,11 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
         "part": "features",
         **{key: written.get(key) for key in ("model", "public", "checked", "saw", "assumed")},
     }
+
+
+def card_of_release(folder: Path) -> dict[str, Any] | None:
+    """Return the privacy card of a release, which must hold; None for another folder."""
+    return load_release(folder).card if is_release(folder) else None
 
 
 def _card(folder: Path, context: str) -> dict[str, Any]:

@@ -168,7 +168,8 @@ def refuse_differences(differences: Sequence[str], folder: Path) -> None:
     more = len(differences) - _SHOWN
     said = [*differences[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
     raise UserError(
-        f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run",
+        f"{'; '.join(said)}; give it as it was then; for a new run, build the model anew and give "
+        f"another folder than {folder}",
         see="how-to/own-loop.md#after-a-crash",
     )
 

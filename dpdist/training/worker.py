@@ -61,6 +61,7 @@ from dpdist.training.model_setup import (
 from dpdist.training.monitoring import InterruptionWatch, Monitor
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
+from dpdist.training.trained_weights import write_trained
 
 # --- permission of the archive ----------------------------------------------------------------
 
@@ -719,6 +720,7 @@ class Loop:
             return
         spec = self.job.recipe.method.execution().finalize(self.spec, self.fixed)
         models.save(self.model, spec, self.job.folder.model_folder)
+        write_trained(self.model, self.job.folder.model_folder)
         if self.last == self.job.plan.steps:
             self.monitor.finish(step.engine.fallback_layers, self.frozen, step.ledger)
         else:

@@ -48,6 +48,31 @@ FEW = np.array([4, 0, 3])
 OWN = np.random.default_rng(0)
 
 
+ROWS = np.random.default_rng(1).normal(size=(50, 3)) * [1, 5, 9] + [2, 0.5, 7]
+SCALED = (ROWS - ROWS.mean(0)) / ROWS.std(0)
+
+
+def labelled(rows: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["a", "b", "c"]).assign(y=np.arange(len(rows)) % 2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda rows: rows,
+        lambda rows: (torch.from_numpy(rows).float(), np.arange(len(rows)) % 2),
+        lambda rows: TensorDataset(torch.from_numpy(rows), torch.arange(len(rows)) % 2),
+        labelled,
+        lambda rows: pa.Table.from_pandas(labelled(rows)),
+    ],
+)
+def test_columns_that_look_standardised_are_warned_of(given, recwarn):
+    as_records(given(ROWS), target="y")
+    assert not recwarn
+    with pytest.warns(UserWarning, match="standard deviation 1"):
+        as_records(given(SCALED), target="y")
+
+
 class Items(Dataset):
     """A map-style data set with a transform, as torchvision's have it."""
 

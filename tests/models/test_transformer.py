@@ -254,7 +254,7 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     assert card["unit"].startswith("one document")
     learned = "no private document is among what the tokenizer, tokenizer.json, was learned from"
     assert learned in card["assumptions"]
-    assert card["extra"]["frozen"] == f"{frozen:,} parameters, public: no step changes them"
+    assert card["extra"]["frozen"] == f"{frozen:,} parameters, not changed by this run"
     inputs = data.load(job.source, "test").batch(slice(0, 4))
     assert torch.isfinite(models.load(folder.release_folder)(inputs)).all()
 

@@ -16,6 +16,7 @@ from dpdist.privacy.card import (
     parse_card_plan,
     recompute_card,
 )
+from dpdist.privacy.guarantee import POST_PROCESSED
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, ParallelParts, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
@@ -83,6 +84,17 @@ def test_card_keeps_the_number_of_runs_secret():
 
 def read_back(described: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(described))
+
+
+def test_the_kind_follows_from_the_assumptions():
+    line = f"{POST_PROCESSED}: a part was changed between two steps"
+    described = read_back(
+        build_card(PLAN, assumptions=[line], extra={"model": "cnn"}, kind=POST_PROCESSED)
+    )
+    plan = parse_card_plan(described, "card")
+    assert read_back(recompute_card(described, plan)) == described
+    edited = described | {"guarantee": described["guarantee"] | {"kind": "proved"}}
+    assert recompute_card(edited, plan)["guarantee"]["kind"] == POST_PROCESSED
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.reports.facts import read_facts
+from dpdist.reports.facts import ROWS_MADE_ALONE, read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import private_step, worker
@@ -98,7 +98,9 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
-    assert facts.assumptions == []  # public records of another data set would be: see below
+    assert facts.assumptions == [
+        ROWS_MADE_ALONE
+    ]  # public records of another data set would be: see below
     summary = dict(facts.summary())
     claim = summary.get("claimed, not proved")
     assert (claim is None) == ("pixeldp" in name)

@@ -374,7 +374,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
     public = models.load(tmp_path / "public").state_dict()
     assert all(torch.equal(after[name], public[name]) for name in before.keys() - moved)
-    assert "public: no step changes them" in str(read_facts(folder).privacy_card())
+    assert "not changed by this run" in str(read_facts(folder).privacy_card())
 
 
 def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import importlib
 import json
@@ -714,8 +715,12 @@ def test_a_step_tells_released_values_alone(tmp_path):
     told = training(tmp_path / "told", private_metrics=True).step()
     assert told.private["examples"] > 0 and told.private["loss_sum"] > 0
     assert told.noisy_norm == report.noisy_norm > 0
-    shown = f"step 0: epsilon {format_epsilon(report.epsilon)}, learning rate 0.3, noisy norm "
-    assert str(report) == str(told) == f"{shown}{report.noisy_norm:.4g}"
+    shown = f"epsilon {format_epsilon(report.epsilon)}, learning rate 0.3, noisy norm "
+    assert str(report) == str(told)
+    assert str(report).endswith(f"{shown}{report.noisy_norm:.4g}")
+    assert "NOT PRIVATE" in str(report) and "NOT PRIVATE" in str(t.guarantee)  # by its fixed key
+    keyless = {"privacy": PRIVATE | {"run_key": None}}
+    assert "NOT PRIVATE" not in str(training(tmp_path / "drawn", **keyless).step())
     assert str(replace(report, score=0.25)).endswith(", score 0.25")
     t.close()
     line = json.loads(t.run.metrics.read_text().splitlines()[0])
@@ -1492,6 +1497,7 @@ def test_units_of_several_records_must_be_the_unit(tmp_path):
 def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     inputs, labels = records()
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
+    again = copy.deepcopy(model)
     t = training(tmp_path / name, model, sgd(model), data=(inputs, labels.float()), loss=name)
     t.run_all()
     same = {
@@ -1502,9 +1508,6 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
         return same(module(batch[0])[:, 0], batch[1], reduction="none")
 
-    torch.manual_seed(0)
-    again = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
-    again.load_state_dict(model.state_dict())
     held = records(20, 2)
     u = training(
         tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dpdist.reports.summary import make_verdict
 from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
+from dpdist.training.job import check_training
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
@@ -63,6 +65,19 @@ def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
     train(recipe, folder)
     evaluate_stage(recipe, folder)
     return request.param, recipe, folder
+
+
+def test_a_recipe_warns_of_columns_that_look_standardised(tmp_path):
+    for name, scaled in (("raw", False), ("scaled", True)):
+        rows = columns("number", 2, 0)
+        if scaled:
+            rows["x"] = (rows["x"] - rows["x"].mean(0)) / rows["x"].std(0)
+        write_split(tmp_path / name / "data" / "own", "train", **rows)
+        recipe, folder = recipe_of(tmp_path / name, "number")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_training(recipe, folder, "recipe")
+        assert any("standard deviation 1" in str(each.message) for each in caught) is scaled
 
 
 @pytest.mark.long

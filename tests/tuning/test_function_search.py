@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -36,6 +37,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.reports.html import write_report
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
+from dpdist.training.trained_weights import mark_trained
 from dpdist.tuning.manifest import (
     SearchFolder,
     read_scores,
@@ -367,6 +369,20 @@ def own_step(config: Any) -> PrivateTraining:
     return training
 
 
+def keyed(config: Any) -> PrivateTraining:
+    privacy = config.privacy.model_copy(update={"run_key": "7f" * 32})
+    return build(config, privacy=privacy)
+
+
+def trained_before(config: Any) -> PrivateTraining:
+    """With a model that an earlier run trained."""
+    return build(config, model=copy.deepcopy(TRAINED_MODEL))
+
+
+TRAINED_MODEL = nn.Linear(WIDTH, 2)
+mark_trained(TRAINED_MODEL, Path("earlier"))
+
+
 def plateau(config: Any) -> PrivateTraining:
     model = nn.Linear(WIDTH, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -406,6 +422,8 @@ REFUSED = [
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* subclass, got Own"),
     (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
+    (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
+    (trained_before, {}, "began_with"),
     (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
     (raising, {}, "train: raised RuntimeError for {'lr': .*}: of the user's"),
     (build, {"law": {**POISSON}, "searcher": "optuna"}, "searcher optuna sees the scores of other"),
@@ -654,7 +672,10 @@ def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coar
 
 
 @pytest.mark.slow
-def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path, coarse_grid):
+@pytest.mark.parametrize("factor, why", [(1.0, "began_with"), (0.5, "built another model")])
+def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(
+    tmp_path, coarse_grid, factor, why
+):
     kept = tmp_path / "kept.pt"
 
     class Leaking(torch.optim.SGD):
@@ -666,12 +687,12 @@ def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path,
         model = nn.Linear(WIDTH, 2)
         if kept.exists():
             for parameter, value in zip(model.parameters(), torch.load(kept), strict=True):
-                parameter.data.copy_(value)
+                parameter.data.copy_(value * factor)
         return build(config, model=model, optimizer=Leaking(model.parameters(), lr=0.1))
 
     search = begin(tmp_path / "own", leaking)
     assert run_trial(search, 0, leaking)["failed"] is None
-    assert "built another model" in run_trial(search, 1, leaking)["failed"]
+    assert why in run_trial(search, 1, leaking)["failed"]
 
 
 @pytest.mark.slow

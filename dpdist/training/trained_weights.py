@@ -1,0 +1,107 @@
+"""Recognise weights that earlier runs trained, wherever a model got them from.
+
+A module that dpdist trained carries a mark, which deep copies keep. A state dict carries none, so
+each run keeps a digest of every tensor that it trained. Weights that were changed, or come from a
+folder that is not beside the new run, are not recognised: the card assumes that there are none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dpdist.core.files import read_json, write_json
+from dpdist.models import TRAINED_BY
+from dpdist.release.bundle import WEIGHTS, is_release
+from dpdist.runs.folder import RunFolder
+
+_TENSORS = "trained.json"  # in the folder of a run's model
+
+
+def trained_digests(model: nn.Module) -> list[str]:
+    """Return a digest of each tensor that a training changes, of its type, shape and values.
+
+    A tensor of equal numbers is left out: another network may begin with the same.
+    """
+    found = set()
+    for tensor in (each.detach() for each in model.parameters() if each.requires_grad):
+        if tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
+            found.add(_digest(tensor))
+    return sorted(found)
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    told = f"{plain.dtype} {tuple(plain.shape)} ".encode()
+    raw = plain.flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(told + raw, digest_size=16, person=b"dpdist.trained").hexdigest()
+
+
+def write_trained(model: nn.Module, folder: Path) -> None:
+    """Write the digests of a trained model's tensors into the folder of a run's model."""
+    write_json(folder / _TENSORS, {"tensors": trained_digests(model)})
+
+
+def mark_trained(model: nn.Module, run: Path) -> None:
+    """Say on a model, and on its parts with trained parameters, which run trained it."""
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            vars(module)[TRAINED_BY] = str(run.resolve())
+
+
+def trained_by(model: nn.Module) -> list[str]:
+    """Return the runs and releases that a model's modules say they were trained by."""
+    found = (vars(module).get(TRAINED_BY) for module in model.modules())
+    places = [str(each) for each in found if each]
+    loaded = Path(str(getattr(model, "name_or_path", "") or "nowhere")).resolve()
+    for folder in (loaded, *loaded.parents):
+        if RunFolder(folder).ledger.exists() or is_release(folder):
+            places.append(str(folder))
+    return list(dict.fromkeys(places))
+
+
+def origins(
+    model: nn.Module,
+    run: RunFolder,
+    others: Iterable[Path],
+    live: dict[Path, nn.Module],
+    named: Iterable[Path],
+) -> list[set[Path]]:
+    """Return for each part of a model that runs are known to have trained, which ones may have.
+
+    Args:
+        named: folders that the script names; what is in a release of these is left out.
+        model: of a run that is about to begin.
+        run: its folder; the runs beside it are asked, and those beside its search.
+        others: folders of further runs, which this process trained.
+        live: models that this process trains now, by their runs' folders.
+    """
+    found = [{Path(place)} for place in trained_by(model)]
+    around = [each.path.resolve().parent for each in (run, run.parent_run) if each is not None]
+    beside = [
+        file.parents[2] for folder in around for file in folder.glob(f"*/{_MODEL}/{_TENSORS}")
+    ]
+    known: dict[str, set[Path]] = {}
+    for place in {*beside, *(each.resolve() for each in others)}:
+        file = place / _MODEL / _TENSORS
+        tensors = read_json(file, {"tensors": list})["tensors"] if file.exists() else []
+        for digest in tensors:
+            known.setdefault(str(digest), set()).add(place)
+    for place, other in live.items():
+        for digest in () if other is model else trained_digests(other):
+            known.setdefault(digest, set()).add(place)
+    if known:
+        digests = {_digest(each) for each in model.state_dict().values()}
+        for file in (place / WEIGHTS for place in named):
+            if file.exists():
+                digests -= {_digest(each) for each in load_file(file).values()}
+        found += [known[digest] for digest in sorted(digests & known.keys())]
+    return found
+
+
+_MODEL = RunFolder(Path()).model_folder
