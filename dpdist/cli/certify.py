@@ -253,7 +253,6 @@ def certify_command(
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
-    from dpdist.certification.evaluation import refuse_decisions
     from dpdist.runs.archive import Archive, open_run_or_archive
 
     given = {
@@ -286,7 +285,6 @@ def certify_command(
         folder.require_trained()
         console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
     Archive.check_archive_key(folder)
-    refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from dpdist.certification import table_reader
 from dpdist.certification.table import CertificateTable
@@ -40,7 +39,7 @@ _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
 
 
 class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it; older tables lack the defaults.
+    """The classifier that was executed, as a table states it.
 
     Attributes:
         generator: Generator of the noise: aes or philox.
@@ -52,13 +51,13 @@ class ClassifierRecord(FileShape):
         notes: Remarks of the probe that chose the form.
     """
 
-    generator: str = "aes"
+    generator: str
     form: str
     batch: int
-    device: str = "cpu"
+    device: str
     torch_version: str
     machine: str
-    notes: list[Any] = Field(default=[])
+    notes: list[Any]
 
 
 class TableRecord(FileShape):

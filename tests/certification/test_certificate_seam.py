@@ -88,30 +88,6 @@ def test_the_rule_can_fail(asked: str) -> None:
     assert branches(f"x = {asked}")
 
 
-def test_a_recipe_with_the_defaults_of_every_certificate_still_opens() -> None:
-    """Run folders of earlier versions hold keys of all certificates, with what says nothing."""
-    every = {"n0": 100, "n": 1000, "alpha": 0.05, "noise": "gaussian", "noise_bank": False,
-             "bound": "hoeffding", "norm": "l2", "start": 0, "radii": [0.1], "every": 1,
-             "max_inputs": None}  # fmt: skip
-    recipe = {
-        "name": "old", "data": {"name": "digits"}, "model": {"name": "linear"},
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
-        "training": {"batch_size": 100, "steps": 1, "learning_rate": 0.1},
-    }  # fmt: skip
-    for mode, sigma in (("fixed", 0.5), ("target", 0.5), ("anytime", 0.5), ("fixed", None)):
-        section = {**every, "mode": mode, "sigma": sigma}
-        kind = BY_MODE["scores" if sigma is None else mode].settings
-        assert type(settings_of(section)) is kind
-        if sigma is not None:
-            read = parse_recipe({**recipe, "certify": section}, "recipe")
-            assert type(read.certify) is kind
-            assert read.certify == settings_of(section)
-            again = parse_recipe(
-                {**recipe, "certify": read.certify.model_dump(mode="json")}, "recipe"
-            )  # type: ignore[union-attr]
-            assert again == read
-
-
 OPTIONS = {"mode": "fixed", "noise": "gaussian", "noise_bank": False, "bound": "hoeffding",
            "norm": "l2", "one_sided": False}  # fmt: skip
 SECTIONS = {
