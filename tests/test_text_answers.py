@@ -433,11 +433,6 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
     said("predict", run.release_folder, "--text", "the cat")
 
 
-def test_without_marks_nothing_is_written_of_them(following):
-    assert "bos_eos" not in (following.path / "recipe.yaml").read_text()
-    assert "bos_eos" not in (following.release_folder / DESCRIPTION).read_text()
-
-
 # --- sampled texts
 
 

@@ -39,7 +39,7 @@ _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
 
 
 class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it.
+    """The classifier that was executed, as a table states it; AES on a CPU is not written.
 
     Attributes:
         generator: Generator of the noise: aes or philox.
@@ -51,10 +51,10 @@ class ClassifierRecord(FileShape):
         notes: Remarks of the probe that chose the form.
     """
 
-    generator: str
+    generator: str = "aes"
     form: str
     batch: int
-    device: str
+    device: str = "cpu"
     torch_version: str
     machine: str
     notes: list[Any]

@@ -187,7 +187,7 @@ def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[Pu
     recorded: the trials in the search's record. Raises UserError where they are lost, or the
     published file says otherwise.
     """
-    if tune.law.name != "fixed" or recorded is None:
+    if tune.law.name != "fixed":
         return ()
     trials = _parse_trials(recorded, tune, folder.search_record)
     if folder.trials.exists():  # an archive does not bring it back
