@@ -151,10 +151,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "no noise: features #, reversed #, exact inverse #": 1,
         "...tive, gamma #: features #, reversed ... #, reversed without #, mean of 2 reversed #": 4,
     },
-    "serving": {
-        "linear: 10 draws, 1 replicas, 2 clients: # answers/s, bare loop #/s: ... ['200']": 1,
-        "milliseconds of processor time an answer: ... #": 1,
-    },
     "sharding": {"# 2 sharded # # # # # #": 2},
     "smoothing": {
         '{"row": ..., "accuracy": #}': 2,
@@ -197,7 +193,7 @@ SHAPES: dict[str, dict[str, int]] = {
 )
 EXPERIMENTS = set(LISTED.replace("\\", "").split())
 NIGHTLY = (EXPERIMENTS - {"speed"}) | {
-    "language_models", "scaling", "serving", "training", "training_phases", "training_ray",
+    "language_models", "scaling", "training", "training_phases", "training_ray",
 }  # fmt: skip
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 

@@ -1,8 +1,7 @@
-"""Texts are answered by predict and serve, of runs and of releases, by the tokens of training."""
+"""Texts are answered by predict, of runs and of releases, by the tokens of training."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from dataclasses import replace
@@ -39,8 +38,6 @@ from dpdist.release.bundle import (
 )
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
-from dpdist.serving.app import RequestHandler
-from dpdist.serving.deployment import Classifier, ServingSettings, _service_description
 
 pytestmark = pytest.mark.whole
 WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
@@ -226,36 +223,6 @@ def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):
     (folder / CHECKSUMS).write_text(compute_checksums(folder))
     with pytest.raises(UserError, match=refusal):
         verify_release(folder)
-
-
-def test_a_text_is_served(following):
-    release = dpdist.load(following.release_folder)
-    settings = ServingSettings(following.release_folder, None, None, 10, 0.001, 1, None)
-    replica = Classifier(settings, release.checksums)
-
-    async def asked(text: str) -> dict[str, Any]:
-        (answer,), _ = replica.answer([text])
-        return answer
-
-    about = _service_description(release, settings)
-    assert "draws" not in about and "classes" not in about and about["vocabulary"] == 7
-    gate = RequestHandler(about, None, asked)
-
-    def post(body: bytes, kind: str = "application/json") -> Any:
-        async def chunks():
-            yield body
-
-        return asyncio.run(gate.handle("POST", "/predict", {"content-type": kind}, chunks()))
-
-    reply = post(json.dumps({"text": "the cat"}).encode())
-    assert reply.status == 200 and reply.body == release.text_answerer("the cat").as_json
-    for body, kind in (
-        (b'{"text": 3}', "application/json"), (b'{"input": [1]}', "application/json"),
-        (b"the cat", "text/plain"),
-    ):  # fmt: skip
-        assert post(body, kind).status == 400
-    reply = post(json.dumps({"text": "the " * 9}).encode())
-    assert reply.status == 400 and "1 to 8 tokens" in reply.body["error"]
 
 
 @pytest.mark.long

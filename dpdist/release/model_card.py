@@ -143,7 +143,7 @@ Without dpdist and that check, `peft.PeftModel.from_pretrained(base, "FOLDER")` 
 
 
 def _pictures(description: ReleaseDescription, spec: ModelSpec) -> str:
-    """Say how `predict` and `serve` bring pictures to the input, where they do."""
+    """Say how `predict` brings pictures to the input, if it does."""
     if description.pictures is None:
         return ""
     said = description.pictures.describe(tuple(spec.input_shape))
