@@ -180,7 +180,7 @@ def _wrong_file(path: Path, draw: Any) -> str:
         path.write_bytes(raw[: draw(st.integers(0, len(raw) - 1))])
     elif kind == "rows":
         stated = draw(st.sampled_from([ROWS + 1, 3 * ROWS, 2**40, 2**62, -1, 0, ROWS - 1]))
-        every = draw(st.booleans())  # which no reader notices where it counts fewer
+        every = draw(st.booleans()) and stated > ROWS  # no reader notices where it counts fewer
         rewrite_row_count(path, ROWS, stated, only_in_all=not every)
         return f"rows {stated} {every}"
     else:
@@ -300,7 +300,7 @@ def no_picture(draw: Any) -> tuple[bytes, bool]:
     if kind == "size":
         sizes = st.sampled_from([0, 1, 12, 13, 30_000, 2**31 - 1])
         width, height = draw(sizes), draw(sizes)
-        return _declared(width, height), height > 12 <= width  # of more rows than there are
+        return _declared(width, height), False
     if kind == "json":
         return json.dumps(draw(st.sampled_from(["", {}, [], 1]))).encode(), True
     frames = io.BytesIO()
