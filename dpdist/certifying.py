@@ -114,7 +114,6 @@ def certify(
     what: Any,
     data: Any = None,
     settings: Certificate | None = None,
-    output: Path | None = None,
     *,
     folder: str | Path | None = None,
     resources: Mapping[str, Any] | None = None,
@@ -125,8 +124,7 @@ def certify(
     trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
     say: Callable[[str], None] | None = None,
-    **old: Any,
-) -> Any:
+) -> CertificateTable:
     """Certify the answers of any classifier, on all CPUs of this machine or of a cluster.
 
     Guarantee: each certificate is wrong with probability at most `settings.alpha`, over the noise.
@@ -145,8 +143,6 @@ def certify(
             release, None is its test split. Pictures of uint8 become numbers from 0 to 1.
         settings: the certificate, such as `dpdist.Cohen(sigma=0.25, n=100_000)`, and which inputs.
             Of a run or a release, None takes its own.
-        output: of the call of version 0.1, `certify(model_folder, dataset, settings, output)`,
-            which returns a pyarrow Table, takes `actors` and `gpus`, and is deprecated.
         folder: receives certificates.parquet, timings.csv, settings and the journal. None: a
             temporary folder, so that nothing can be continued.
         resources: keys of the recipe's section: certify_actors and certify_gpus.
@@ -161,10 +157,9 @@ def certify(
         trusted_factory: "package.module:factory" that may be imported for a model folder.
         chunk_seconds: the work that an actor gets at a time.
         say: is told of GPUs.
-        old: `actors` and `gpus` of the deprecated call; refused otherwise.
 
     Returns:
-        A `CertificateTable`, which prints its summary; from the deprecated call a pyarrow Table.
+        A `CertificateTable`, which prints its summary.
         Warns if the results are doubtful, such as for images outside 0 to 1, or a model that is
         not better than the commonest class.
 
@@ -172,7 +167,6 @@ def certify(
         UserError: classifier, data and settings do not fit, or the folder holds another
             certification.
         ClusterError: the actors failed for good.
-        TypeError: a keyword argument is unknown.
 
     Source:
         Cohen, Rosenfeld and Kolter, ICML 2019; the other settings name theirs.
@@ -187,28 +181,6 @@ def certify(
         >>> len(table.radius), table.certified_accuracy(0.0) <= 1
         (6, True)
     """
-    if output is not None:
-        warnings.warn(
-            "certify(model_folder, dataset, settings, output) is deprecated and goes with the next "
-            "minor version: call certify(what, data, settings, folder=...), whose result has "
-            "to_arrow()",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return job.certify(
-            Path(what), data, _required(settings), Path(output), progress=progress,
-            trusted_factory=trusted_factory, chunk_seconds=chunk_seconds, log=say, **old,
-        )  # fmt: skip
-    if old.pop("here", False):
-        warnings.warn(
-            "certify(here=True) is deprecated and goes with the next minor version: call "
-            'certify(executor="local")',
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        executor = "local"
-    if old:
-        raise TypeError(f"certify() got an unexpected keyword argument {min(old)!r}")
     check_executor_name(executor)
     asked = _resources(resources or {})
     changed = _Changed(normalize, None if weights is None else Path(weights))

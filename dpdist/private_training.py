@@ -926,7 +926,7 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self._stages = [each.model_dump(mode="json") for each in _stages(began_with)]
-        self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
+        self._given: dict[str, Any] = given_settings(model, optimizer, state)
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         _check_no_search(self.run)
         self._records = as_records(data)
@@ -1286,7 +1286,7 @@ class PrivateTraining:
 
         Weights that a script draws without a seed are others each time: those of the run hold.
         """
-        before, now = dict(begun.get("given") or {}), self._given or {}
+        before, now = dict(begun["given"]), self._given
         older = _open.get(self.run.path)
         trained = None if older is None else older()
         again = trained is not None and trained.model is self.model  # of a notebook's earlier cell
@@ -1300,7 +1300,7 @@ class PrivateTraining:
                 "model anew, and give another folder",
                 stacklevel=2,
             )
-        self._given = begun.get("given")
+        self._given = begun["given"]
 
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
@@ -1314,7 +1314,7 @@ class PrivateTraining:
         kept = {
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
-            **({} if self._given is None else {"given": self._given}),
+            "given": self._given,
             **({"stopped": True} if self._stopped else {}),
         }
         slots = {

@@ -24,12 +24,10 @@ from dpdist.release.bundle import (
     DESCRIPTION,
     DOSSIER,
     FORMAT,
-    LANGUAGE_FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
     SETTINGS,
     SIGNATURE,
-    TEXT_FORMAT,
     WEIGHTS,
     ReleasedText,
     certified_accuracy_record,
@@ -158,8 +156,7 @@ def _release_record(
         if facts.next_token_count is not None:
             names = ("perplexity", "next_tokens", "base_perplexity")
             tested |= {name: evaluation[name] for name in names if name in evaluation}
-    kind = set() if recipe.data.targets == "class" else {"targets"}
-    data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind)
+    data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS)
     text: dict[str, Any] = {}
     told: dict[str, Any] = {"classes": recipe.data.class_names}
     if (record := _text_record(facts)) is not None:
@@ -172,9 +169,8 @@ def _release_record(
     if recipe.method.capabilities.picture_preparation:
         imported = read_json(facts.folder.imported, {"data": dict})
         pictures = {"pictures": {"resize": imported["data"]["resize"]}}
-    version = LANGUAGE_FORMAT if "vocabulary" in told else TEXT_FORMAT if text else FORMAT
     return {
-        "format": version,
+        "format": FORMAT,
         "dpdist": __version__,
         "name": recipe.name,
         "method": recipe.method.name,
@@ -384,7 +380,7 @@ def _check_released(model: nn.Module, adapter: models.Adapter, run: RunFolder) -
             )
 
 
-_TEST_DATA_FIELDS = {"name", "classes", "names", "labels", "test", "columns"}
+_TEST_DATA_FIELDS = {"name", "targets", "classes", "names", "labels", "test", "columns"}
 
 
 def _refuse_foreign_files(release: Path) -> None:

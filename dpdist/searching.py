@@ -300,7 +300,7 @@ def _description(training: PrivateTraining) -> str:
     """Return a digest of all that a training begins with, but for keys, noise, name and folder."""
     told = training.recipe.model_dump(mode="json", exclude={"name", "resources"})
     told["data"]["root"] = None
-    told["script"].pop("unit", None)  # words, which descriptions of older searches lack
+    told["script"].pop("unit")  # words
     for key in ("noise_multiplier", "epsilon", "run_key"):
         told["privacy"][key] = None
     text = json.dumps([told, training.state_digest()], sort_keys=True)

@@ -269,20 +269,6 @@ def test_settings_and_resources_are_checked() -> None:
         dpdist.certify(
             network(), points(), SETTINGS, resources={"certify_actors": 0}, executor="local"
         )
-    with pytest.raises(TypeError, match="actors"):
-        dpdist.certify(network(), points(), SETTINGS, actors=2, executor="local")
-
-
-def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Path) -> None:
-    models.save(models.build_model(models.ModelSpec("linear", (1, 8, 8), 10)), models.ModelSpec(
-        "linear", (1, 8, 8), 10), tmp_path / "model")  # fmt: skip
-    inputs = data.load(data.DataSource("digits", 10), "test")
-    with pytest.warns(DeprecationWarning, match=r"certify\(what, data, settings, folder="):
-        old = dpdist.certify(tmp_path / "model", inputs, SETTINGS, tmp_path / "out", actors=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        new = dpdist.certify(tmp_path / "model", inputs, SETTINGS, folder=tmp_path / "out")
-    assert old.equals(new.to_arrow()) and old.num_rows == 6
 
 
 # ---- units: what is certified is what was trained

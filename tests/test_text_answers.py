@@ -1,8 +1,7 @@
-"""Texts are answered by predict and serve, of runs and of releases, by the tokens of training."""
+"""Texts are answered by predict, of runs and of releases, by the tokens of training."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from dataclasses import replace
@@ -31,16 +30,14 @@ from dpdist.release import generation
 from dpdist.release.bundle import (
     CHECKSUMS,
     DESCRIPTION,
+    FORMAT,
     TOKENIZER,
     WORDS,
     compute_checksums,
     parse_description,
 )
-from dpdist.release.model_card import model_card
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
-from dpdist.serving.app import RequestHandler
-from dpdist.serving.deployment import Classifier, ServingSettings, _service_description
 
 pytestmark = pytest.mark.whole
 WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
@@ -153,7 +150,7 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert rows["tokenizer"] == f"{WORDS}; the model reads its tokens"
     about = json.loads((following.release_folder / DESCRIPTION).read_text())
     assert about["text"] == {"length": LENGTH, "tokens": "words", "words": 4, "predict": "next"}
-    assert about["format"] == 5 and str(tmp_path.parent) not in json.dumps(about)
+    assert about["format"] == FORMAT and str(tmp_path.parent) not in json.dumps(about)
     assert (about["classes"], about["vocabulary"], about["data"]["classes"]) == ([], 7, 7)
     page = (following.release_folder / "README.md").read_text()
     assert "`words.txt`, 4 words" in page
@@ -171,25 +168,7 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     for word in ("radius", "Robustness", "--sigma", "certified-robustness", "l2", "L2"):
         assert word not in page.replace("texts have no radius", "")
     assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
-    # The page of a release that was written before says what it said.
-    about = json.loads((folder.release_folder / DESCRIPTION).read_text())
-    release = dpdist.load(folder.release_folder)
-    listed = {**about, "classes": [str(token) for token in range(7)]}
-    del listed["vocabulary"]
-    before = parse_description({**listed, "format": 4}, "old")
-    assert model_card(before, release.card, release.spec) == page.replace(SAMPLED, "")
-    assert SAMPLED in page and "It tells 7 next tokens" in page
-    assert "vocabulary: 7 tokens" in repr(replace(release, description=before))
-    for name in ("perplexity", "next_tokens"):
-        del listed["tested"][name]
-    old = parse_description({**listed, "format": 3}, "old")
-    assert "## Robustness" in model_card(old, release.card, release.spec)
-
-
-SAMPLED = (
-    "dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt"
-    "   # sampled, with the card\n"
-)
+    assert "dpdist generate FOLDER" in page and "It tells 7 next tokens" in page
 
 
 @pytest.mark.long
@@ -210,10 +189,9 @@ def test_a_release_of_a_language_model_names_no_classes(tmp_path):
     about = json.loads((folder.release_folder / DESCRIPTION).read_text())
     for change, refusal in (
         ({"vocabulary": 8}, "vocabulary must be that of data"),
-        ({"vocabulary": None}, "vocabulary must be given in format 5"),
+        ({"vocabulary": None}, "vocabulary must be given where"),
         ({"classes": ["a"]}, "vocabulary must be that of data, without classes"),
-        ({"text": {**about["text"], "predict": "label"}}, "vocabulary must be left out where no"),
-        ({"format": 4}, "vocabulary must be given in format 5, and only there"),
+        ({"text": {**about["text"], "predict": "label"}}, "vocabulary must be given where"),
     ):
         with pytest.raises(UserError, match=refusal):
             parse_description({**about, **change}, "edited")
@@ -225,13 +203,13 @@ def test_a_release_of_a_language_model_names_no_classes(tmp_path):
     ("change", "refusal"),
     [
         ({"length": 9}, r"text\.length must be 8, the tokens that its model reads, got 9"),
-        ({"predict": "label"}, "vocabulary must be left out where no next token is told"),
+        ({"predict": "label"}, "vocabulary must be given where text.predict is next, and only"),
         ({"words": 3}, r"text\.words must be 4, the words of words\.txt, got 3"),
         ({"words": 5}, r"must be <= the 4 different words"),
         ({"tokens": "tokenizer", "words": None}, f"must hold {TOKENIZER} as .* got {WORDS}"),
         ({"tokens": "bytes", "words": None}, f"must hold no tokenizer as .* got {WORDS}"),
         ({"tokens": "bytes"}, "words must be given with tokens: words, and only then"),
-        (None, "text must be given in format 4"),
+        (None, "text must be given where inputs are tokens, and only"),
     ],
 )
 def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):
@@ -245,36 +223,6 @@ def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):
     (folder / CHECKSUMS).write_text(compute_checksums(folder))
     with pytest.raises(UserError, match=refusal):
         verify_release(folder)
-
-
-def test_a_text_is_served(following):
-    release = dpdist.load(following.release_folder)
-    settings = ServingSettings(following.release_folder, None, None, 10, 0.001, 1, None)
-    replica = Classifier(settings, release.checksums)
-
-    async def asked(text: str) -> dict[str, Any]:
-        (answer,), _ = replica.answer([text])
-        return answer
-
-    about = _service_description(release, settings)
-    assert "draws" not in about and "classes" not in about and about["vocabulary"] == 7
-    gate = RequestHandler(about, None, asked)
-
-    def post(body: bytes, kind: str = "application/json") -> Any:
-        async def chunks():
-            yield body
-
-        return asyncio.run(gate.handle("POST", "/predict", {"content-type": kind}, chunks()))
-
-    reply = post(json.dumps({"text": "the cat"}).encode())
-    assert reply.status == 200 and reply.body == release.text_answerer("the cat").as_json
-    for body, kind in (
-        (b'{"text": 3}', "application/json"), (b'{"input": [1]}', "application/json"),
-        (b"the cat", "text/plain"),
-    ):  # fmt: skip
-        assert post(body, kind).status == 400
-    reply = post(json.dumps({"text": "the " * 9}).encode())
-    assert reply.status == 400 and "1 to 8 tokens" in reply.body["error"]
 
 
 @pytest.mark.long
@@ -450,11 +398,6 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
     dict(verify_release(run.release_folder))
     said("generate", run.release_folder, "--to", tmp_path / "texts", "--tokens", 3)
     said("predict", run.release_folder, "--text", "the cat")
-
-
-def test_without_marks_nothing_is_written_of_them(following):
-    assert "bos_eos" not in (following.path / "recipe.yaml").read_text()
-    assert "bos_eos" not in (following.release_folder / DESCRIPTION).read_text()
 
 
 # --- sampled texts

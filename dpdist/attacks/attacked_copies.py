@@ -105,7 +105,6 @@ class AttackedCopies:
                 strict=True,
             )
         }
-        # The words of the first versions: copies that were made keep their name.
         named = f"At(attack={spec.attack!r}, size={spec.size!r}, norm={spec.norm!r})"
         digest = hashlib.blake2b(f"{dataset.fingerprint} {named}".encode(), digest_size=16)
         for copy in self._copies.values():

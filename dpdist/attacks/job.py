@@ -56,7 +56,7 @@ from dpdist.certification.inference import (
     read_classifier_spec,
     use_single_thread,
 )
-from dpdist.certification.reexecution import Reexecution, RowChoice, isolated_executor
+from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.table import CertificateTable
 from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator, build_counter
@@ -186,7 +186,7 @@ class CounterFactory:
             inspect = Reexecution(
                 counted.choice.for_purpose(purpose), self._network, self._executed.logits,
                 self._others,
-                self._form, isolated_executor(self._form, counted.code),
+                self._form,
             )  # fmt: skip
         return build_counter(self._cut, self._executed, source, counted.classes, shape, inspect)
 
@@ -368,7 +368,6 @@ class Worker:
             others = array_to_tensor(counted.check_inputs)
             self._inspect = Reexecution(
                 counted.choice, counted.model, self._logits, others,
-                build_isolated_executor=isolated_executor("eager", counted.code),
             )  # fmt: skip
 
     def __call__(self, batch: AttackBatch) -> list[dict[str, Any]]:

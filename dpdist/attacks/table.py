@@ -451,7 +451,7 @@ def _recompute_verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str,
     """Return what the table of a check says of its certificates, and the model's hash. stated: what
     tables of early versions do not say."""
     table = job_folder.read_table(path, CHECK_COLUMNS, KEY)
-    said = {SUBMITTED: stated["inputs"], INDEPENDENT: True, **read_job_record(table)}
+    said = read_job_record(table)
     shape = {"model": str, "again.alpha": float, SUBMITTED: int, INDEPENDENT: bool}
     check_shape(said, str(path), shape)
     index, certified, prediction = (

@@ -41,7 +41,6 @@ from dpdist.core.fields import (
     Section,
     Text,
     key_error,
-    refuse_moved_hooks,
 )
 from dpdist.core.files import check_shape
 from dpdist.randomness import keys
@@ -145,32 +144,6 @@ FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
-
-# Where hooks of earlier versions are defined now.
-_MOVED_HOOKS = dict.fromkeys(
-    (
-        "achievable_radius", "attack_noise", "check_table", "consistent_counts", "constant_columns",
-        "extra_columns", "is_vote_based", "read_sizes", "recertify", "recompute_columns",
-        "recreate", "row", "sampled_columns", "sizes_in_norm", "spending",
-        "table_predicts_by_vote", "table_schema",
-    ),
-    "the kind's TableFormat",
-) | dict.fromkeys(
-    ("comparison_key", "describe", "draws_phrase", "summary_rows"), "the kind's Description"
-)  # fmt: skip
-
-
-def _moved_hook(name: str) -> str:
-    """Return where a hook of earlier versions is defined now; "" for any other name."""
-    place = _MOVED_HOOKS.get(name)
-    if place is None:
-        return ""
-    return (
-        f"is a part of {place} now: define it there, and list both in "
-        "dpdist.certification.registry.KINDS"
-    )
-
-
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
 
@@ -277,12 +250,6 @@ class Certificate(Section):
     max_device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
     # "with sigma, by ...": why a key of another certificate is refused
     wrong_key_hint: ClassVar[str]
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
-        super().__pydantic_init_subclass__(**kwargs)
-        refuse_moved_hooks(cls, Certificate, _moved_hook)
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:

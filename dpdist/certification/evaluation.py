@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dpdist.cluster.resumable_job import JobSpec
 
 FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
-_DECISION = "decision.parquet"  # written by `dpdist certify --decide`, which was removed
 
 
 class RunFolderLike(Protocol):
@@ -111,23 +110,3 @@ class Evaluation:
                 f"may be published; choose a folder in {around.private}, or outside the run"
             )
         return output
-
-
-def refuse_decisions(run: RunFolderLike, output: Path | None = None) -> None:
-    """Check that a run holds no answer of `dpdist certify --decide`, which nothing reads any more.
-
-    Args:
-        run: the run folder.
-        output: another folder that results are to be written into.
-
-    Raises:
-        UserError: a decision.parquet lies in a folder of the run's evaluations, or in `output`.
-    """
-    found = sorted((run.path / FOLDER).glob(f"*/{_DECISION}"))
-    found += [output / _DECISION] if output and (output / _DECISION).exists() else []
-    if found:
-        raise UserError(
-            f"{found[0]}: an answer of certify --decide, which was removed and is not read any "
-            f"more; delete the folder {found[0].parent}: dpdist certify states a share of the "
-            "population instead"
-        )

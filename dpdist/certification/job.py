@@ -352,7 +352,7 @@ def _build_assignment(
     )
     return Assignment(
         subject.model, settings, place, source, dataset.classes, shape, check_inputs,
-        inputs=len(indices), code=subject.code, isolate_rows=True,
+        inputs=len(indices), code=subject.code,
     )  # fmt: skip
 
 

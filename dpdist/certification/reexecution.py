@@ -13,16 +13,9 @@ one of two tied ones (`rounding_tolerance`; of another number format, `REDUCED_P
 and a score must be one that logits moved so far can have. A row that is executed again is no draw:
 counts and tables are the same with and without it.
 
-Alone means in another process where the executed form is the module's own Python code, which may
-keep state outside the module: globals of its Python module, attributes of its class, closures. A
-new interpreter is started; it receives the network as a cluster's worker receives it (pickled by
-this very process, from a model whose factory was trusted; no file is unpickled), imports the
-model's modules itself, checks that they are the code with which the model was saved, and executes
-nothing. For each row it forks: the row is executed in the fork, which ends with it. On a GPU,
-whose driver no fork survives, and where there is no fork but Linux's, the process itself executes
-the rows one after the other, each by a fresh copy of the network: globals are then shared among
-these rows, not with the counted batches. Files, the network, shared memory, the environment and
-the hardware remain common to both. A frozen form runs no Python and keeps nothing.
+Alone means by a fresh copy of the network, in the same process: state that a model keeps in itself
+is not shared with the counted batches. Globals of its Python module, attributes of its class and
+closures are. A frozen form runs no Python and keeps nothing.
 
 The choice of rows follows from a key of the operating system's generator, drawn anew whenever a
 job begins or continues. Not from the seed of the noise, which may be given in a recipe, known to
@@ -42,106 +35,19 @@ that share, independence is an assumption.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import struct
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification import inference
-from dpdist.certification.inference import FORMS, REDUCED_PRECISION_FORMS, use_single_thread
-from dpdist.core.errors import InvalidResultsError, UserError
+from dpdist.certification.inference import FORMS, REDUCED_PRECISION_FORMS
+from dpdist.core.errors import InvalidResultsError
 from dpdist.models import fresh_copy, predicted_classes, rounding_tolerance, softmax_scores
-from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness.keys import derive_key, new_run_key, stream_words
 
-# --- rows alone in a fresh process ------------------------------------------------------------
-
-
-_SHAPE = struct.Struct("<?QQ")  # whether it went well, rows and classes (or 0 and bytes of text)
-_SIZE = struct.Struct("<Q")
-_HINT = "the model must be executable in a process of its own, in which its rows are tried alone"
-
-
-class SameProcess:
-    """Executes each row alone by a fresh copy of the network, in this process."""
-
-    def __init__(self, network: nn.Module, form: str = "eager") -> None:
-        self._network, self._form = network, form
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the logits of rows (B, ...): (B, classes)."""
-        return torch.cat([execute_alone(self._network, self._form, row) for row in rows.split(1)])
-
-
-class FreshProcess:
-    """A `SameProcess` in a process that executes nothing else. Started by the first call.
-
-    Args:
-        network: as it came, never executed in this process.
-        form: of the executed classifier; another number format is kept for a row alone.
-        code: with which the model was saved, which the process must have too.
-    """
-
-    def __init__(self, network: nn.Module, form: str, code: FactoryCode) -> None:
-        import cloudpickle
-
-        try:  # at once: a model may change its own parameters when it is executed
-            self._raw = cloudpickle.dumps((network, form, code))
-        except Exception as error:  # whatever a user's model does
-            raise UserError(f"{_HINT}: it cannot be pickled ({error})") from error
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the logits of rows (B, ...): float64 (B, classes).
-
-        Raises UserError where the process cannot be started, or cannot execute them.
-        """
-        with self._lock:
-            try:
-                process = self._process or self._start()
-                assert process.stdin is not None and process.stdout is not None
-                _send(process.stdin, pickle.dumps(rows.cpu()))
-                logits = _read_answer(process.stdout)
-            except (OSError, EOFError) as error:
-                raise UserError(f"{_HINT}; it ended ({type(error).__name__})") from error
-        return logits.to(rows.device)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        begin = f"from {__name__} import {serve_rows.__name__} as serve; serve()"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {begin}"
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        weakref.finalize(self, _end_process, process)
-        assert process.stdin is not None and process.stdout is not None
-        _send(process.stdin, self._raw)
-        _read_answer(process.stdout)  # that it could be loaded
-        self._process, self._raw = process, b""
-        return process
-
-
-def isolated_executor(
-    form: str, code: FactoryCode
-) -> Callable[[nn.Module, str], SameProcess | FreshProcess]:
-    """Return what executes rows alone in a job, for a form: in another process where the form runs
-    the model's own Python code, in this one where it is frozen into a graph."""
-    if form == "frozen":
-        return SameProcess
-    return lambda network, form: FreshProcess(network, form, code)
+# --- rows alone ---
 
 
 def execute_alone(network: nn.Module, form: str, row: Tensor) -> Tensor:
@@ -150,105 +56,6 @@ def execute_alone(network: nn.Module, form: str, row: Tensor) -> Tensor:
     run = FORMS[form](network, row) if form in REDUCED_PRECISION_FORMS else network
     with torch.inference_mode():
         return run(row)
-
-
-def serve_rows() -> None:
-    """Answer what comes through standard input until it ends: the other side of `FreshProcess`."""
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a user's module prints is no answer
-    use_single_thread()
-    try:
-        network, form, code = pickle.loads(_read(asked))
-        code.check("the process in which rows are executed alone")
-    except EOFError:
-        return
-    except Exception as error:  # whatever a user's module does
-        _write_answer(answers, error)
-        return
-    _write_answer(answers, torch.empty(0, 0))
-    while True:
-        try:
-            rows = pickle.loads(_read(asked))
-        except EOFError:
-            return
-        _write_answer(answers, _execute_rows(network, form, rows))
-
-
-def _execute_rows(network: nn.Module, form: str, rows: Tensor) -> Tensor | Exception:
-    """The logits of each row alone, or why there are none."""
-    device = next((each.device for each in network.parameters()), torch.device("cpu"))
-    try:
-        if device.type == "cpu" and sys.platform == "linux":
-            return torch.cat([_execute_in_fork(network, form, row) for row in rows.split(1)])
-        inference.make_deterministic(device)
-        return SameProcess(network, form)(rows.to(device)).double().cpu()
-    except Exception as error:  # whatever a user's model does
-        return error
-
-
-def _execute_in_fork(network: nn.Module, form: str, row: Tensor) -> Tensor:
-    """Execute a row in a fork of this process, which has executed nothing."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with os.fdopen(into, "wb") as pipe:
-                try:
-                    _write_answer(pipe, execute_alone(network, form, row))
-                except Exception as error:  # whatever a user's model does
-                    _write_answer(pipe, error)
-        finally:
-            os._exit(0)
-    os.close(into)
-    try:
-        with os.fdopen(out, "rb") as pipe:
-            return _read_answer(pipe)
-    finally:
-        os.waitpid(pid, 0)
-
-
-def _write_answer(pipe: IO[bytes], outcome: Tensor | Exception) -> None:
-    if isinstance(outcome, Exception):
-        raw = (str(outcome).strip() or type(outcome).__name__).splitlines()[0].encode()
-        pipe.write(_SHAPE.pack(False, 0, len(raw)) + raw)
-    else:
-        values = outcome.double().cpu().numpy().astype("<f8")
-        pipe.write(_SHAPE.pack(True, *values.shape) + values.tobytes())
-    pipe.flush()
-
-
-def _read_answer(pipe: IO[bytes]) -> Tensor:
-    """The logits of an answer. Raises UserError for an error, EOFError where none came."""
-    well, rows, classes = _SHAPE.unpack(_exactly(pipe, _SHAPE.size))
-    if not well:
-        raise UserError(f"{_HINT}: {_exactly(pipe, classes).decode()}")
-    raw = _exactly(pipe, 8 * rows * classes)
-    return torch.from_numpy(np.frombuffer(raw, "<f8").copy().reshape(rows, classes))
-
-
-def _send(pipe: IO[bytes], raw: bytes) -> None:
-    pipe.write(_SIZE.pack(len(raw)) + raw)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    return _exactly(pipe, _SIZE.unpack(_exactly(pipe, _SIZE.size))[0])
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
-    raw = pipe.read(size)
-    if len(raw) < size:
-        raise EOFError
-    return raw
-
-
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    """End the process: it stops when nothing more can come."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
 
 
 # --- choice and comparison of rows ------------------------------------------------------------
@@ -303,9 +110,6 @@ class Reexecution:
         execute: the executed form, on whole batches: (B, ...) to logits (B, classes).
         other_inputs: (B, ...) rows that `execute` takes, of other inputs: the company.
         form: of the executed form; another number format is kept for a row alone.
-        build_isolated_executor: executes each of some rows alone, (B, ...) to (B, classes), given
-            the network as it
-            came and the form; by default in this process.
     """
 
     def __init__(
@@ -315,12 +119,8 @@ class Reexecution:
         execute: Callable[[Tensor], Tensor],
         other_inputs: Tensor,
         form: str = "eager",
-        build_isolated_executor: Callable[
-            [nn.Module, str], Callable[[Tensor], Tensor]
-        ] = SameProcess,
     ) -> None:
         self._choice, self._network, self._execute = choice, fresh_copy(network.eval()), execute
-        self._alone = build_isolated_executor(self._network, form)
         self._others, self._form = other_inputs, form
         self._found: str | None = None
 
@@ -349,7 +149,9 @@ class Reexecution:
         with torch.inference_mode():
             counted, again = logits[chosen], rows[chosen]
             answers = {
-                "alone": self._alone(again),
+                "alone": torch.cat(
+                    [execute_alone(self._network, self._form, row) for row in again.split(1)]
+                ),
                 "among other inputs": self._execute_among_others(again, chosen, len(rows)),
             }
             before = predicted_classes(counted)

@@ -67,16 +67,10 @@ KINDS: tuple[CertificateKind, ...] = (
 CERTIFICATES: tuple[type[Certificate], ...] = tuple(kind.settings for kind in KINDS)
 _USUAL = "clopper-pearson"  # bound of votes, where none is named
 _FIXED = ("fixed", HoeffdingVotes.mode_name())  # modes of a number of draws fixed in advance
-_REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
 BY_MODE = {kind.settings.mode_name(): kind for kind in KINDS}
 
-# Run folders of early versions hold the settings of every certificate, complete with defaults:
-# those of another certificate say nothing there. Anywhere else somebody meant them.
-_OF_EVERY_KIND = {"mode", "noise", "noise_bank", "bound", "norm"}
-_SAYS_NOTHING = {
-    "sigma": None, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
-    "bound": "hoeffding", "norm": "l2", "one_sided": False,
-}  # fmt: skip
+# Settings of some certificates, which are refused in a section of any other.
+_OF_SOME_KINDS = ("sigma", "mode", "noise", "noise_bank", "bound", "norm", "one_sided")
 
 
 def _drop_neutral_settings(section: Any) -> Any:
@@ -97,22 +91,15 @@ def _drop_neutral_settings(section: Any) -> Any:
         raise key_error(
             "mode", f"must be one of {', '.join(_allowed_modes(section))}, got {quoted(mode)}"
         )
-    complete = _is_complete(own)
-    for name, nothing in _SAYS_NOTHING.items():
+    for name in _OF_SOME_KINDS:
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
-            if value is not None and not (complete and value == nothing):
+            if value is not None:
                 instead = "".join(f" or be {other}" for other in _alternatives(section, name))
                 raise key_error(
                     name, f"must be left out{instead} {kind.wrong_key_hint}, got {quoted(value)}"
                 )
     return own
-
-
-def _is_complete(section: Mapping[str, Any]) -> bool:
-    """Return whether a section holds the options of every certificate, as early versions wrote."""
-    early = section.get("mode") != HoeffdingVotes.mode_name()
-    return early and section.keys() >= _OF_EVERY_KIND
 
 
 def _alternatives(section: Mapping[str, Any], name: str) -> list[str]:
@@ -145,11 +132,7 @@ def _requested_mode(section: Any) -> str:
 
 def _with_bound(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section with the mode that a bound of votes stands for."""
-    if (
-        section.get("sigma") is None
-        or _is_complete(section)
-        or (section.get("mode") or "fixed") not in _FIXED
-    ):
+    if section.get("sigma") is None or (section.get("mode") or "fixed") not in _FIXED:
         return section
     if HoeffdingVotes.accepts_section(section):
         return {**section, "mode": HoeffdingVotes.mode_name()}
@@ -287,11 +270,6 @@ def kind_of_table(table: pa.Table, context: object = "the table") -> Certificate
     Raises UserError when there is none such, or several.
     """
     modes = table["mode"].unique().to_pylist()
-    if modes == [_REMOVED]:
-        raise UserError(
-            f"{context}: its certificates are of mode {_REMOVED}, which was removed and is not "
-            "read any more; delete its folder and certify again with mode fixed"
-        )
     if len(modes) != 1 or modes[0] not in BY_MODE:
         raise UserError(
             f"{context}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "

@@ -384,7 +384,7 @@ class TargetRadius(SequentialSmoothing):
             radius=self.radii[last] if passed else 0.0,
             looks=partial["looks"],
             target=self.radii[last],
-            hits=partial.get(HITS),
+            hits=partial[HITS],
         )
 
     def name_parts(self) -> list[str]:
@@ -404,7 +404,7 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
         return super().schema().append(pa.field(HITS, pa.list_(pa.int64())))
 
     def consistent_counts(self, table: pa.Table) -> np.ndarray:
-        """Counts at the looks that were planned; earlier versions kept the last look's alone."""
+        """Return whether each row has counts at the looks that were planned, bool (N,)."""
         looks = _looks_of_table(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
         inside: np.ndarray = (
@@ -412,9 +412,7 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
         )
         inside &= (cap == looks[-1]) & (looks[np.clip(number, 1, len(looks)) - 1] == n) & (k <= n)
         steps = np.diff(looks, prepend=0)
-        for place, hits in enumerate(_hits_of_table(table)):
-            if hits is None:
-                continue
+        for place, hits in enumerate(table[HITS].to_pylist()):
             more = np.diff(hits, prepend=0)
             inside[place] &= (
                 len(more) == number[place]
@@ -432,11 +430,12 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
         needed = np.array(
             [compute_thresholds(p, alpha, tuple(looks.tolist())).critical_counts for p in p0]
         )
-        passed = _possible_passes(table, radii, needed)
-        for place, hits in enumerate(_hits_of_table(table)):
-            if hits is not None:
-                rejected = (np.array(hits) >= needed[:, : len(hits)]).any(1)
-                passed[place] = int(np.minimum.accumulate(rejected).sum())
+        passed = np.array(
+            [
+                np.minimum.accumulate((np.array(hits) >= needed[:, : len(hits)]).any(1)).sum()
+                for hits in table[HITS].to_pylist()
+            ]
+        )
         last, certified = np.maximum(passed - 1, 0), passed > 0
         return {
             "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
@@ -487,35 +486,6 @@ def _looks_of_table(table: pa.Table) -> np.ndarray:
     """Numbers of draws at the looks of a table, int64."""
     looks = planned_looks(table["cap"][0].as_py(), read_executed_batch(table))
     return np.array(looks, dtype=np.int64)
-
-
-def _hits_of_table(table: pa.Table) -> list[list[int] | None]:
-    """Counts of each row at its looks; None where an earlier version did not keep them."""
-    if HITS not in table.column_names:
-        return [None] * table.num_rows
-    result: list[list[int] | None] = table[HITS].to_pylist()
-    return result
-
-
-def _possible_passes(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
-    """Return the number of radii that each row of an earlier version's table says have passed.
-
-    int64 (N,).
-
-    It kept the last count alone. What it says must be possible with that: each radius at some look,
-    one of them at the last where all of them passed. Another number stands where it is not.
-    """
-    k, radius = table["k"].to_numpy(), table["radius"].to_numpy()
-    stated = np.where(
-        table["prediction"].to_numpy() == ABSTAIN, 0, np.searchsorted(radii, radius) + 1
-    )
-    number = table["looks"].to_numpy()
-    taken = np.arange(needed.shape[1]) < number[:, None]
-    reached = ((needed[None] <= k[:, None, None]) & taken[:, None]).any(2)  # (N, radii)
-    at_last = k[:, None] >= needed[:, number - 1].T
-    asked = np.arange(len(radii)) < stated[:, None]
-    possible = (reached | ~asked).all(1) & ((stated < len(radii)) | at_last.any(1))
-    return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))
 
 
 class Anytime(SequentialSmoothing):

@@ -47,7 +47,7 @@ from dpdist.certification.inference import (
     digest_classes,
 )
 from dpdist.certification.noise import Gaussian, Laplace, Noise
-from dpdist.certification.reexecution import Reexecution, RowChoice, SameProcess, isolated_executor
+from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.optional_imports import array_to_tensor
@@ -634,8 +634,7 @@ class Assignment:
     device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
     in all; last: the last of them (its index), where more may come. reexecution_key: the secret by
     which counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None:
-    none. code: with which the model was saved, and each worker must have. isolate_rows: whether
-    rows that run the model's Python code are executed alone in a process of their own.
+    none. code: with which the model was saved, and each worker must have.
     """
 
     model: nn.Module
@@ -663,11 +662,9 @@ class Assignment:
         blocks = settings.num_units(spec.batch)  # one: a test that may stop after its first block
         rows = self.inputs * (settings.n0 + min(blocks * spec.batch, settings.n))
         choice = RowChoice(rows, blocks, self.last, self.reexecution_key)
-        alone = isolated_executor(spec.form, self.code) if self.isolate_rows else SameProcess
-        return Reexecution(choice, network, execute, other_inputs, spec.form, alone)
+        return Reexecution(choice, network, execute, other_inputs, spec.form)
 
     code: FactoryCode = field(default_factory=FactoryCode)
-    isolate_rows: bool = False
 
     @property
     def stream(self) -> Stream:

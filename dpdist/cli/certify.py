@@ -1,4 +1,4 @@
-"""``dpdist certify``, ``radius``, ``predict`` and ``serve``: certificates and certified answers.
+"""``dpdist certify``, ``radius`` and ``predict``: certificates and certified answers.
 
 certify: certify a run's test split, recompute or merge its tables; or certify a release, without
 its run. radius: the certified radius of a count, without model, data, torch or Ray. predict: label
@@ -8,10 +8,7 @@ this machine.
 
 from __future__ import annotations
 
-import ipaddress
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,13 +28,11 @@ from dpdist.cli.options import (
     Name,
     Output,
     PublishableJson,
-    ReleaseArgument,
     Runs,
     Signer,
     Start,
     TrustFactory,
     executor_name,
-    field_callback,
     flag,
     load_trained_recipe,
     open_release_if_any,
@@ -49,8 +44,8 @@ from dpdist.cli.options import (
 )
 from dpdist.core import console
 from dpdist.core.console import format_percent
-from dpdist.core.errors import Interrupted, UserError
-from dpdist.core.fields import Count, CountOrZero, Positive, Probability, ProcessCount, RejectBool
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Count, CountOrZero, Positive, Probability, RejectBool
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,
@@ -253,7 +248,6 @@ def certify_command(
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
-    from dpdist.certification.evaluation import refuse_decisions
     from dpdist.runs.archive import Archive, open_run_or_archive
 
     given = {
@@ -286,7 +280,6 @@ def certify_command(
         folder.require_trained()
         console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
     Archive.check_archive_key(folder)
-    refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:
@@ -967,78 +960,3 @@ def _read_image(
         raise
     except Exception as error:  # numpy raises whatever a damaged file leads it to
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
-
-
-# --- dpdist serve -----------------------------------------------------------------------------
-
-
-_Host = Annotated[str, option("Address to listen on.")]
-_Port = Annotated[
-    int, typer.Option(callback=field_callback(Annotated[int, RejectBool, Field(ge=1, le=65535)]))
-]
-_Replicas = Annotated[int, option("Processes that answer, one CPU each.", ProcessCount)]
-_ServeSigma = Annotated[
-    float | None, option("Noise, in input units (default: the release's).", Positive)
-]
-_ServeDraws = Annotated[int | None, option("Draws per answer (1,000).", DrawCount)]
-_ServeAlpha = Annotated[float | None, option("Error of each answer (0.001).", Probability)]
-_Rate = Annotated[float, option("Requests per second, on average.", Positive)]
-_Bytes = Annotated[int, RejectBool, Field(ge=1, le=2**30)]
-_MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
-
-
-def serve_command(
-    release: ReleaseArgument,
-    host: _Host = "127.0.0.1",
-    port: _Port = 8000,
-    replicas: _Replicas = 1,
-    sigma: _ServeSigma = None,
-    n: _ServeDraws = None,
-    alpha: _ServeAlpha = None,
-    rate: _Rate = 20.0,
-    max_bytes: _MaxBytes = 2**20,
-    trust_factory: TrustFactory = None,
-    signer: Signer = None,
-) -> None:
-    """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.
-
-    A body is an image file, or {"input": [...]} as application/json; {"text": "..."} of a model of
-    texts, which answers without a radius. GET / describes the model, /health and /metrics the
-    server. No encryption and no passwords: listen on another address than
-    this machine's own only behind something that has both.
-    """
-    from dpdist import pipeline
-    from dpdist.core import console
-    from dpdist.release.bundle import load
-    from dpdist.serving.app import RequestLimits
-    from dpdist.serving.deployment import ServingSettings, deploy_release, require_server
-
-    require_server()
-    if not _is_loopback(host):
-        console.log(f"serve: {host} is not this machine's own: whoever reaches it can ask")
-    found = load(release, trusted_factory=trust_factory, signer=signer)
-    if found.description.tokens:
-        _refuse_smoothing({"sigma": sigma, "n": n, "alpha": alpha}, "texts")
-        _ = found.text_answerer  # complaints come before Ray starts
-    n, alpha = n or 1_000, alpha or DEFAULT_ALPHA
-    if not found.description.tokens:
-        found.certificate_settings(sigma, n, alpha)
-    limits = RequestLimits(
-        max_body_bytes=max_bytes, requests_per_second=rate, burst_size=max(1, round(2 * rate))
-    )
-    serving = ServingSettings(release.resolve(), trust_factory, sigma, n, alpha, replicas, limits)
-    console.log(f"serve: starting {replicas} of {found.name}")
-    with (
-        suppress(Interrupted),
-        pipeline.run_session(None, replicas, "ray"),
-        deploy_release(found, serving, host, port) as address,
-    ):
-        console.log(f"serve: {found.name} at {address}/predict; Ctrl-C ends it")
-        threading.Event().wait()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        raise UserError(f"--host: must be an address such as 127.0.0.1, got {host!r}") from None

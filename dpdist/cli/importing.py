@@ -70,7 +70,7 @@ Evaluate = Annotated[
     option("Test inputs that clean accuracy is measured on (default: all; 0: none).", CountOrZero),
 ]
 _Sigma = Annotated[
-    float | None, option("Noise that predict, serve and certify take by default.", Positive)
+    float | None, option("Noise that predict and certify take by default.", Positive)
 ]
 
 

@@ -57,10 +57,7 @@ class ColumnNames(Section):
     features: list[Text] = Field(default=[])
     group: Text | None = None
 
-    # Not written where there are none: files and digests made before there was a choice stay.
-    ranges: dict[Text, tuple[Finite, Finite]] = Field(
-        default={}, max_length=10_000, exclude_if=lambda ranges: not ranges
-    )
+    ranges: dict[Text, tuple[Finite, Finite]] = Field(default={}, max_length=10_000)
 
     @model_validator(mode="after")
     def _check_ranges(self) -> ColumnNames:
@@ -117,10 +114,10 @@ class TextRecipe(Section):
     words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None = None
     predict: Literal["label", "next"] = "label"
 
-    prompt: Text | None = Field(default=None, exclude_if=lambda column: column is None)
-    answer: Text | None = Field(default=None, exclude_if=lambda column: column is None)
-    messages: Text | None = Field(default=None, exclude_if=lambda column: column is None)
-    bos_eos: bool = Field(default=False, exclude_if=lambda marks: not marks)
+    prompt: Text | None = None
+    answer: Text | None = None
+    messages: Text | None = None
+    bos_eos: bool = False
 
     @model_validator(mode="after")
     def _check_prompts(self) -> TextRecipe:
@@ -202,7 +199,6 @@ class DataRecipe(Section):
     targets: Literal["class", "number", "labels"] = Field(
         default="class",
         description="the label column: one of the classes; number(s); a 0 or 1 for each label",
-        exclude_if=lambda targets: targets == "class",  # as training.loss is
     )
     root: FilePath | None = None
     classes: ClassCount = 10
@@ -227,23 +223,19 @@ class DataRecipe(Section):
     fraction: PositiveFraction = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
-    # Not written where there are none, as columns.ranges are.
     rates: dict[Text, Positive] = Field(
         default={},
         description="relative sampling rates by class, {ill: 4, well: 1}; a class is capped at 1",
         max_length=10_000,
-        exclude_if=lambda rates: not rates,
     )
     class_counts: dict[Text, Count] = Field(
         default={},
         description="PUBLIC numbers of records by class, from which rates follow; never counted",
         max_length=10_000,
-        exclude_if=lambda counts: not counts,
     )
     importance_weights: bool = Field(
         default=False,
         description="multiply a record's loss by 1/rate (mean 1) before its gradient is clipped",
-        exclude_if=lambda weighted: not weighted,
     )
 
     @field_validator("rates", "class_counts", mode="before")

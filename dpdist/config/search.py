@@ -266,7 +266,7 @@ class ScoreRecipe(Section):
     draws: Count = 100
     alpha: Probability = 0.01
     # Not written without one: digests made before there were searches over functions stay.
-    function: FunctionScore | None = Field(default=None, exclude_if=lambda score: score is None)
+    function: FunctionScore | None = None
 
     @model_validator(mode="after")
     def _check_objectives(self) -> ScoreRecipe:

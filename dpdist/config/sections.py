@@ -433,12 +433,8 @@ class PrivacyRecipe(Section):
         description="a declared number of records: rate, divisor and steps follow from it, and "
         "the true number stays private",
     )
-    unit: Literal["record", "group"] = Field(
-        default="record", exclude_if=lambda unit: unit == "record"
-    )
-    max_records_per_group: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = Field(
-        default=None, exclude_if=lambda most: most is None
-    )
+    unit: Literal["record", "group"] = "record"
+    max_records_per_group: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = None
     budget: FilePath | None = None
     budget_ceiling: Positive | None = Field(
         default=None,

@@ -75,8 +75,7 @@ class TrainingRecipe(Section):
     steps: Steps | None = None
     epochs: Count | None = None
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    # Not written at its default: digests and settings made before there was a choice stay.
-    loss: str = Field(default="cross-entropy", exclude_if=lambda loss: loss == "cross-entropy")
+    loss: str = "cross-entropy"
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)
@@ -259,10 +258,9 @@ class ScriptRecipe(Section):
     loss: Text
     replaced: list[Text] = Field(default=[], max_length=100)
     assumed: list[Text] = Field(default=[], max_length=100)
-    # Not written without one: digests made before there were scores stay.
-    score: ScriptScore | None = Field(default=None, exclude_if=lambda score: score is None)
-    unit: Text | None = Field(default=None, exclude_if=lambda unit: unit is None)
-    began_with: list[Stage] = Field(default=[], exclude_if=lambda stages: not stages)
+    score: ScriptScore | None = None
+    unit: Text | None = None
+    began_with: list[Stage] = Field(default=[])
 
 
 # --- resources --------------------------------------------------------------------------------

@@ -394,23 +394,6 @@ class FileShape(BaseModel):
         return record
 
 
-# --- hooks of earlier versions ----------------------------------------------------------------
-
-
-def refuse_moved_hooks(made: type, base: type, moved: Callable[[str], str]) -> None:
-    """Raise TypeError for a subclass that defines a hook of earlier versions, which nobody asks.
-
-    Args:
-        made: the subclass; its other bases, and attributes that are only annotated, count too.
-        base: the class of which it is one.
-        moved: tells of a name where it is defined now; "" for any other name.
-    """
-    for each in set(made.__mro__) - set(base.__mro__):
-        for name in (*vars(each), *vars(each).get("__annotations__", {})):
-            if place := moved(name):
-                raise TypeError(f"{each.__name__}.{name}: {place}")
-
-
 # --- measures of what is no class -------------------------------------------------------------
 
 

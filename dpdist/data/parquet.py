@@ -4,10 +4,6 @@ Three layouts are read, each with a label column: an image column (bytes, or a s
 `bytes` field); numeric feature columns (or one list column of numbers); a column of texts
 (`dpdist.data.text`), which may do without labels. A picture is decoded exactly or not at all.
 Every error names file and row.
-
-A reader stops where a file's footer says, so a footer edited to fewer rows would drop records
-silently. The pages' own headers (Thrift's compact protocol; Apache Parquet, `parquet.thrift`,
-struct PageHeader) are therefore held against the footer.
 """
 
 from __future__ import annotations
@@ -15,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import mmap
 import os
 import re
 import struct
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -64,179 +58,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
-# --- pages held against the footer ------------------------------------------------------------
-
-
-_DATA, _DATA_V2 = 0, 3  # of the enumeration PageType; 1 is an index, 2 a dictionary
-_KINDS = 4
-_HEADERS = {5: _DATA, 8: _DATA_V2}  # the fields of a data page's own header, by number
-_INTEGERS, _STRUCT = (3, 4, 5, 6), 12  # types of the compact protocol
-_DEEPEST = 8
-_MAGIC = 4  # bytes at a file's beginning
-
-
-class _NotAPageHeader(Exception):
-    """These bytes are no header of a page."""
-
-
-class _CompactReader:
-    """Reads values of Thrift's compact protocol from `position` on, and none beyond `end`."""
-
-    def __init__(self, raw: mmap.mmap, position: int, end: int) -> None:
-        self._raw, self.position, self._end = raw, position, end
-
-    def fields(self, depth: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield number and type of each field of a struct, whose value is to be read before the
-        next one."""
-        number = 0
-        if depth > _DEEPEST:
-            raise _NotAPageHeader
-        while head := self._byte():
-            step = head >> 4
-            number = number + step if step else self.integer()
-            yield number, head & 15
-
-    def integer(self) -> int:
-        """Read a whole number."""
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
-
-    def skip(self, kind: int, depth: int = 0, inside: bool = False) -> None:
-        """Read a value of this type. inside: of a list, where truth values take a byte."""
-        if kind in (1, 2):
-            self._advance(int(inside))
-        elif kind == 3:
-            self._advance(1)
-        elif kind in _INTEGERS:
-            self._varint()
-        elif kind == 7:
-            self._advance(8)
-        elif kind == 8:
-            self._advance(self._varint())
-        elif kind in (9, 10):
-            head = self._byte()
-            count = self._varint() if head >> 4 == 15 else head >> 4
-            for _ in range(count):
-                self.skip(head & 15, depth + 1, inside=True)
-        elif kind == _STRUCT:
-            for _, inner in self.fields(depth + 1):
-                self.skip(inner, depth + 1)
-        else:
-            raise _NotAPageHeader
-
-    def _byte(self) -> int:
-        self._advance(1)
-        return self._raw[self.position - 1]
-
-    def _varint(self) -> int:
-        value = 0
-        for shift in range(0, 70, 7):
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise _NotAPageHeader
-
-    def _advance(self, count: int) -> None:
-        self.position += count
-        if self.position > self._end:
-            raise _NotAPageHeader
-
-
-def check_pages(path: Path, reader: pq.ParquetFile) -> None:
-    """Check the pages of all columns against the footer, and that no page lies outside of them.
-
-    Where bytes are no page, as indexes and filters are not, nothing is said of them.
-
-    Args:
-        path: the file.
-        reader: the same, as `dpdist.core.files.open_parquet` opened it.
-
-    Raises:
-        UserError: pages hold more values than the footer counts, or belong to no row group.
-    """
-    about = reader.metadata
-    chunks = [
-        about.row_group(group).column(column)
-        for group in range(about.num_row_groups)
-        for column in range(about.num_columns)
-    ]
-    covered = []
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        footer = len(raw) - 8 - about.serialized_size
-        for chunk in chunks:
-            begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
-            end = begin + chunk.total_compressed_size
-            covered.append((begin, end))
-            held = sum(values for _, values in _pages(raw, begin, min(end, footer)))
-            if held > chunk.num_values:
-                raise UserError(
-                    f"{path}: damaged: its footer counts {chunk.num_values:,} values of column "
-                    f"{chunk.path_in_schema!r}, its pages hold {held:,}; write it again"
-                )
-        position = _MAGIC
-        for begin, end in [*sorted(covered), (footer, footer)]:
-            if next(_pages(raw, position, min(begin, footer), padded=True), None):
-                raise UserError(
-                    f"{path}: damaged: holds values at byte {position:,} that no row group of its "
-                    "footer counts; write it again"
-                )
-            position = max(position, end)
-
-
-def _pages(
-    raw: mmap.mmap, begin: int, end: int, *, padded: bool = False
-) -> Iterator[tuple[int, int]]:
-    """Yield kind and number of values of each data page from `begin` on, up to `end` or to what is
-    no page. padded: zeros may come first."""
-    while padded and begin < end and raw[begin] == 0:
-        begin += 1
-    while begin < end:
-        try:
-            kind, size, values, begin = _header(raw, begin, end)
-        except _NotAPageHeader:
-            return
-        begin += size
-        if begin > end:
-            return
-        if kind in _HEADERS.values():
-            yield kind, values
-
-
-def _header(raw: mmap.mmap, position: int, end: int) -> tuple[int, int, int, int]:
-    """Return a page's kind, its size in the file, its number of values, and where its header ends.
-
-    Raises _Odd for what is no header.
-    """
-    reading, found, values = _CompactReader(raw, position, end), dict.fromkeys((1, 2, 3), -1), -1
-    for number, kind in reading.fields():
-        if number in found and kind in _INTEGERS:
-            found[number] = reading.integer()
-        elif number in _HEADERS and kind == _STRUCT:
-            for inner, its in reading.fields(1):
-                if inner == 1 and its in _INTEGERS:
-                    values = reading.integer()
-                else:
-                    reading.skip(its, 1)
-        else:
-            reading.skip(kind)
-    kind, whole, size = found.values()
-    if not 0 <= kind < _KINDS or min(whole, size) < 0:
-        raise _NotAPageHeader
-    if (kind in _HEADERS.values()) != (values >= 0):
-        raise _NotAPageHeader
-    return kind, size, values, reading.position
-
-
 # --- pictures to pixels -----------------------------------------------------------------------
 
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-# First column and row of each pass of an interlaced PNG, and the steps between them.
-_ADAM7 = (
-    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
-    (0, 1, 1, 2),
-)  # fmt: skip
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 
@@ -284,37 +108,9 @@ def _decode_pillow(raw: bytes, size: tuple[int, int] | None, most: int | None) -
         if frames != 1:
             raise InexactImage(f"it has {frames} frames; store the one that is meant")
         stored = _raw_mode(picture)
-        if picture.format == "PNG":
-            _check_png(raw)
         picture.load()
         pixels = _pixels(picture, stored)
     return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
-
-
-def _check_png(raw: bytes) -> None:
-    """Raise Unreadable for a PNG that holds fewer rows than it says: they would be black."""
-    at, found, wanted = len(_PNG), 0, 0
-    stream = zlib.decompressobj()
-    while at + 8 <= len(raw):
-        length, kind = struct.unpack(">I4s", raw[at : at + 8])
-        content = raw[at + 8 : at + 8 + length]
-        if kind == b"IHDR":
-            wanted = _png_bytes(*struct.unpack(">IIBBxxB", content))
-        elif kind == b"IDAT" and found < wanted:
-            found += len(stream.decompress(content, wanted - found))
-        at += 12 + length
-    if found < wanted:
-        raise UnreadableImage(
-            f"it is cut: {found:,} bytes of pixels are there, {wanted:,} belong to it"
-        )
-
-
-def _png_bytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
-    """Return the bytes of all rows of a PNG before compression, each with its filter's byte."""
-    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
-    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
-    sizes = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]
-    return sum(rows * (1 + (bits * columns + 7) // 8) for columns, rows in sizes if columns)
 
 
 def _raw_mode(picture: Image.Image) -> str:
@@ -833,8 +629,7 @@ def read_rows(
 
     Raises:
         UserError: a column is missing or there twice, a text is not UTF-8, or the file is damaged;
-            one that holds fewer or more rows than its footer counts is, too, in its pages or its
-            row groups.
+            one that holds fewer or more rows than its footer counts is, too.
     """
     present = reader.schema_arrow.names
     missing = [column for column in columns if column not in present]
@@ -846,10 +641,6 @@ def read_rows(
     twice = [column for column in columns if present.count(column) > 1]
     if twice:
         raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
-    try:
-        check_pages(file, reader)
-    except parquet_errors() as error:
-        raise data_error(file, "not a readable Parquet file", cause=error) from None
     counted, first_row = reader.metadata.num_rows, 0
     batches = reader.iter_batches(batch_size=4096, columns=list(columns))
     while batch := _next_batch(batches, file, first_row):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -34,7 +34,7 @@ from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import OptionCondition, RejectBool, Section, refuse_moved_hooks
+from dpdist.core.fields import OptionCondition, RejectBool, Section
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -152,12 +152,6 @@ class Method(Section):
     # conditions of keys of a whole recipe
     recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
-        super().__pydantic_init_subclass__(**kwargs)
-        refuse_moved_hooks(cls, Method, _moved_hook)
-
     @property
     @final
     def title(self) -> str:
@@ -258,18 +252,6 @@ class Method(Section):
         `load_execution` of a file that imports torch itself.
         """
         return Execution(self)
-
-
-def _moved_hook(name: str) -> str:
-    """Return where a hook of earlier versions is defined now; "" for any other name."""
-    if name in {each.name for each in fields(Capabilities)}:
-        return f"is a field of Capabilities now: return Capabilities({name}=...) from capabilities"
-    if name in vars(Execution) and not name.startswith("_"):
-        return "is a hook of Execution now: define it in a subclass, and return that from execution"
-    return {
-        "extra_cost": "is a part of cost now: return (*these phases, steps) from cost",
-        "check_public_records": "is PublicRecords.check now: return a subclass from public_records",
-    }.get(name, "")
 
 
 def load_execution(location: str, method: Method) -> Execution[Any]:

@@ -57,31 +57,6 @@ ZOO: Mapping[str, str] = {
     "transformer": "transformers:transformer",
 }
 
-# Modules of earlier versions, by which a recipe or a model that was saved may name its factory.
-_MODULE_ALIASES = {
-    "activations": "zoo",
-    "adapters": "transformers",
-    "base_folder": "spec",
-    "catalogue": "spec",
-    "classes": "outputs",
-    "company": "batch_independence",
-    "denoiser": "zoo",
-    "dpal": "zoo",
-    "head": "features",
-    "hidden": "noise",
-    "making": "builder",
-    "normalised": "zoo",
-    "patches": "features",
-    "place": "outputs",
-    "residual": "zoo",
-    "scattering": "features",
-    "sensitivity": "noise",
-    "split": "noise",
-    "torchvision_zoo": "zoo",
-    "transformer": "transformers",
-    "views": "outputs",
-}
-
 
 def check_name(name: str) -> None:
     """Raise UserError for a name that is neither of the zoo nor package.module:factory."""
@@ -136,9 +111,6 @@ def import_factory(name: str) -> Callable[..., Any]:
     if name.startswith(f"{SCRIPT}:"):
         return _given(name)
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
-    package, _, last = module.rpartition(".")
-    if package == __package__:
-        module = f"{package}.{_MODULE_ALIASES.get(last, last)}"
     try:
         result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return result

@@ -408,7 +408,7 @@ class DataBudget(JournalBacked):
         self.data_name: str = header["name"]
         self.hash_dtype: str = header["hashed"]
         self.terms = BudgetTerms.from_dict(header["terms"])
-        self.key_id: str | None = header.get("key")  # files made before it was written have none
+        self.key_id: str = header["key"]
         self._journal = journal
 
     @classmethod
@@ -718,7 +718,7 @@ def _open_budgets(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
             os.fsync(file.fileno())
         key = bytes.fromhex(text)
         for budget in budgets:
-            if budget.key_id not in (None, _key_id(key)):
+            if budget.key_id != _key_id(key):
                 raise JournalError(
                     f"{budget.path}: keeps its records under another key than that of "
                     f"{folder / _KEY}, and they would not be recognised: one of the two was "

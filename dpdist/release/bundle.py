@@ -256,10 +256,7 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 # --- release.json -----------------------------------------------------------------------------
 
 
-# 1 had no tables of certificates; 3 to 5: of texts, with their tokenizer; 3 has images' pages, and
-# before 5 the vocabulary of a language model stood there as classes.
-FORMAT, TEXT_FORMAT, LANGUAGE_FORMAT = 2, 4, 5
-_TEXT_FORMATS = (3, TEXT_FORMAT, LANGUAGE_FORMAT)
+FORMAT = 1
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
@@ -449,13 +446,13 @@ class ReleaseDescription(Section):
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
-        their order. text: how tokens are made of texts; format 2 did not say. pictures: how
-    pictures of other sizes become inputs; None: they must have the size of the input. raw_inputs:
-    inputs are numbers as a script had them, of no declared range; written only where it is so.
-    base: of the adapter that lies beside the whole model; written only where there is one.
+        their order. text: how tokens are made of texts. pictures: how pictures of other sizes
+    become inputs; None: they must have the size of the input. raw_inputs: inputs are numbers as a
+    script had them, of no declared range; written only where it is so. base: of the adapter that
+    lies beside the whole model; written only where there is one.
     """
 
-    format: Literal[2, 3, 4, 5]
+    format: Literal[1]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
     method: SingleLine
@@ -475,32 +472,21 @@ class ReleaseDescription(Section):
     vocabulary: Count | None = None
 
     @property
-    def has_text_page(self) -> bool:
-        """Whether the model card speaks of texts; that of format 3 spoke of images."""
-        return self.text is not None and self.format >= TEXT_FORMAT
-
-    @property
     def outputs(self) -> int:
         """How many classes or next tokens the model tells."""
         return self.vocabulary or len(self.classes)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
-        if (self.format in _TEXT_FORMATS) != (self.text is not None):
-            raise ValueError(f"text must be given in format {TEXT_FORMAT}, and only there")
-        if self.text is not None and not self.tokens:
-            raise ValueError("text must be left out where inputs are no tokens")
+        if self.tokens != (self.text is not None):
+            raise ValueError("text must be given where inputs are tokens, and only there")
         if self.pictures is not None and self.tokens:
             raise ValueError("pictures must be left out where inputs are tokens")
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
-        language = self.format == LANGUAGE_FORMAT
+        language = self.text is not None and self.text.predict == "next"
         if language != (self.vocabulary is not None):
-            raise ValueError(
-                f"vocabulary must be given in format {LANGUAGE_FORMAT}, and only there"
-            )
-        if language and (self.text is None or self.text.predict != "next"):
-            raise ValueError("vocabulary must be left out where no next token is told")
+            raise ValueError("vocabulary must be given where text.predict is next, and only there")
         if language and (self.classes or self.vocabulary != self.data.classes):
             raise ValueError("vocabulary must be that of data, without classes")
         if not language and list(self.classes) != self.data.class_names:
@@ -538,15 +524,10 @@ def parse_description(record: dict[str, Any], context: str) -> ReleaseDescriptio
 
     Raises UserError, in one line, for invalid content.
     """
-    version = record.get("format")
-    if isinstance(version, int) and version > LANGUAGE_FORMAT:
+    if (version := record.get("format")) != FORMAT:
         raise UserError(
-            f"{context}: written by a newer dpdist (format {version}); upgrade to read it"
-        )
-    if version == 1 and not isinstance(version, bool):
-        raise UserError(
-            f"{context}: of a release without the counts of its certificates; make it again with "
-            "`dpdist release`"
+            f"{context}: format must be {FORMAT}, got {quoted(version)}; read it with the version "
+            "of dpdist that wrote it"
         )
     try:
         return ReleaseDescription.model_validate(record)

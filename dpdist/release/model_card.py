@@ -22,7 +22,6 @@ from dpdist.release.bundle import (
     ARCHITECTURE,
     CHECKSUMS,
     DESCRIPTION,
-    LANGUAGE_FORMAT,
     MODEL_CARD,
     SIGNATURE,
     WEIGHTS,
@@ -95,16 +94,15 @@ _NOTHING_RUN = f"Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`"
 def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     """Return how a text is answered, in place of images and radii."""
     said = "the most probable next tokens" if spec.following else "class and probability"
-    trust, trusted, sampled, adapter = "", "", "", ""
-    if description.format >= LANGUAGE_FORMAT:  # pages of releases before say no more than they did
-        for factory in spec.user_factories[:1]:
-            trust, trusted = f" --trust-factory {factory}", f', trusted_factory="{factory}"'
+    trust, trusted, sampled = "", "", ""
+    for factory in spec.user_factories[:1]:
+        trust, trusted = f" --trust-factory {factory}", f', trusted_factory="{factory}"'
+    if spec.following:
         # Given always: not every tokenizer begins a text by itself, where a prompt is required.
         sampled = (
             f"dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt{trust}"
             "   # sampled, with the card\n"
         )
-        adapter = _adapter_usage(description)
     return f"""\
 ```
 dpdist verify FOLDER{trust}                    # sums, and epsilon computed again
@@ -118,7 +116,7 @@ answer = dpdist.load("FOLDER"{trusted}).text_answerer
 answer("a text")                        # no certificate: texts have none
 ```
 
-{adapter}{_NOTHING_RUN}: weights and network; `{DESCRIPTION}`:
+{_adapter_usage(description)}{_NOTHING_RUN}: weights and network; `{DESCRIPTION}`:
 classes and tokens; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
 `{CHECKSUMS}`: sums (`sha256sum -c`)."""
 
@@ -145,7 +143,7 @@ Without dpdist and that check, `peft.PeftModel.from_pretrained(base, "FOLDER")` 
 
 
 def _pictures(description: ReleaseDescription, spec: ModelSpec) -> str:
-    """Say how `predict` and `serve` bring pictures to the input, where they do."""
+    """Say how `predict` brings pictures to the input, if it does."""
     if description.pictures is None:
         return ""
     said = description.pictures.describe(tuple(spec.input_shape))
@@ -190,7 +188,7 @@ _TEXT_LIMITS = """\
 
 def _limits(description: ReleaseDescription, card: Mapping[str, Any]) -> str:
     """Say what the statements of a release do not cover."""
-    text = _TEXT_LIMITS if description.has_text_page else _LIMITS
+    text = _TEXT_LIMITS if description.text is not None else _LIMITS
     if "group" in card["guarantee"]:
         return text.replace("single training records", "whole groups of training records", 1)
     return text
@@ -198,7 +196,7 @@ def _limits(description: ReleaseDescription, card: Mapping[str, Any]) -> str:
 
 def _measured(description: ReleaseDescription) -> list[str]:
     """Return the section of what was measured and certified; of texts there are no certificates."""
-    if not description.has_text_page:
+    if description.text is None:
         return ["## Robustness", _robustness_section(description)]
     said = "Nothing was measured on test data."
     if (tested := description.tested) is not None:
@@ -243,7 +241,7 @@ def _metadata(
     if description.tokens:
         kind = "text-generation" if spec.following else "text-classification"
     tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]
-    if description.has_text_page:
+    if description.text is not None:
         tags = [tag for tag in tags if tag != "certified-robustness"]
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
     if description.licence is not None:

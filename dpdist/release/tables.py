@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from dpdist.certification import table_reader
 from dpdist.certification.table import CertificateTable
@@ -40,7 +39,7 @@ _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
 
 
 class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it; older tables lack the defaults.
+    """The classifier that was executed, as a table states it; AES on a CPU is not written.
 
     Attributes:
         generator: Generator of the noise: aes or philox.
@@ -58,7 +57,7 @@ class ClassifierRecord(FileShape):
     device: str = "cpu"
     torch_version: str
     machine: str
-    notes: list[Any] = Field(default=[])
+    notes: list[Any]
 
 
 class TableRecord(FileShape):

@@ -21,7 +21,7 @@ from dpdist.attacks.table import AttackTable, input_dimension
 from dpdist.audits import registry
 from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
-from dpdist.certification.evaluation import Evaluation, refuse_decisions
+from dpdist.certification.evaluation import Evaluation
 from dpdist.certification.table import CertificateTable
 from dpdist.config.search import TuneRecipe
 from dpdist.config.training import Stage
@@ -188,10 +188,10 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
 def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[PublishedTrial, ...]:
     """Return the trials that may be shown, as the search recorded them.
 
-    recorded: the trials in the search's record; None: by a version that kept none there, of which
-    none are shown. Raises UserError where they are lost, or the published file says otherwise.
+    recorded: the trials in the search's record. Raises UserError where they are lost, or the
+    published file says otherwise.
     """
-    if tune.law.name != "fixed" or recorded is None:
+    if tune.law.name != "fixed":
         return ()
     trials = _parse_trials(recorded, tune, folder.search_record)
     if folder.trials.exists():  # an archive does not bring it back
@@ -855,7 +855,6 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
     whole = dataclasses.replace(plan, phases=ledger.released_phases(plan))
     if search is not None:
         whole = plan_with_superseded_releases(search, plan, ledger, folder)
-    refuse_decisions(folder)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.read_all(folder) for kind in public}
@@ -888,7 +887,8 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
 def _check_identities(folder: RunFolder, ledger: Ledger) -> None:
     """Raise UserError where the recipe or search was exchanged since the model was trained."""
     last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
-    folder.check_recipe_identity(last.get(RECIPE_IDENTITY))
+    if last:
+        folder.check_recipe_identity(last.get(RECIPE_IDENTITY, ""))
     folder.check_search_identity(last.get(SEARCH_IDENTITY))
 
 

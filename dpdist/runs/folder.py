@@ -411,16 +411,13 @@ class RunFolder:
         """Check that the run's files name the search that chose it. Returns nothing.
 
         Args:
-            recorded_digest: digest of the search in the winner's ledger; None where the ledger
-                keeps none, as in runs of earlier versions, and nothing is checked.
+            recorded_digest: digest of the search in the winner's ledger; None if the run is no
+                winner of a search.
 
         Raises:
             UserError: the files say another search or other terms.
         """
-        if (
-            recorded_digest is not None
-            and self._search_digest.get(SEARCH_IDENTITY) != recorded_digest
-        ):
+        if self._search_digest.get(SEARCH_IDENTITY) != recorded_digest:
             raise UserError(
                 f"{self.search_terms}: must be what the search of this run was fixed to before its "
                 f"first trial, and {self.start_record} what it was asked for: {self.ledger} keeps "
@@ -437,15 +434,12 @@ class RunFolder:
         """
         return SearchTermsRecord.read_keys(self.search_terms)
 
-    def check_recipe_identity(self, recorded_digest: str | None) -> None:
+    def check_recipe_identity(self, recorded_digest: str) -> None:
         """Raise UserError unless the recipe is the one that trained the run. Returns nothing.
 
         Args:
-            recorded_digest: digest of the recipe in the ledger's last attempt (`recipe_identity`);
-                None in runs of earlier versions, and nothing is checked.
+            recorded_digest: digest of the recipe in the ledger's last attempt (`recipe_identity`).
         """
-        if recorded_digest is None:
-            return
         changed = []
         if self.recipe_identity.get(RECIPE_IDENTITY) == recorded_digest:
             trained, now = (

@@ -475,8 +475,8 @@ def check_built_again(
     if wanted is None:
         raise UserError(
             f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
-            "not describe its module, which an earlier version trained or a restored archive left "
-            "out; run the script again with PrivateTraining(..., factory=...) in another folder"
+            "not describe its module, which a restored archive left out; run the script again with "
+            "PrivateTraining(..., factory=...) in another folder"
         )
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
     for name in (*before, *now):
@@ -485,9 +485,7 @@ def check_built_again(
                 factory, f"{name} must be {before.get(name, 'left out')}, "
                 f"got {now.get(name, 'nothing of that name')}"
             )  # fmt: skip
-    known = any(each.partition(" ")[0] in _BY_VERSION for each in wanted["code"])
-    codes = _class_codes(model, by_version=known)  # earlier runs have their code, whosever it is
-    if changed := sorted(set(codes) ^ set(wanted["code"])):
+    if changed := sorted(set(_class_codes(model)) ^ set(wanted["code"])):
         name = changed[0].partition(" ")[0]
         what = "version" if name in _BY_VERSION else "code"
         raise _another_module(factory, f"the {what} of {name} is another")
@@ -530,7 +528,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
     return found.float() if isinstance(found, Tensor) else None
 
 
-def _class_codes(model: nn.Module, *, by_version: bool = True) -> list[str]:
+def _class_codes(model: nn.Module) -> list[str]:
     """Return name and digest of the code of each class that is not torch's, wherever it stands.
 
     Of libraries that are known by their version, name and version.
@@ -538,7 +536,7 @@ def _class_codes(model: nn.Module, *, by_version: bool = True) -> list[str]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     found = set()
     for kind in kinds:
-        version = _library_version(kind) if by_version else None
+        version = _library_version(kind)
         if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT:
             found.add(version or f"{kind.__name__} {_hash(_class_bytes(kind))}")
     return sorted(found)

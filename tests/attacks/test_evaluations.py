@@ -121,20 +121,6 @@ def test_public_results_are_reported(run: tuple[Any, RunFolder]) -> None:
     assert "largest score 9" in folder.report_file.read_text()
 
 
-def test_answers_of_a_removed_option_are_not_passed_over(run: tuple[Any, RunFolder]) -> None:
-    _, folder = run
-    answer = folder.path / "attacks/decision-0.9-at-0.5-sigma-0.5-fixed-n-100/decision.parquet"
-    answer.parent.mkdir(parents=True)
-    answer.touch()
-    with pytest.raises(
-        UserError, match=rf"^{answer}: .*--decide, which was removed.*delete"
-    ) as said:
-        read_facts(folder)
-    assert "\n" not in str(said.value)
-    answer.unlink()
-    assert read_facts(folder).summary()
-
-
 def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: Path) -> None:
     _, folder = run
     assert (folder.private / "attacks/membership-3/membership.parquet").exists()

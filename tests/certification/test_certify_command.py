@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -66,46 +65,6 @@ def good(*arguments: object) -> str:
     result = call(*arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
-
-
-def test_an_answer_of_a_removed_option_is_refused(here: None, runs: Path) -> None:
-    """Nothing reads a decision.parquet any more, so no command passes over one."""
-    for home, words in (
-        (runs / "small/attacks/decision-0.5-at-0.1-sigma-0.3", ()),
-        (runs / "small/attacks/other", ("--rebound", "alpha=0.05")),
-        (runs / "small/attacks/other", ("--merge",)),
-        (runs / "elsewhere", ("--output", runs / "elsewhere")),
-    ):
-        home.mkdir(parents=True)
-        (home / "decision.parquet").touch()
-        refused = call("certify", "small", "--runs", runs, *words)
-        said = str(refused.exception)
-        assert isinstance(refused.exception, UserError) and said.count("\n") == 0
-        assert said.startswith(f"{home / 'decision.parquet'}: ") and "was removed" in said
-        assert str(home) in said.partition("delete")[2]
-        shutil.rmtree(home)
-    assert not (runs / "small/certificates").exists()
-    asked = call("certify", "small", "--runs", runs, "--decide", "accuracy>=0.5@0.1")
-    assert asked.exit_code == 2 and "No such option" in asked.output
-
-
-def test_tables_of_a_removed_mode_are_refused(here: None, runs: Path) -> None:
-    good("certify", "small", "--runs", runs)
-    (path,) = (runs / "small/certificates").glob("*/certificates.parquet")
-    table, about = tables.read(path), tables.read_job_record(tables.read(path))
-    about["settings"]["mode"] = "randomised"
-    old = runs / "small/certificates/old/certificates.parquet"
-    old.parent.mkdir()
-    rows = [row | {"mode": "randomised"} for row in table.to_pylist()]
-    tables.write(tables.build(rows, about), old)
-    reason = "of mode randomised, which was removed .*certify again with mode fixed$"
-    with pytest.raises(UserError, match=f"^{old}: its certificates are {reason}"):
-        table_reader.read(old)
-    for words in (("--rebound", "alpha=0.05", "--output", old.parent), ("--merge",)):
-        refused = call("certify", "small", "--runs", runs, *words)
-        assert isinstance(refused.exception, UserError)
-        assert re.search(reason, str(refused.exception)) and not refused.stdout
-    assert sorted(path.parent.parent.glob("*/*.parquet")) == sorted([path, old])
 
 
 @pytest.mark.long

@@ -271,29 +271,6 @@ def test_counts_of_target_radii_are_kept_at_each_look(
             )
 
 
-def test_target_tables_of_earlier_versions_must_be_possible(
-    made: dict[str, Path], tmp_path: Path
-) -> None:
-    """They kept the counts of the last look alone."""
-    table = tables.read(made["target"])
-    old = table.drop_columns([HITS])
-    tables.write(old, tmp_path / "old.parquet")
-    assert table_reader.read(tmp_path / "old.parquet").table.num_rows == 10
-    rows = old.to_pylist()
-    sure = next(i for i, row in enumerate(rows) if row["radius"] == 0.3)
-    none = next(i for i, row in enumerate(rows) if row["prediction"] < 0)
-    top = {name: rows[sure][name] for name in ("radius", "target", "p_lower")}
-    for place, changes in (
-        (sure, {"radius": 0.15}), (sure, {"radius": 0.2}), (sure, {"p_lower": 0.9}),
-        (sure, {"prediction": -1}), (sure, {"n": rows[sure]["n"] + 1}), (sure, {"k": 10}),
-        (none, {"prediction": rows[none]["selected"], **top}),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match="does not follow from its counts"):
-            table_reader.read(
-                edited(tmp_path / "old.parquet", tmp_path / "x.parquet", place, **changes)
-            )
-
-
 @pytest.mark.parametrize("name", ["fixed", "scores"])
 def test_settings_that_are_edited_with_the_rows_are_told(
     made: dict[str, Path], tmp_path: Path, name: str

@@ -85,11 +85,8 @@ def test_a_certification_is_wrong_no_more_often_than_alpha() -> None:
         ({"sigma": 0.5, "bound": "hoeffding", "mode": "fixed"}, HoeffdingVotes),
         ({"sigma": 0.5, "mode": "hoeffding"}, HoeffdingVotes),
         ({"sigma": 0.5, "mode": "hoeffding", "bound": "clopper-pearson"}, Cohen),
-        # As early versions wrote it, complete with defaults: the bound says nothing.
-        ({"sigma": 0.5, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
-          "bound": "hoeffding", "norm": "l2"}, Cohen),
     ],
-)  # fmt: skip
+)
 def test_a_section_asks_for_it(section: dict, kind: type) -> None:
     found = dpdist.settings_of(section)
     assert type(found) is kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import struct
 import zlib
 
@@ -17,7 +16,7 @@ from support.datasets import write_split
 from dpdist.certification.predict import to_model_input
 from dpdist.core.errors import UserError
 from dpdist.data import Columns, DataSource, load
-from dpdist.data.parquet import _ADAM7, InexactImage, UnreadableImage, _png_bytes, decode_picture
+from dpdist.data.parquet import InexactImage, UnreadableImage, decode_picture
 
 GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (5, 4, 3), dtype=np.uint8)
@@ -181,29 +180,3 @@ def test_what_is_no_picture_is_said_without_an_address_in_memory(raw):
     with pytest.raises(UnreadableImage) as error:
         decode_picture(raw)
     assert "0x" not in str(error.value) and "object" not in str(error.value)
-
-
-@pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize("mode", ["L", "RGB", "1", "P"])
-@pytest.mark.parametrize("size", [(1, 1), (3, 5), (17, 9)])
-def test_a_png_of_fewer_rows_than_it_says_is_refused(size, mode, interlaced):
-    """The rest was black, and no decoder said so."""
-    width, height = size
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(buffer, format="PNG")
-    raw = bytearray(buffer.getvalue())
-    if not interlaced:
-        assert decode_picture(bytes(raw)).shape[1:] == (height, width)
-    raw[20:24] = struct.pack(">I", 4 * height)
-    raw[28] = interlaced
-    raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
-    with pytest.raises(UnreadableImage, match="it is cut: "):
-        decode_picture(bytes(raw))
-
-
-@pytest.mark.parametrize(("width", "height"), itertools.product((1, 2, 3, 5, 9), repeat=2))
-def test_the_bytes_of_an_interlaced_png(width, height):
-    """Count what the format's seven passes hold: together they have each pixel once."""
-    rows = sum(height > y and width > x and -((y - height) // dy) for x, y, _, dy in _ADAM7)
-    assert _png_bytes(width, height, 8, 2, 1) == 3 * width * height + rows

@@ -248,45 +248,6 @@ def test_a_footer_that_counts_other_rows_is_refused(tmp_path, stated, only_in_al
     assert f"its footer counts {stated:,} rows, " in said or stored in said
 
 
-@pytest.mark.parametrize("stated", [1, 50, 99])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_a_footer_that_counts_fewer_rows_everywhere_is_refused(tmp_path, stated, version):
-    """Readers stop where the footer says: the other records were dropped without a word."""
-    (tmp_path / "shapes").mkdir()
-    path = tmp_path / "shapes" / "train.parquet"
-    numbers = [float(k) for k in range(100)]
-    table = pa.table({"f": numbers, "of lists": [[1, 2]] * 50 + [[]] * 50, "label": [0, 1] * 50})
-    pq.write_table(table, path, data_page_version=version, data_page_size=64)
-    assert (
-        len(load(DataSource("shapes", 2, tmp_path, columns=Columns(features=("f",))), "train"))
-        == 100
-    )
-    rewrite_row_count(path, 100, stated)
-    assert pq.read_table(path, columns=["f"]).num_rows == stated  # nobody else notices
-    said = complaint(tmp_path, classes=2, features=("f",))
-    assert f"its footer counts {stated} values of column 'f', its pages hold" in said
-
-
-@pytest.mark.parametrize("options", [{}, {"write_page_index": True}, {"compression": "none"}])
-def test_values_that_no_row_group_counts_are_refused(tmp_path, options):
-    """A footer without its last row group; indexes behind the values are none."""
-    folder = tmp_path / "shapes"
-    folder.mkdir()
-    table = pa.table({"f": [float(k) for k in range(100)], "label": [0, 1] * 50})
-    parts = []
-    for rows in (50, 100):
-        pq.write_table(table.slice(0, rows), folder / "train.parquet", row_group_size=50, **options)
-        columns = Columns(features=("f",))
-        assert len(load(DataSource("shapes", 2, tmp_path, columns=columns), "train")) == rows
-        raw = (folder / "train.parquet").read_bytes()
-        footer = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
-        parts.append((raw[:footer], raw[footer:]))
-    (folder / "train.parquet").write_bytes(parts[1][0] + parts[0][1])
-    assert pq.read_table(folder / "train.parquet").num_rows == 50
-    said = complaint(tmp_path, classes=2, features=("f",))
-    assert "that no row group of its footer counts" in said
-
-
 def test_text_that_is_not_utf_8_is_named_by_row(tmp_path):
     offsets = pa.py_buffer(np.array([0, 1, 2, 3], np.int32).tobytes())
     broken = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"ab\xff")])

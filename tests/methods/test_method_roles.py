@@ -1,9 +1,8 @@
-"""The roles of a method stay small, and no hook of earlier versions is forgotten silently."""
+"""The roles of a method stay small."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -12,10 +11,8 @@ from support.methods import every_method
 
 from dpdist.audits.target import AuditResult
 from dpdist.certification.evaluation import Evaluation
-from dpdist.core.errors import UserError
 from dpdist.methods.base import Capabilities, Execution, Method, PublicRecords
 from dpdist.methods.hidden_noise import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
-from dpdist.runs.recipe import parse_recipe
 
 MOST_ABSTRACT, MOST_OVERRIDABLE = 4, 12
 
@@ -115,55 +112,6 @@ def test_every_method_has_an_execution_of_itself():
         public = {name for name in vars(type(execution)) if not name.startswith("_")}
         own = public - set(overridable(Execution))
         assert own <= {"noise_location", "release_labels"}, "a hook that nobody calls"
-
-
-HOOKS = (
-    *((each.name, f"Capabilities({each.name}=...)") for each in fields(Capabilities)),
-    *((name, "is a hook of Execution now") for name in overridable(Execution)),
-    ("extra_cost", "is a part of cost now"),
-    ("check_public_records", "is PublicRecords.check now"),
-)
-
-
-@pytest.mark.parametrize(("name", "said"), HOOKS)
-def test_a_hook_of_earlier_versions_is_refused(name, said, tmp_path, monkeypatch):
-    """In one line that says where it is defined now, wherever the class comes from."""
-    text = (
-        f"from dpdist.methods.base import Method\n\nclass Old(Method):\n    def {name}(self): ...\n"
-    )
-    (tmp_path / "old_method.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "old_method", raising=False)
-    recipe = {
-        "name": "old", "data": {"name": "digits"}, "model": "linear",
-        "method": {"name": "old_method:Old"}, "privacy": {"epsilon": 3.0, "delta": 1e-4},
-        "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.1},
-    }  # fmt: skip
-    with pytest.raises(UserError) as caught:
-        parse_recipe(recipe, "r.yaml")
-    message = str(caught.value)
-    assert f"Old.{name}: " in message and said in message and "\n" not in message
-
-
-def test_a_fact_that_was_given_as_an_attribute_is_refused_too():
-    with pytest.raises(TypeError, match=r"Old\.supports_tokens: is a field of Capabilities"):
-        type(
-            "Old",
-            (Method,),
-            {"supports_tokens": True, "__annotations__": {"supports_tokens": bool}},
-        )
-
-
-def test_a_hook_that_is_inherited_is_refused_too():
-    class Mixin:
-        def perturbation(self, step, learning_rate, state): ...
-
-    with pytest.raises(TypeError, match=r"Mixin\.perturbation: is a hook of Execution now"):
-        type("Old", (Mixin, Method), {})
-
-
-def test_hooks_that_are_there_are_not_refused():
-    assert not set(overridable(Method)) & {name for name, _ in HOOKS}
 
 
 def test_the_page_of_the_roles_is_read_in_two_minutes():

@@ -11,7 +11,6 @@ import cloudpickle
 import pytest
 from typer.testing import CliRunner, Result
 
-import dpdist.certification.reexecution
 import dpdist.cli.main
 from dpdist.cli.main import app
 from dpdist.cluster import executor
@@ -70,13 +69,6 @@ class ThreadExecutor(LocalExecutor):
 def run_without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on all work goes to a `TestExecutor`; ends with the monkeypatch."""
     patch.setattr(executor, "_open_executors", [*executor._open_executors, TestExecutor()])
-    # A process of their own for rows that are tried alone takes seconds: tests/certification/
-    # test_fresh_process.py has one.
-    patch.setattr(
-        dpdist.certification.reexecution,
-        "FreshProcess",
-        lambda network, form, code: dpdist.certification.reexecution.SameProcess(network, form),
-    )
 
 
 @dataclass

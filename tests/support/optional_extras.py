@@ -15,13 +15,6 @@ def needs_hf(*, whole_file: bool = False) -> None:
                     allow_module_level=whole_file)  # fmt: skip
 
 
-def needs_serve() -> None:
-    """Skip a file of tests unless the extra serve is there."""
-    if missing := [name for name in ("uvicorn",) if find_spec(name) is None]:
-        pytest.skip(f"{', '.join(missing)} missing: pip install 'dpdist[serve]'",
-                    allow_module_level=True)  # fmt: skip
-
-
 def needs_datasets() -> None:
     """Skip a test unless Hugging Face's datasets is there, which no extra brings."""
     if find_spec("datasets") is None:

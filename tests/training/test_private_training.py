@@ -1401,15 +1401,6 @@ def test_weights_without_a_seed_are_those_of_the_run(tmp_path):
         training(seeded, nn.Linear(WIDTH, 2), steps=4).close()
 
 
-def test_a_run_of_before_goes_on_without_its_settings(tmp_path, monkeypatch):
-    """Checkpoints that say nothing of settings are those of earlier versions."""
-    monkeypatch.setattr(private_training, "given_settings", lambda *_: None)
-    begun_or_not(tmp_path / "own", 2)
-    monkeypatch.undo()
-    assert begun_or_not(tmp_path / "own", 2, lr=0.1).steps_left == 3
-    assert begun_or_not(tmp_path / "own", 1, lr=0.2).steps_left == 3
-
-
 def test_a_folder_of_a_recipe_s_run_is_refused(tmp_path):
     made, folder = make(tmp_path, "recipe")
     folder.create_or_open(made)

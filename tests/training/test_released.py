@@ -315,19 +315,6 @@ def test_a_recipe_that_was_exchanged_is_refused(run):
     assert folder.recipe_identity == {RECIPE_IDENTITY: told} and read_facts(folder)
 
 
-def test_a_run_whose_ledger_keeps_no_recipe_is_read(run, monkeypatch):
-    """As of a run that an earlier version trained."""
-    _, folder = run
-    kept = Ledger.read(folder.ledger)
-    assert all(RECIPE_IDENTITY in made["identity"] for made in kept.attempts)
-    without = [
-        {**made, "identity": {k: v for k, v in made["identity"].items() if k != RECIPE_IDENTITY}}
-        for made in kept.attempts
-    ]
-    monkeypatch.setattr(Ledger, "attempts", property(lambda self: without))
-    assert read_facts(folder).guarantee == kept.guarantee(folder.read_plan())
-
-
 def test_a_budget_that_was_cut_is_refused(run):
     """Its last line says what was really released; cut off, superseded attempts are free."""
     recipe, folder = run

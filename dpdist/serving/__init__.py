@@ -1,1 +1,0 @@
-"""A release behind HTTP: class and certified radius, or ABSTAIN, by fresh noise."""
