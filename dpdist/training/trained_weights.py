@@ -20,7 +20,7 @@ from dpdist.models import TRAINED_BY
 from dpdist.release.bundle import WEIGHTS, is_release
 from dpdist.runs.folder import RunFolder
 
-_TENSORS = "trained.json"  # in the folder of a run's model
+_TENSORS = "trained-tensors.json"  # in the folder of a run's model
 
 
 def trained_digests(model: nn.Module) -> list[str]:
