@@ -453,6 +453,8 @@ def _run_charts(facts: Facts) -> dict[str, Any]:
     spent, why = None, "no steps were taken"
     if facts.search is not None:
         why = "the search is paid for as a whole, and its trials are not shown"
+    elif facts.recipe.stages:
+        why = "epsilon counts the runs too whose weights this one began with"
     elif facts.plan.steps:
         curve = facts.plan.epsilon_curve()
         why = "nothing is proved at any step"

@@ -68,9 +68,11 @@ class Tracker:
 
 
 def iter_metrics(facts: Facts) -> Iterator[tuple[str, float, int]]:
-    """Name, value and step. Of a run that a search chose, epsilon is that of the whole search."""
+    """Name, value and step. Of a run that a search chose, epsilon is that of the whole search;
+    of one that began with others, that of all of them."""
     steps, proved = facts.plan.steps, facts.guarantee
-    if facts.search is None and not facts.has_fixed_key and math.isfinite(proved.epsilon):
+    alone = facts.search is None and not facts.recipe.stages
+    if alone and not facts.has_fixed_key and math.isfinite(proved.epsilon):
         for step, epsilon in facts.plan.epsilon_curve()[:-1]:
             yield "privacy/epsilon", epsilon, step
     if not facts.has_fixed_key:

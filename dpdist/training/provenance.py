@@ -261,7 +261,8 @@ def _describe_seen(
     if (folder / PROVENANCE_FILE).exists():
         return _describe_pretrained(folder, model, context, compared)
     if not (folder / _CARD).exists():
-        if (run := _enclosing_run(folder)) is not None:
+        run = _enclosing_run(folder)
+        if run is not None and run.read_recipe().by_script is not None:  # records of no file
             raise UserError(
                 f"{context}: was trained by run {run.name}, on private records; name a release of "
                 "it (`dpdist release`), whose card says how privately"

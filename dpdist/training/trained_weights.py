@@ -20,7 +20,7 @@ from dpdist.models import TRAINED_BY
 from dpdist.release.bundle import WEIGHTS, is_release
 from dpdist.runs.folder import RunFolder
 
-_TENSORS = "trained.json"  # in the folder of a run's model
+_TENSORS = "trained-tensors.json"  # in the folder of a run's model
 
 
 def trained_digests(model: nn.Module) -> list[str]:
@@ -96,7 +96,8 @@ def origins(
         for digest in () if other is model else trained_digests(other):
             known.setdefault(digest, set()).add(place)
     if known:
-        digests = {_digest(each) for each in model.state_dict().values()}
+        held = (each for each in model.state_dict().values() if isinstance(each, Tensor))
+        digests = {_digest(each) for each in held}
         for file in (place / WEIGHTS for place in named):
             if file.exists():
                 digests -= {_digest(each) for each in load_file(file).values()}

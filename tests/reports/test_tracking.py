@@ -81,10 +81,8 @@ def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts
         f for f in iter_metrics(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]
     ]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
-    fixed = facts.recipe.model_copy(
-        update={"privacy": facts.recipe.privacy.model_copy(update={"run_key": "5a" * 32})}
-    )
-    assert not [f for f in iter_metrics(replace(facts, recipe=fixed)) if "privacy" in f[0]]
+    fixed = replace(facts, guarantee=replace(facts.guarantee, fixed_key=True))
+    assert not [f for f in iter_metrics(fixed) if "privacy" in f[0]]
 
 
 def test_tensorboard_s_files_hold_them(facts, tmp_path):

@@ -41,7 +41,7 @@ REPORT = {"report/index.html"}
 PRIVATE = {
     "run.key", "plan.json", "begun-with.json", "ledger.jsonl", "ledger.anchor", "data.json",
     "trained.json", "progress.json", "metrics.jsonl", "workers.jsonl",
-    "model/model.json", "model/model.safetensors",
+    "model/model.json", "model/model.safetensors", "model/trained-tensors.json",
     "checkpoints/step-00000005/state.safetensors", "checkpoints/step-00000005/done.json",
 }  # fmt: skip
 _OF_LOOP = ("checkpoints", "progress", "metrics", "workers")
