@@ -394,8 +394,47 @@ def _share(cpus: float) -> float:
 
 
 def count_local_cpus() -> int:
-    """Return how many CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return how many CPUs this process may use, by its affinity and its container's quota."""
+    return max(1, min(len(os.sched_getaffinity(0)), int(cpu_quota() + 1e-9)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many CPUs' time the control groups of this process grant, at most 1,000,000.
+
+    Every group above this process's own limits it too. Version 2 has `cpu.max`, version 1 a quota
+    and a period. What cannot be read limits nothing.
+
+    Args:
+        root: of the file system.
+    """
+    found, groups = _UNLIMITED, root / "sys" / "fs" / "cgroup"
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in ["0::/", *lines]:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        tops = [groups] if not controllers else [groups / controllers, groups / "cpu"]
+        own = Path(path.lstrip("/"))
+        for place in (top / part for top in tops for part in (own, *own.parents)):
+            found = min(found, _quota_of(place))
+    return found
+
+
+_UNLIMITED = 1e6
+
+
+def _quota_of(group: Path) -> float:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+            if float(quota) > 0:  # "max" and -1: none
+                return float(quota) / float(period)
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return _UNLIMITED
 
 
 def local_memory_mebibytes() -> float:
@@ -492,7 +531,7 @@ def _options(
         return options | {"address": address}
     return options | {
         "address": "local",  # never somebody else's session on this machine
-        "num_cpus": cpus or len(os.sched_getaffinity(0)),
+        "num_cpus": cpus or count_local_cpus(),
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
     }

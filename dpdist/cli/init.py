@@ -222,10 +222,22 @@ def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
     """Print the columns that are no input, and that features lack public ranges."""
     for column, why in found.left_out:
         typer.echo(f"left out: {column}: {why}")
+    _tell_repeats(found.repeats)
     if found.feature_columns and not scaled:
         typer.echo(
             "no public ranges: sigma and radii mean little unless the features lie in about [0, 1];"
             " --range COLUMN=LOW,HIGH"
+        )
+
+
+def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
+    """Print the columns that may name persons, of whom the guarantee does not speak yet."""
+    from dpdist.data.column_names import repeats_words
+
+    for each in repeats:
+        typer.echo(
+            f"{repeats_words(*each)} The unit is one record; to protect the person, run "
+            f"`dpdist init` with --group {each[0]}"
         )
 
 
@@ -321,7 +333,8 @@ def starter_recipe(
 
     base: whose adapters learn next tokens; without it a small model of bytes does.
     """
-    batch, epochs = _default_batch_size(dataset.train_records), 20
+    units = dataset.groups or dataset.train_records
+    batch, epochs = _default_batch_size(units), 20
     texts = dataset.text_column is not None or dataset.predicts_next_token
     model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
     if dataset.predicts_next_token:
@@ -339,11 +352,10 @@ def starter_recipe(
         *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
-        f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
-        f"{dataset.train_records:,} records",
+        f"  delta: {_default_delta(units):.1e}               # below 1 / {units:,} "
+        f"{'records' if dataset.groups is None else 'persons (groups)'}",
         "  clip_norm: 1.0",
-        "  # unit: group                # the person itself is sampled, clipped and protected",
-        "  # budget: budgets            # charge all runs on these records to one budget",
+        *_unit_lines(dataset),
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
@@ -353,6 +365,28 @@ def starter_recipe(
         "  workers: 1                   # keep it during a run, or set training.reproducible: true",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
+    """Return the lines that say what the guarantee protects: a record, or a group of them."""
+    from dpdist.data.column_names import repeats_words
+
+    if dataset.groups is not None:
+        whose = _on_one_line(f"# all records of one {dataset.group_column}")
+        return [
+            f"  unit: group                  {whose}",
+            "  max_records_per_group: 4     # that count in one step, drawn anew each time",
+        ]
+    suspects = [
+        f"  {_on_one_line(f'# {repeats_words(*each)} Then: dpdist init --group {each[0]}')}"
+        for each in dataset.repeats
+    ]
+    return [
+        *suspects,
+        "  # group_size: 5              # also for a person with up to so many records; or",
+        "  # unit: group                # the person itself is sampled, clipped and protected",
+        "  # budget: budgets            # charge all runs on these records to one budget",
+    ]
 
 
 _OPTIMIZER = [
@@ -458,9 +492,7 @@ def _data_lines(
     if dataset.label_column not in ("label", None):
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.group_column is not None:
-        columns.append(
-            f"group: {_json_text(dataset.group_column)}   # privacy.unit: group protects it whole"
-        )
+        columns.append(f"group: {_json_text(dataset.group_column)}   # privacy.unit speaks of it")
     if ranges:
         columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
         for name, ends in ranges.items():
@@ -518,19 +550,21 @@ def list_data(data_root: DataRoot = None) -> None:
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
-    from dpdist import data
+    from dpdist.data import discovery, load
+    from dpdist.data.parquet import split_files
     from dpdist.evaluation import data_units_row
-    from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
-    from dpdist.training.records import data_source, load_test_records, records_with_canaries
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
+    from dpdist.training.job import check_data as check_training_data
+    from dpdist.training.records import data_source
 
     resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
     source = data_source(resolved)
-    if source.root is not None:
-        data.check_sources(source.root / source.name)
-    train, test = records_with_canaries(resolved, source), load_test_records(resolved, source)
-    for split in (train, test):
+    train, _ = check_training_data(resolved, source, recipe)
+    test = load(source, "test")
+    counted = resolved.counted
+    for split, word in ((train, counted), (test, "records")):
         typer.echo(
-            f"{split.name}: {len(split):,} records, inputs "
+            f"{split.name}: {len(split):,} {word}, inputs "
             f"{'x'.join(map(str, split.input_shape))}, {split.classes} {_TOLD[split.target_kind]}"
         )
     section = resolved.data
@@ -544,13 +578,15 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         inputs = ", ".join(source.columns.input_columns)
         label = "" if following else f"; label {columns.label}"
         typer.echo(f"columns: inputs {inputs}{label}")
+        if columns.group is None:
+            files = split_files(section.root, section.name, section.train)
+            _tell_repeats(discovery.repeating_columns(files, None if following else columns.label))
     for _, said in data_units_row(resolved, test):
         typer.echo(f"units: {said}")
     typer.echo(f"no private record is in {test.name}: compared by content")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
     typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")
     typer.echo(f"training.batch_size {batch:,}: at most {len(train):,}")
-    check_against_data(resolved, len(train), recipe)
 
 
 _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to tell"}

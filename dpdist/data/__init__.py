@@ -1,5 +1,6 @@
 """Data sets: Parquet and Arrow in, memory-mapped arrays out."""
 
+from dpdist.data.column_names import tells_answer
 from dpdist.data.dataset import (
     Dataset,
     GroupedDataset,
@@ -55,4 +56,5 @@ __all__ = [
     "refuse_common_records",
     "split_by_id",
     "split_exists",
+    "tells_answer",
 ]

@@ -26,7 +26,12 @@ from torch.utils import data as torch_data
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY, open_parquet
 from dpdist.data import names_nobody
-from dpdist.data.column_names import check_names
+from dpdist.data.column_names import (
+    check_names,
+    is_identifier_name,
+    repeats_words,
+    tells_answer,
+)
 from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
@@ -585,6 +590,7 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
         found[INPUTS] = arrays[chosen[0]]
         shape = None
     elif all(array.ndim == 1 for array in arrays.values()):
+        _check_features(arrays, answers, options)
         found[INPUTS] = np.stack([np.asarray(arrays[n], np.float32) for n in chosen], axis=1)
         shape = None
     else:
@@ -594,6 +600,27 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
     if unit is not None:
         found[unit] = _unit_numbers(table.column(unit), options)
     return found, shape
+
+
+def _check_features(
+    arrays: Mapping[str, np.ndarray], answers: np.ndarray | None, options: Options
+) -> None:
+    """Refuse the answer among the features; warn of a column that may say whose a record is."""
+    for name, array in arrays.items():
+        if answers is not None and answers.ndim == 1 and tells_answer(array, answers):
+            options.refuse(
+                f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
+                "for the names of its values",
+                "leave it out with inputs=[...]",
+            )
+        if options.inputs or options.unit is not None or not is_identifier_name(name):
+            continue
+        if 1 < (values := len(np.unique(array))) < len(array):
+            warnings.warn(
+                f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
+                f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
+                stacklevel=5,
+            )
 
 
 def _unit_numbers(column: pa.ChunkedArray, options: Options) -> np.ndarray:

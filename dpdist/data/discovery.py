@@ -35,7 +35,14 @@ from dpdist.core.files import (
     parse_any_json,
     read_bytes,
 )
-from dpdist.data.column_names import NAMED_BY_VALUES, check_names
+from dpdist.data.column_names import (
+    LABELS,
+    NAMED_BY_VALUES,
+    check_names,
+    is_identifier_name,
+    is_label_name,
+    tells_answer,
+)
 from dpdist.data.parquet import (
     FORMATS,
     PICTURES,
@@ -52,7 +59,6 @@ from dpdist.data.parquet import (
 
 TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
-LABELS = ("label", "labels", "class", "target", "y", "fine_label")
 CHATS = ("messages", "conversation", "conversations", "chat")
 _MESSAGES = (("role", "content"), ("from", "value"))  # fields of one, the latter ShareGPT's
 PROMPTS = (
@@ -75,8 +81,9 @@ class DiscoveredDataset:
     class_names: of the classes, by number; () where nobody says. input_shape: of one input.
     text_column: of texts, in place of pictures and features. label_column: None where the next
     tokens of texts or chats are learned; messages_column: of chats; answer_columns: of prompts and
-    their answers. group_column: says whom a record belongs to. left_out: columns that are no input,
-    and why."""
+    their answers. group_column: says whom a record belongs to; groups: of the training records.
+    left_out: columns that are no input, and why. repeats: columns that may name persons, with the
+    numbers of training records and of values."""
 
     root: Path
     name: str
@@ -95,6 +102,8 @@ class DiscoveredDataset:
     left_out: tuple[tuple[str, str], ...] = ()
     messages_column: str | None = None
     answer_columns: tuple[str, str] | None = None
+    groups: int | None = None
+    repeats: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def predicts_next_token(self) -> bool:
@@ -152,6 +161,47 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
             raise UserError(f"{each[0]}: {_NO_RECORDS}")
     if chosen.group is not None:
         _check_groups([*files, *test_files], chosen.group)
+        persons, tested_persons = (_values(each, chosen.group) for each in (files, test_files))
+        if both := len(persons & tested_persons):
+            raise UserError(
+                f"--group: no {chosen.group} may have records in training and test files, {both:,} "
+                "have: scores on private groups would be published; move each one's records to one "
+                "file"
+            )
+        found = _inspected(root, name, (train, test), (records, tested), files, schema, chosen)
+        return replace(found, groups=len(persons))
+    found = _inspected(root, name, (train, test), (records, tested), files, schema, chosen)
+    return replace(found, repeats=repeating_columns(files, found.label_column))
+
+
+def repeating_columns(files: Sequence[Path], label: str | None) -> tuple[tuple[str, int, int], ...]:
+    """Return columns that may name persons, as they repeat: name, number of records, of values.
+
+    files: of the training records, which are private, and so are the numbers.
+    """
+    schema, rows = open_parquet(files[0]).schema_arrow, sum(map(_count_rows, files))
+    named = [
+        field.name for field in schema
+        if field.name != label and is_identifier_name(field.name) and _is_class(field.type)
+    ]  # fmt: skip
+    counted = ((name, rows, len(_values(files, name))) for name in named)
+    return tuple(each for each in counted if 1 < each[2] < rows)
+
+
+def _values(files: Sequence[Path], name: str) -> set[Any]:
+    found = set[Any]()
+    for file in files:
+        for _, table in read_rows(file, open_parquet(file), [name]):
+            found.update(pc.unique(table[name]).to_pylist())
+    return found
+
+
+def _inspected(
+    root: Path, name: str, splits: tuple[str, str], counts: tuple[int, int], files: list[Path],
+    schema: pa.Schema, chosen: ChosenColumns,
+) -> DiscoveredDataset:  # fmt: skip
+    """Describe the columns of a data set."""
+    (train, test), (records, tested) = splits, counts
     if (documents := _documents_column(schema, chosen)) is not None:
         chats = is_list(schema.field(documents).type)
         return DiscoveredDataset(
@@ -300,12 +350,24 @@ def _find_inputs(
         return (), None, tuple((name, "beside pictures") for name in others)
     texts = [name for name in others if _is_text(schema.field(name).type)]
     if chosen.features:
+        for name in sorted(_answers(schema, files, chosen.features, label)):
+            raise UserError(
+                f"--features: must not hold the answer, got {name}, which is {label} but for the "
+                f"names of its values; leave out {name}"
+            )
         asked = [name for name in chosen.features if name in texts]
         if asked and len(chosen.features) > 1:
             raise UserError(f"--features: must be numbers, or one column of texts, got {asked[0]}")
         rest = tuple((n, "not among --features") for n in others if n not in chosen.features)
         return (() if asked else chosen.features), (asked[0] if asked else None), rest
-    reasons = {name: _why_no_feature(schema, files, name) for name in others}
+    answers = dict.fromkeys(
+        _answers(schema, files, others, label), f"the answer: {label} but for names of its values"
+    )
+    for name in others:
+        if is_label_name(name, schema.names):
+            answers.setdefault(name, "a label by its name; to read it, give it in --features")
+    texts = [name for name in texts if name not in answers]
+    reasons = {name: answers.get(name) or _why_no_feature(schema, files, name) for name in others}
     numbers = [name for name in others if not reasons[name]]
     lists = [name for name in numbers if is_list(schema.field(name).type)]
     numbers = lists[:1] or numbers
@@ -322,6 +384,29 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def _answers(
+    schema: pa.Schema, files: Sequence[Path], names: Sequence[str], label: str
+) -> set[str]:
+    """Return which columns are the label but for the names of their values."""
+    names = [name for name in names if not pa.types.is_nested(schema.field(name).type)]
+    few = next(iter(read_rows(files[0], open_parquet(files[0]), [*names, label])))[1]
+    alike = [name for name in names if _tells_answer(few, name, label)]
+    if not alike:
+        return set()
+    every = [
+        table for file in files for _, table in read_rows(file, open_parquet(file), [*alike, label])
+    ]
+    return {name for name in alike if _tells_answer(pa.concat_tables(every), name, label)}
+
+
+def _tells_answer(table: pa.Table, name: str, label: str) -> bool:
+    first, second = (
+        pc.dictionary_encode(table[each].combine_chunks(), null_encoding="encode").indices
+        for each in (name, label)
+    )
+    return tells_answer(first.to_numpy(), second.to_numpy())
+
+
 def _why_no_feature(schema: pa.Schema, files: Sequence[Path], name: str) -> str:
     """Return why a column is no feature; "" where it is one."""
     kind = schema.field(name).type
@@ -331,7 +416,7 @@ def _why_no_feature(schema: pa.Schema, files: Sequence[Path], name: str) -> str:
         return "text"
     if not pa.types.is_integer(kind):
         return f"{kind}, no number"
-    if name.lower() == "id" or name.lower().endswith("_id"):
+    if is_identifier_name(name):
         return "an identifier, by its name"
     rows, seen = 0, set[Any]()
     for file in files:

@@ -357,22 +357,52 @@ def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[st
             "and no command repeats it: run the script, which also continues the run"
         )
     source = data_source(recipe)
+    dataset, pretrained = check_data(recipe, source, context)
+    if recipe.training.reproducible and recipe.resources.max_workers > CANONICAL_SHARDS:
+        rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
+        raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)
+    _check_resources(recipe, context)
+    models.check_name(recipe.model.name)
+    from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
+
+    check_model(recipe, dataset)
+    return dataset, pretrained
+
+
+def check_data(
+    recipe: Recipe, source: data.DataSource, context: str
+) -> tuple[data.Dataset, dict[str, Any] | None]:
+    """Return the records to train on, and what the model's public part is and saw.
+
+    `dpdist data check` and each training ask for the same. Raises UserError for records with which
+    nothing could be trained, or nothing promised.
+    """
     dataset = records_with_canaries(recipe, source)
     pretrained = check_records(recipe, source, context)
     check_groups(recipe, dataset, context)
     if len(dataset.input_shape) == 1 and not recipe.data.columns.ranges:
         warn_if_standardised(dataset.inputs, dataset.name)
-    if recipe.training.reproducible and recipe.resources.max_workers > CANONICAL_SHARDS:
-        rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
-        raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)
-    _check_resources(recipe, context)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
-    models.check_name(recipe.model.name)
-    from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
-
+    _check_features(recipe, source)
     _check_answers(recipe, source)
-    check_model(recipe, dataset)
     return dataset, pretrained
+
+
+def _check_features(recipe: Recipe, source: data.DataSource) -> None:
+    """Raise UserError for a feature that is the label but for the names of its values."""
+    section = recipe.data
+    if not section.columns.features or section.targets != "class":
+        return
+    records = training_records(recipe, source)
+    inputs, labels = records.inputs, np.asarray(records.labels)
+    for place in range(inputs.shape[1]):
+        if data.tells_answer(inputs[:, place], labels):
+            names = section.columns.features
+            named = names[place] if len(names) == inputs.shape[1] else f"number {place} from 0"
+            raise UserError(
+                f"data.columns.features: must not hold the answer, got {named}, which is "
+                f"{section.columns.label} but for the names of its values; take it out"
+            )
 
 
 _ANSWERS_AT_ONCE = 4096  # documents

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,9 +24,10 @@ import dpdist
 from dpdist import models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.data import discovery
+from dpdist.data import discovery, tells_answer
 from dpdist.data.discovery import ChosenColumns, inspect_folder
 from dpdist.data.record_hashes import hash_groups
+from dpdist.privacy.plan import GroupUnit
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_recipe, resolve_recipe
@@ -43,7 +46,7 @@ def here(tmp_path, monkeypatch) -> None:
 def table(seed: int, rows: int = ROWS) -> dict[str, list]:
     rng = np.random.default_rng(seed)
     return {
-        "patient_id": [f"p{i % 50}" for i in range(rows)], "number": list(range(rows)),
+        "patient_id": [f"p{seed}-{i % 50}" for i in range(rows)], "number": list(range(rows)),
         "visit_id": [i % 7 for i in range(rows)], "age": rng.uniform(20, 90, rows).tolist(),
         "pulse": rng.integers(40, 180, rows).tolist(),
         "ward": rng.choice(["a", "b", "c"], rows).tolist(),
@@ -141,6 +144,9 @@ def test_named_features_and_a_group():
     columns = recipe.data.columns
     assert (columns.features, columns.group) == (["number", "pulse"], "patient_id")
     assert records_with_canaries(recipe, data_source(recipe)).largest_group == 4
+    assert recipe.group_unit == GroupUnit("patient_id", 4)
+    assert (recipe.privacy.delta, recipe.training.batch_size) == (0.01, 4)  # of 50 persons
+    assert "50 groups" in checked("scans.yaml")
 
 
 def test_a_csv_with_holes_or_other_columns_is_refused():
@@ -185,12 +191,13 @@ TALK = [
 LINES = [f"SPLIT text {n}" for n in range(48)]
 
 
-BY_GROUP = {"privacy__unit": "group", "privacy__max_records_per_group": 2}
-
-
 def trained(recipe: str, **more: Any) -> RunFolder:
-    """One step of the recipe, by its data and model."""
+    """One step of the recipe, by its data, model and unit."""
     raw = load_recipe(Path(recipe)).model_dump(mode="json")
+    unit = ("unit", "max_records_per_group")
+    more = {
+        f"privacy__{key}": raw["privacy"].get(key) for key in unit if key in raw["privacy"]
+    } | more
     made, folder = make(Path("runs"), recipe, data=raw["data"], model=raw["model"],
                         training__steps=1, training__batch_size=8, **more)  # fmt: skip
     train(made, folder)
@@ -235,7 +242,7 @@ def test_chats_become_adapters_on_a_model_of_ones_own():
     text = recipe.data.text
     assert (text.messages, text.tokenizer, text.length) == ("messages", Path("base").resolve(), 128)
     assert recipe.data.columns.group == "who" and recipe.model.initial.saw == "books"
-    assert trained("chats.yaml", **BY_GROUP).model_folder.is_dir()
+    assert trained("chats.yaml").model_folder.is_dir()
 
 
 def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them():
@@ -268,7 +275,7 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     recipe = load_recipe(Path("pairs.yaml"))
     text = recipe.data.text
     assert (text.prompt, text.answer, text.messages) == (prompt, answer, None)
-    assert trained("pairs.yaml", **BY_GROUP).model_folder.is_dir()
+    assert trained("pairs.yaml").model_folder.is_dir()
     targets = load_test_records(recipe, data_source(recipe)).targets(slice(0, 1))[0]
     learned = lm.chat_tokenizer().decode(targets[targets >= 0])
     assert learned == "a 0<|im_end|>\n"
@@ -444,7 +451,7 @@ def checked(recipe: str) -> str:
 def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
     folder = write_rows("st", "age,pid,ill", "N.5,pN,1")
     said("st", "--label", "ill", "--group", "pid")
-    assert "st/train: 30 records" in checked("st.yaml")
+    assert "st/train: 30 groups" in checked("st.yaml")
     train = folder / "train.csv"
     train.write_text("\n".join(train.read_text().splitlines()[:-5]) + "\n")
     stale = r"st: train\.parquet must be as train\.csv is, which changed since; run `dpdist init "
@@ -457,11 +464,11 @@ def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
     out = said("st", "--label", "ill", "--group", "pid", "--output", "st2.yaml")
     assert "25 training and 6 test records" in out and "made anew: train.csv changed" in out
     for recipe in ("st.yaml", "st2.yaml"):
-        assert "st/train: 25 records" in checked(recipe)
+        assert "st/train: 25 groups" in checked(recipe)
     train.touch()  # of the same content at another time
     assert "made anew" not in said("st", "--label", "ill", "--output", "st3.yaml")
     train.unlink()  # what is not there says nothing
-    assert "st/train: 25 records" in checked("st.yaml")
+    assert "st/train: 25 groups" in checked("st.yaml")
     (folder / "dpdist-sources.json").write_text("{")
     with pytest.raises(UserError, match=r"sources\.json: damaged: .*; remove it with the Parquet"):
         checked("st.yaml")
@@ -616,3 +623,111 @@ def test_csv_alone_points_to_init():
         checked("st.yaml")
     assert "30 training" in said("st", "--output", "st2.yaml")
     assert "st/train: 30 records" in checked("st.yaml")
+
+
+# --- the answer among the features -------------------------------------------------------------
+
+
+def write_answers(name: str, rows: int = 60, **further: list) -> None:
+    for split, seed in (("train", 0), ("test", 1)):
+        rng = np.random.default_rng(seed)
+        kinds = rng.integers(0, 3, rows)
+        write_split(
+            Path(name), split, age=rng.uniform(20, 90, rows).tolist(), label=kinds.tolist(),
+            code=[[7, 2, 5][kind] for kind in kinds], **{
+                key: [values[kind] for kind in kinds] for key, values in further.items()
+            },
+        )  # fmt: skip
+
+
+def test_an_answer_by_another_name_is_left_out_by_a_line_of_the_recipe():
+    write_answers("st", target=[0, 0, 1], y=[1.5, 2.5, 2.5], share=[0.1, 0.4, 0.9])
+    out = said("st")
+    recipe = load_recipe(Path("st.yaml"))
+    assert recipe.data.columns.features == ["age"]
+    for column in ("code", "target", "y", "share"):
+        assert f"left out: {column}: " in out
+        assert f"# Left out: {column}: " in Path("st.yaml").read_text()
+    assert "next: dpdist data check" in out and "st/train: 60 records" in checked("st.yaml")
+
+
+def test_a_coordinate_is_no_label_by_its_name():
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        x, y = rng.random((2, 60))
+        write_split(Path("st"), split, x=x.tolist(), y=y.tolist(), label=[0, 1, 1] * 20)
+    said("st")
+    assert load_recipe(Path("st.yaml")).data.columns.features == ["x", "y"]
+
+
+def test_an_answer_that_is_asked_for_is_refused_at_every_door():
+    write_answers("st")
+    with pytest.raises(UserError, match="--features: must not hold the answer, got code"):
+        said("st", "--features", "age,code")
+    said("st")
+    given = Path("st.yaml").read_text().replace('["age"]', '["age", "code"]')
+    Path("st.yaml").write_text(given)
+    for call in (checked, trained):
+        with pytest.raises(UserError, match=r"data\.columns\.features: .* the answer, got code"):
+            call("st.yaml")
+    frame = pq.read_table("st/train.parquet").to_pandas()
+    for data in (frame, pq.read_table("st/train.parquet"), Path("st/train.parquet")):
+        with pytest.raises(UserError, match="the answer, got 'code'"):
+            dpdist.as_records(data, target="label")
+    assert len(dpdist.as_records(frame, inputs=["age"], target="label")) == 60
+
+
+def test_few_records_and_a_constant_are_no_answer():
+    column = np.array([0, 1] * 9)
+    assert not tells_answer(column, column) and not tells_answer(np.zeros(50), np.zeros(50))
+    assert not tells_answer(np.arange(50), np.arange(50))  # values that do not repeat
+    assert tells_answer(np.array([3, 8] * 25), np.array([1, 0] * 25))
+    almost = np.array([3, 8] * 1000)
+    almost[-1] = 3  # beyond what is looked at first
+    assert not tells_answer(almost, np.array([1, 0] * 1000))
+
+
+# --- whom a record belongs to ------------------------------------------------------------------
+
+
+def test_an_id_that_repeats_is_told_by_init_and_by_data_check():
+    write_csv()
+    out = said("scans", "--label", "ill")
+    told = "patient_id repeats: 200 rows of 50 values: a person?"
+    assert told in out and "--group patient_id" in out
+    assert f"# {told} Then: dpdist init --group patient_id" in Path("scans.yaml").read_text()
+    assert told in checked("scans.yaml")
+    said("scans", "--label", "ill", "--group", "patient_id", "--output", "persons.yaml")
+    assert "repeats" not in checked("persons.yaml").replace("visit_id repeats", "")
+    assert checked("persons.yaml") and trained("persons.yaml").path.is_dir()
+
+
+def test_persons_in_both_splits_are_refused_before_a_recipe_is_written():
+    rows = {"age": [float(n) for n in range(30)], "pid": [n // 2 for n in range(30)]}
+    for split in ("train", "test"):
+        write_split(Path("st"), split, **rows, label=[0, 1] * 15)
+    with pytest.raises(UserError, match="--group: no pid may have records in training and test"):
+        said("st", "--group", "pid")
+    assert not Path("st.yaml").exists()
+
+
+def test_what_data_check_accepts_run_accepts():
+    write_csv()
+    said("scans", "--label", "ill")
+    text = Path("scans.yaml").read_text().replace("columns:\n", "columns:\n    group: patient_id\n")
+    Path("scans.yaml").write_text(text)
+    for call in (checked, trained):  # four records of a person, and group_size is 1
+        with pytest.raises(UserError, match=r"privacy\.group_size: .* a group of 4 records"):
+            call("scans.yaml")
+
+
+def test_a_person_among_the_features_in_python_is_told():
+    frame = pd.DataFrame(
+        {"age": np.arange(60.0), "user_id": np.arange(60) // 3, "label": [0, 1] * 30}
+    )
+    with pytest.warns(UserWarning, match=r"user_id repeats: 60 rows of 20 values: a person\?"):
+        dpdist.as_records(frame, target="label")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dpdist.as_records(frame, target="label", unit="user_id")
+        dpdist.as_records(frame, inputs=["age"], target="label")
