@@ -50,7 +50,7 @@ def test_lower_bound_is_exact_and_rounded_down(hits: int, draws: int, alpha: flo
     p = binomial.clopper_pearson_lower(hits, draws, alpha)
     tail = exact_upper_tail(hits, draws, p)
     assert tail <= alpha
-    assert tail == pytest.approx(alpha, rel=1e-6)
+    assert tail == pytest.approx(alpha, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
