@@ -25,7 +25,8 @@ help:
 	@echo "make lint    ruff, import-linter and mypy"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make nightly what is beyond test-all: experiments, hosts, faults (hours; CONTRIBUTING.md)"
+	@echo "make mutation  change five modules in small ways: do tests notice? (half an hour; docs/contributing/testing.md)"
+	@echo "make nightly what is beyond test-all: experiments, hosts, faults, mutation (hours; CONTRIBUTING.md)"
 	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
@@ -73,15 +74,23 @@ test-all: bytecode
 	@$(TESTS) $(PYTEST_ARGS)
 
 # Each part is run, whichever failed before it.
-nightly: bytecode
+nightly: bytecode mutation-tools
 	@failed=0; \
 	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
+	$(BIN)/python tests/mutation.py || failed=1; \
 	$(BIN)/python tests/matrix.py || failed=1; \
 	exit $$failed
 
 audit-zoo: install
 	@$(BIN)/python tests/audits/zoo.py
+
+.PHONY: mutation mutation-tools
+mutation-tools: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,mutation]"
+
+mutation: bytecode mutation-tools
+	@$(BIN)/python tests/mutation.py
 
 matrix: install
 	@$(BIN)/python tests/matrix.py

@@ -50,7 +50,7 @@ def test_lower_bound_is_exact_and_rounded_down(hits: int, draws: int, alpha: flo
     p = binomial.clopper_pearson_lower(hits, draws, alpha)
     tail = exact_upper_tail(hits, draws, p)
     assert tail <= alpha
-    assert tail == pytest.approx(alpha, rel=1e-6)
+    assert tail == pytest.approx(alpha, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
@@ -82,7 +82,7 @@ def test_edges_have_their_closed_forms(draws: int) -> None:
     assert p <= all_hits
     assert 1 - p == pytest.approx(float(1 - all_hits), rel=1e-7)
     assert binomial.clopper_pearson_upper(0, draws, 1e-3) == pytest.approx(
-        float(1 - all_hits), rel=1e-12
+        float(1 - all_hits), rel=1e-12, abs=0
     )
 
 
