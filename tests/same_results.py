@@ -227,10 +227,6 @@ CASES: dict[str, Case] = {
             "certify": {**_VOTES, "mode": "anytime", "radii": [0.1]},
         },
     ),
-    "bank": Case(
-        "DPlis; one bank of noise for all inputs",
-        {"method": {"name": "dplis", "draws": 3}, "certify": {**_VOTES, "noise_bank": True}},
-    ),
     "uniform": Case(
         "DPlis by sums for each example; uniform noise, L1",
         {

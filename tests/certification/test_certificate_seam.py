@@ -88,7 +88,7 @@ def test_the_rule_can_fail(asked: str) -> None:
     assert branches(f"x = {asked}")
 
 
-OPTIONS = {"mode": "fixed", "noise": "gaussian", "noise_bank": False, "bound": "hoeffding",
+OPTIONS = {"mode": "fixed", "noise": "gaussian", "bound": "hoeffding",
            "norm": "l2", "one_sided": False}  # fmt: skip
 SECTIONS = {
     Cohen: {"sigma": 0.5},

@@ -34,7 +34,8 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         selected = int(np.argmax(histogram))
         partial: dict[str, Any] = {"selected": selected, "histogram": [int(c) for c in histogram]}
         if mode != "fixed":
-            partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
+            k = int(histogram[selected])
+            partial |= {"k": k, "n": n, "looks": 1, "passed": 1, "hits": [k]}
         rows.append(
             kind_of(type(settings)).table_format.row(
                 settings,
@@ -46,8 +47,7 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         )
     about = {
         "settings": {"sigma": 0.5, "noise": settings.noise, "alpha": settings.alpha,
-                     "start": settings.start, "every": settings.every, "max_inputs": None,
-                     "noise_bank": settings.noise_bank},
+                     "start": settings.start, "every": settings.every, "max_inputs": None},
         "model": "m", "data": "d", "seed": f"s{settings.start}", "classifier": CLASSIFIER,
     }  # fmt: skip
     return tables.build(rows, about)
@@ -110,7 +110,6 @@ def test_other_results_do_not_merge() -> None:
         ({"data": "other"}, "data"),
         ({"model": "other"}, "model"),
         ({"settings": {"sigma": 0.5, "n0": 50}}, "n0"),
-        ({"settings": {"sigma": 0.5, "noise_bank": True}}, "noise_bank"),
         ({"classifier": {**CLASSIFIER, "form": "eager"}}, "classifier.form"),
         ({"classifier": {**CLASSIFIER, "device": "cuda"}}, "classifier.device"),
         ({"rebound_bound": "counts"}, "rebound_bound"),
