@@ -76,16 +76,13 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The sizes of work: at most `max_units` units in a chunk, `grid_step` of one item in a piece.
+    """The size of work: at most `max_units` units in a chunk.
 
-    stall_seconds: seconds after which a worker that says nothing must be hanging. interleave_items:
-    one stretch of units after the other for all items, not one item after the other.
+    stall_seconds: seconds after which a worker that says nothing must be hanging.
     """
 
     max_units: int = 1
-    grid_step: int = 1
     stall_seconds: float = 60.0
-    interleave_items: bool = False
 
 
 class WorkItems:
@@ -365,20 +362,17 @@ def iter_chunks(state: JobState, plan: ChunkPlan) -> Iterator[Chunk]:
 
 
 def _iter_work_units(state: JobState, plan: ChunkPlan) -> Iterator[WorkUnit]:
-    """Every missing interval of units, cut on a grid of ``plan.step``.
+    """Every missing interval of units, cut on a grid of ``plan.max_units``.
 
     What is missing of a piece is found out when its turn comes: nobody else computes it, so that it
     does not matter when.
     """
-    grid = range(0, state.work_items.units_per_item, plan.grid_step)
-    if plan.interleave_items:
-        places = ((item, at) for at in grid for item in state.work_items.items)
-    else:
-        places = ((item, at) for item in state.work_items.items for at in grid)
-    for item, at in places:
-        for low, high in state.missing_intervals(item):
-            if low < at + plan.grid_step and at < high:
-                yield WorkUnit(item, max(low, at), min(high, at + plan.grid_step))
+    step = plan.max_units
+    for item in state.work_items.items:
+        for at in range(0, state.work_items.units_per_item, step):
+            for low, high in state.missing_intervals(item):
+                if low < at + step and at < high:
+                    yield WorkUnit(item, max(low, at), min(high, at + step))
 
 
 class _PartialTables:

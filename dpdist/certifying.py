@@ -103,9 +103,6 @@ class CertificateTable(table.CertificateTable):
             A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound`
             (float in [0, 1]) and `certifiable_upper_bound` (float, or None where the table has no
             counts of all classes).
-
-        Raises:
-            UserError: the inputs share one noise bank, so their draws are not independent.
         """
         return statistics.population_bounds(self, radii, error)
 

@@ -168,14 +168,13 @@ def _ends(name: str) -> tuple[Step, ...]:
 _ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
 CASES: dict[str, Case] = {
     "fixed": Case(
-        "DP-SGD; Cohen's certificate, its shares and re-bound table, at attacked copies, PREDICT",
+        "DP-SGD; Cohen's certificate, its parts and re-bound table, at attacked copies, PREDICT",
         {"certify": _VOTES},
         (
             step("certify fixed --json", "certified", again=True),
             step("certify fixed --rebound alpha=0.01 --json", "rebound"),
             step("certify fixed --start 1 --every 2 --max-inputs 3"),
             step("certify fixed --start 2 --every 2 --max-inputs 3"),
-            step("certify fixed --merge --json", "merged"),
 
             step("certify fixed --at attacked:pgd,0.05 --max-inputs 4 --json", "attacked"),
             # With so little noise all draws agree: the radius then follows from n alone.
@@ -226,10 +225,6 @@ CASES: dict[str, Case] = {
             "training": {"optimizer": "adam", "momentum": 0.0, "learning_rate": 0.01, "ema": 0.9},
             "certify": {**_VOTES, "mode": "anytime", "radii": [0.1]},
         },
-    ),
-    "bank": Case(
-        "DPlis; one bank of noise for all inputs",
-        {"method": {"name": "dplis", "draws": 3}, "certify": {**_VOTES, "noise_bank": True}},
     ),
     "uniform": Case(
         "DPlis by sums for each example; uniform noise, L1",

@@ -18,7 +18,6 @@ from torch import nn
 
 import dpdist
 from dpdist import data, models
-from dpdist.certification import table_reader
 from dpdist.certification.inference import ExecutedClassifier
 from dpdist.certifying import certify
 from dpdist.certifying import test_inputs as inputs_of
@@ -374,21 +373,6 @@ def test_what_a_run_or_a_callable_has_already_is_refused(tmp_path: Path) -> None
         dpdist.certify(tmp_path / "model", (x, y), FEW, normalize=CONSTANTS, executor="local")
     with pytest.raises(UserError, match="weights: must be left out"):
         dpdist.certify(lambda each: module(each), (x, y), FEW, weights="a.pt", executor="local")
-
-
-def test_shares_of_a_certification_merge_their_clean_answers_and_ranges() -> None:
-    module, x, y = images()
-    y = np.where(np.arange(40) % 4 == 0, (y + 1) % 3, y)  # 10 wrong labels, all in one share
-    parts = [
-        dpdist.certify(
-            module, (x, y), FEW.model_copy(update={"start": start, "every": 2}),
-            normalize=CONSTANTS, executor="local",
-        ) for start in (0, 1)
-    ]  # fmt: skip
-    assert [part.clean_accuracy for part in parts] == [0.5, 1.0]
-    whole = table_reader.from_arrow(table_reader.merge_tables([p.to_arrow() for p in parts]))
-    assert whole.clean_accuracy == 0.75
-    assert whole.input_range == (x.min(), x.max())
 
 
 def test_a_model_that_says_one_class_is_named_first(here: None) -> None:

@@ -704,7 +704,7 @@ def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch)
     assert (work / "all.csv").read_text().count("\n") == 4
     done = call("certify", copied, "--output", copied / "certificates")
     assert done.code == 2 and "stays as it was published" in done.err
-    done = call("certify", copied, "--merge")
+    done = call("certify", copied, "--rebound", "alpha=0.05")
     assert done.code == 2 and "not of a release" in done.err
     assert call("verify", copied).code == 0
 

@@ -763,9 +763,7 @@ class CertificateCheckJob(BaseAttackJob):
         }
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        bank = self._found.job_record["settings"].get("noise_bank")
-        about = {tables.SUBMITTED: len(self._submitted), tables.INDEPENDENT: not bank}
-        return super().initial_record(output) | about
+        return super().initial_record(output) | {tables.SUBMITTED: len(self._submitted)}
 
     def worker_setup(self) -> _CheckSetup:
         return _CheckSetup(self.assignment, self._certificate, self._sampler, self._votes)
@@ -783,7 +781,6 @@ class CertificateCheckJob(BaseAttackJob):
             len(self._submitted),
             found.alpha,
             len(whole),
-            independent=not found.job_record["settings"].get("noise_bank"),
         )
         about = {
             **asdict(verdict),

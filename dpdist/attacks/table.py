@@ -195,7 +195,7 @@ CHECK_COLUMNS: dict[str, ColumnSpec] = {
 }  # fmt: skip
 # What the table of a check says of the certificates: how many were submitted to certification, and
 # whether each had noise of its own.
-SUBMITTED, INDEPENDENT = "submitted", "independent"
+SUBMITTED = "submitted"
 
 
 def read_job_record(table: pa.Table) -> dict[str, Any]:
@@ -243,26 +243,19 @@ def assess_plausibility(
     alpha: float,
     points: int,
     *,
-    independent: bool = True,
     level: float = LEVEL,
 ) -> Plausibility:
     """Compare a count of contradictions with what the certificates' own error allows.
 
     inputs: submitted to certification, certified or not. points: attacked points certified again
-    per input. independent: noise of its own for each input: the count is then at most binomial,
-    stochastically; with a shared noise bank errors can coincide and only Markov's inequality holds.
+    per input. Each input has noise of its own, so the count is at most binomial, stochastically.
     """
     from scipy import stats  # which a report without checks does not wait for
 
     error = min(1.0, (1 + points) * alpha)
     counts = np.arange(inputs + 1)
-    if independent:
-        tails = stats.binom.sf(counts - 1, inputs, error)
-        method = f"exact tail of Binomial({inputs}, {error:g})"
-    else:
-        tails = np.minimum(1.0, inputs * error / np.maximum(counts, 1))
-        tails[0] = 1.0
-        method = "Markov's inequality (one noise bank for all inputs)"
+    tails = stats.binom.sf(counts - 1, inputs, error)
+    method = f"exact tail of Binomial({inputs}, {error:g})"
     allowed = int(counts[tails >= level].max())
     return Plausibility(
         contradictions, inputs, error, allowed, float(tails[contradictions]), level, method
@@ -452,7 +445,7 @@ def _recompute_verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str,
     tables of early versions do not say."""
     table = job_folder.read_table(path, CHECK_COLUMNS, KEY)
     said = read_job_record(table)
-    shape = {"model": str, "again.alpha": float, SUBMITTED: int, INDEPENDENT: bool}
+    shape = {"model": str, "again.alpha": float, SUBMITTED: int}
     check_shape(said, str(path), shape)
     index, certified, prediction = (
         table[name].to_numpy() for name in ("index", "certified", "prediction")
@@ -469,7 +462,6 @@ def _recompute_verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str,
         said[SUBMITTED],
         said["again"]["alpha"],
         len(attacks),
-        independent=said[INDEPENDENT],
     )
     found = {
         "plausible": verdict.plausible, "contradictions": verdict.contradictions,

@@ -240,10 +240,6 @@ class Certificate(Section):
         def noise(self) -> str:
             """Its name in the keys of random units."""
 
-        @property
-        def noise_bank(self) -> bool:
-            """One noise stream for all inputs."""
-
     # settings on which no result depends
     result_free_fields: ClassVar[frozenset[str]] = frozenset()
     default_batch: ClassVar[int] = 500
@@ -388,10 +384,9 @@ class Certificate(Section):
     def with_seed(self, seed: str) -> Certificate:
         """Return a copy of these settings with another seed, for inputs that come one by one.
 
-        The copy has no noise bank, and its generator is chosen by the device.
+        The generator of the copy is chosen by the device.
         """
-        own_noise = {"noise_bank": False} if "noise_bank" in type(self).model_fields else {}
-        return self.model_copy(update={"seed": seed, "generator": None} | own_noise)
+        return self.model_copy(update={"seed": seed, "generator": None})
 
     @property
     @final

@@ -69,18 +69,14 @@ class Smoothing(Certificate):
     Attributes:
         sigma: Standard deviation of the noise, in input units, above 0.
         noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
-        noise_bank: Use one noise stream for all inputs; errors of inputs can then coincide.
     """
 
     sigma: Positive
     noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
-    noise_bank: bool = False
 
     mode: str
     wrong_key_hint: ClassVar[str] = "with sigma, by smoothing the inputs"
     vote_title: ClassVar[str] = "vote (Cohen)"  # tells tables of one noise apart
-    # the first of a noise bank are asked for again and again
-    cache_first_blocks: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _validate_radii(self) -> Self:
@@ -116,21 +112,18 @@ class Smoothing(Certificate):
             A `VoteSampler`, the argument `sampler` of `sample`, `predict` and `decide`.
 
         Raises:
-            UserError: the model has noise inside, and this noise is another or is a noise bank.
+            UserError: the model has noise inside, and this noise is another.
         """
         from dpdist.certification.worker import VoteSampler, combined_noise_of_model
         from dpdist.randomness.noise_location import find_noise_location
 
         where = find_noise_location(model).with_input_noise(self.sigma)
-        if where.has_inner_noise and (self.noise != Gaussian.name or self.noise_bank):
+        if where.has_inner_noise and self.noise != Gaussian.name:
             raise UserError(
-                "the model has noise of its own behind its input: certify with noise gaussian and "
-                "without noise bank"
+                "the model has noise of its own behind its input: certify with noise gaussian"
             )
         both = combined_noise_of_model(where, model, input_shape, self.sigma)
-        return VoteSampler(
-            self.smoothing_noise, self.noise_bank, self.cache_first_blocks, where, both
-        )
+        return VoteSampler(self.smoothing_noise, where, both)
 
     def predict(
         self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: VoteSampler
@@ -163,7 +156,6 @@ class Cohen(Smoothing):
     Args:
         sigma: standard deviation of the noise, in input units, above 0.
         noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
-        noise_bank: use one noise stream for all inputs; errors of inputs can then coincide.
         n0: draws that choose the class, for each input.
         n: draws that bound its probability, for each input.
         alpha: error probability of each input's certificate, strictly between 0 and 1.
@@ -202,7 +194,6 @@ class Cohen(Smoothing):
     result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
     default_batch: ClassVar[int] = 1000
     max_device_batch: ClassVar[int] = 32768
-    cache_first_blocks: ClassVar[bool] = False
 
     def sample(
         self,

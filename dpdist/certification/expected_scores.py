@@ -87,7 +87,6 @@ class HiddenNoiseCertificate(Certificate):
     n: Annotated[int, RejectBool, Field(ge=2, le=MAX_DRAWS)] = 100_000
 
     noise: ClassVar[str] = HIDDEN_NOISE
-    noise_bank: ClassVar[bool] = False
     sigma: ClassVar[None] = None
     max_device_batch: ClassVar[int] = 32768
 
@@ -135,7 +134,7 @@ class ExpectedScores(HiddenNoiseCertificate):
         bound: "hoeffding", "bernstein" (empirical), or "counts": Clopper and Pearson's of how often
             each class had the largest score.
         norm: "l2" or "linf": the norm of the table's radius, in input units. All further fields are
-            those of `dpdist.Cohen`, without `sigma`, `noise` and `noise_bank`.
+            those of `dpdist.Cohen`, without `sigma` and `noise`.
 
     Raises:
         pydantic.ValidationError: a value is out of range, or `sigma` is given: the noise is the

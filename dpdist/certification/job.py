@@ -20,7 +20,6 @@ from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
 from dpdist.certification.registry import kind_of, require_readable
 from dpdist.certification.worker import (
-    BLOCKS_PER_WORK_UNIT,
     Assignment,
     InputWorkUnit,
     Worker,
@@ -384,16 +383,9 @@ class CertificationWorkItems(WorkItems):
         # chunks near the wanted size. Its silence counts the whole, on a slower machine.
         most = spec.batch if self.units_per_item > 1 else settings.n
         budget = max(1, int(seconds * spec.rate / self._usual_draws))
-        # With a noise bank the same few blocks are counted for many inputs in turn.
-        bank = settings.noise_bank
         longest = min(budget, len(self.items) * self.units_per_item)
         silence = max(60.0, 10 * longest * most / spec.rate)
-        return ChunkPlan(
-            budget,
-            min(budget, BLOCKS_PER_WORK_UNIT) if bank else budget,
-            silence,
-            interleave_items=bank,
-        )
+        return ChunkPlan(budget, silence)
 
     def is_small(self, state: JobState) -> bool:
         """Return whether one process draws what is missing within `SMALL_JOB_SECONDS`."""

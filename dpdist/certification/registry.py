@@ -70,7 +70,7 @@ _FIXED = ("fixed", HoeffdingVotes.mode_name())  # modes of a number of draws fix
 BY_MODE = {kind.settings.mode_name(): kind for kind in KINDS}
 
 # Settings of some certificates, which are refused in a section of any other.
-_OF_SOME_KINDS = ("sigma", "mode", "noise", "noise_bank", "bound", "norm", "one_sided")
+_OF_SOME_KINDS = ("sigma", "mode", "noise", "bound", "norm", "one_sided")
 
 
 def _drop_neutral_settings(section: Any) -> Any:

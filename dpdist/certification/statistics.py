@@ -52,7 +52,6 @@ from dpdist.core.binomial import (
     two_sided_p_value,
 )
 from dpdist.core.console import format_exact, format_percent
-from dpdist.core.errors import UserError
 
 # --- two classifiers on the same inputs -------------------------------------------------------
 
@@ -209,9 +208,6 @@ def population_bounds(
         [0, 1]), and `certifiable_upper_bound`, an upper bound of the share that more draws could
         certify (float; None where the table has no counts of all classes).
 
-    Raises:
-        UserError: the inputs share one noise bank, so their draws are not independent.
-
     Example:
         After `dpdist.run` made runs/small:
 
@@ -221,10 +217,6 @@ def population_bounds(
         [0.0, 0.25]
     """
     radii = certificates.reported_radii if radii is None else radii
-    if certificates.comparison_key["noise_bank"]:
-        raise UserError(
-            f"{certificates.path}: its inputs share one noise bank: they are no independent sample"
-        )
     count, alpha, held = len(certificates.index), certificates.alpha, certificates.size_if_correct()
     reach = achievable_label_radii(certificates.table)
     level = error / (len(radii) * (1 if reach is None else 2)) if radii else error
@@ -359,15 +351,12 @@ def population_summary_row(certificates: CertificateTable) -> tuple[str, str]:
     One table has one such statement: reports, `certify`, `compare`, `release` and `verify` print
     it from here.
     """
-    name = POPULATION
-    if certificates.comparison_key["noise_bank"]:
-        return name, "nothing is stated: the inputs share one noise bank"
     stated = population_bounds(certificates)
     shares = ", ".join(
         f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"
         for each in stated
     )
-    return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
+    return POPULATION, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
 
 
 # --- whole curves -----------------------------------------------------------------------------

@@ -557,12 +557,11 @@ class CertificateTable:
     def comparison_key(self) -> dict[str, Any]:
         """Return the terms by name, a dict of JSON values, on which two tables can be compared.
 
-        They are mode, noise, alpha, n0, n, noise_bank and terms of the kind of certificate; tables
+        They are mode, noise, alpha, n0, n and terms of the kind of certificate; tables
         with other terms are not compared. The scale of a model's own noise is not among them.
         """
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
-            "noise_bank": bool(self.job_record.get("settings", {}).get("noise_bank")),
             **self.kind.description.comparison_key(self),
         }  # fmt: skip
 

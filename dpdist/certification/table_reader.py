@@ -1,13 +1,11 @@
-"""Read a table of certificates, recompute it at other errors, and merge tables.
+"""Read a table of certificates, and recompute it at other errors.
 
-Every printed certified accuracy comes from this reader. Recomputation and merging use the stored
-counts alone, without the model.
+Every printed certified accuracy comes from this reader. Recomputation uses the stored counts alone,
+without the model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +58,18 @@ def check_complete(certificates: CertificateTable) -> None:
     """
     about, have = certificates.job_record, np.sort(certificates.index)
     settings = about.get("settings", {})
-    if "seeds" in about and "shares" not in about:  # merged by a version that did not say of what
-        return
-    chosen = [
-        certificates.certificate_class.model_construct(start=start, every=every, max_inputs=most)
-        for start, every, most in (
-            _read_shard(share, certificates.path) for share in about.get("shares", [settings])
-        )
-    ]
+    start, every, most = _read_choice(settings, certificates.path)
+    chosen = certificates.certificate_class.model_construct(
+        start=start, every=every, max_inputs=most
+    )
     inputs = about.get("inputs")
     if inputs is None:
-        if len(chosen) > 1 or not settings:
+        if not settings:
             return
         inputs = int(have[-1]) + 1
     elif type(inputs) is not int or not 0 < inputs <= MAX_COUNT:
         raise UserError(f"{certificates.path}: damaged: inputs must be a number of inputs")
-    wanted = np.unique(np.concatenate([np.asarray(each.indices(inputs)) for each in chosen]))
+    wanted = np.asarray(chosen.indices(inputs))
     if np.array_equal(have, wanted):
         return
     missing, more = np.setdiff1d(wanted, have), np.setdiff1d(have, wanted)
@@ -88,9 +82,8 @@ def check_complete(certificates: CertificateTable) -> None:
     )
 
 
-def _read_shard(share: Any, path: Path) -> tuple[int, int, int | None]:
-    """Return the first input, the step and the most inputs of a share."""
-    given = share if isinstance(share, dict) else {"start": share}
+def _read_choice(given: dict[str, Any], path: Path) -> tuple[int, int, int | None]:
+    """Return the first input, the step and the most inputs that settings choose."""
     start, every, most = given.get("start", 0), given.get("every", 1), given.get("max_inputs")
     numbers = (start, every, 1 if most is None else most)
     if not all(type(number) is int and number <= MAX_COUNT for number in numbers) or not (
@@ -124,7 +117,7 @@ def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: P
     if len(values) > 1:
         raise UserError(
             f"{path}: its rows differ in {column} ({', '.join(map(str, sorted(values)))}), so no "
-            "one statement holds for all of them; merge or certify again"
+            "one statement holds for all of them; certify again"
         )
     stated = about.get("settings", {}).get(_ONCE[column], values[0])
     if column == "alpha":
@@ -136,7 +129,7 @@ def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: P
     return values[0]
 
 
-# --- recomputation and merging ----------------------------------------------------------------
+# --- recomputation ----------------------------------------------------------------
 
 
 def recertify(table: pa.Table, alpha: float) -> pa.Table:
@@ -155,131 +148,6 @@ def recertify(table: pa.Table, alpha: float) -> pa.Table:
         {**tables.read_job_record(table), "rebound_alpha": alpha, **notes},
         table_format.schema(),
     )
-
-
-# What may differ between tables of the same certification done in shares: the inputs; what was
-# asked of the executed classifier, which is compared itself; what was seen of it on some inputs;
-# and settings on which no result depends (`Certificate.result_free_fields`).
-_SHARE = ("start", "every", "max_inputs")
-_ASKED = ("form", "batch", "generator")
-_OF_CHECK = ("check", "notes")
-
-
-def merge_tables(parts: Sequence[pa.Table]) -> pa.Table:
-    """One table from shares of one data set (different ``start``, ``every`` or ``max_inputs``).
-
-    It shows the radii that any of them was to show. Raises UserError when they are not of the same
-    model, data, classifier, settings and alpha, or when they have different results for the same
-    input.
-    """
-    if not parts:
-        raise UserError("nothing to merge")
-    notes = [tables.read_job_record(part) for part in parts]
-    rows: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        if different := merge_conflicts(parts[0], part):
-            raise UserError(
-                f"cannot merge results that differ in {', '.join(different)}",
-                see="how-to/certification.md#share-the-work-among-machines",
-            )
-        for row in part.to_pylist():
-            if rows.setdefault(row["index"], row) != row:
-                raise UserError(f"cannot merge: two different results for input {row['index']}")
-    seeds = sorted({seed for note in notes for seed in note.get("seeds", [note["seed"]])})
-    settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
-    if radii := sorted({radius for part in parts for radius in from_arrow(part).radii}):
-        settings["radii"] = radii
-    classifier = {k: v for k, v in notes[0]["classifier"].items() if k != "check"}
-    classifier["notes"] = sorted({why for note in notes for why in note["classifier"]["notes"]})
-    about = notes[0] | {"settings": settings, "classifier": classifier}
-    about |= {"seed": seeds[0], "seeds": seeds}
-    if all({tables.INPUT_RANGE, tables.CLEAN_WRONG} <= note.keys() for note in notes):
-        lows, highs = zip(*(note[tables.INPUT_RANGE] for note in notes), strict=True)
-        about[tables.INPUT_RANGE] = [min(lows), max(highs)]
-        wrong = {int(each) for note in notes for each in note[tables.CLEAN_WRONG].split()}
-        about[tables.CLEAN_WRONG] = " ".join(map(str, sorted(wrong)))
-    if shares := _all_shards(notes):
-        about["shares"] = shares
-    if all(job_folder.LABEL_DIGEST_KEY in note for note in notes):
-        pairs = [(row["index"], row["label"]) for row in rows.values()]
-        about[job_folder.LABEL_DIGEST_KEY] = job_folder.label_digest(*zip(*pairs, strict=True))
-    else:
-        about.pop(job_folder.LABEL_DIGEST_KEY, None)
-    return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
-
-
-def _all_shards(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return which inputs the merged tables hold, none where one does not say; in one order,
-    whatever the order of the tables."""
-    found: list[dict[str, Any]] = []
-    for note in notes:
-        if "seeds" in note and "shares" not in note:
-            return []  # merged by a version that did not say
-        share = {name: note["settings"][name] for name in _SHARE if name in note["settings"]}
-        found += [each for each in note.get("shares", [share]) if each not in found]
-    return sorted(found, key=lambda each: json.dumps(each, sort_keys=True))
-
-
-def shards_of_one_run(parts: Sequence[pa.Table]) -> list[list[int]]:
-    """Return the groups of tables (by place) that are shares of one certification.
-
-    A group has two and more.
-
-    A merged table is no share. The same counts certified at another alpha are another one.
-    """
-    groups: dict[str, list[int]] = {}
-    for place in _unmerged_indices(parts):
-        groups.setdefault(json.dumps(merge_identity(parts[place]), sort_keys=True), []).append(
-            place
-        )
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def unmerged_tables(parts: Sequence[pa.Table]) -> list[tuple[int, int, list[str]]]:
-    """The tables (by place) that `shards_of_one_run` leaves out though they are not merged ones,
-    each with the nearest other one and by what it differs from that; the nearest first. None
-    without another."""
-    places, grouped = (
-        _unmerged_indices(parts),
-        {place for group in shards_of_one_run(parts) for place in group},
-    )
-    found = []
-    for place in places:
-        if place not in grouped and len(places) > 1:
-            others = ((o, merge_conflicts(parts[place], parts[o])) for o in places if o != place)
-            found.append((place, *min(others, key=lambda other: len(other[1]))))
-    return sorted(found, key=lambda left: len(left[2]))
-
-
-def _unmerged_indices(parts: Sequence[pa.Table]) -> list[int]:
-    return [
-        place for place, part in enumerate(parts) if "seeds" not in tables.read_job_record(part)
-    ]
-
-
-def merge_conflicts(first: pa.Table, second: pa.Table) -> list[str]:
-    """Return the differences by which the two are no shares of one certification."""
-    one, other = merge_identity(first), merge_identity(second)
-    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
-
-
-_ABOUT = {"settings": dict, "classifier.notes": list, "model": str, "data": str}
-
-
-def merge_identity(table: pa.Table) -> dict[str, Any]:
-    """Return the properties that shares of one certification have in common."""
-    note, found = tables.read_job_record(table), from_arrow(table)
-    if "settings" not in note:
-        raise UserError("cannot merge a table that does not say what it was computed from")
-    check_shape(note, "the table's description", _ABOUT)
-    executed = {k: v for k, v in note["classifier"].items() if k not in _OF_CHECK}
-    classifier = {f"classifier.{k}": v for k, v in executed.items()}
-    unsaid = {*_SHARE, *_ASKED, *found.certificate_class.result_free_fields}
-    settings = {k: v for k, v in note["settings"].items() if k not in unsaid}
-    rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}
-    about = {"model": note["model"], "data": note["data"], "alpha": found.alpha}
-    whole = {**settings, **classifier, **rebound, **about}
-    return {k: v for k, v in whole.items() if v is not None}  # or there was no such key yet
 
 
 def achievable_label_radii(table: pa.Table) -> np.ndarray | None:

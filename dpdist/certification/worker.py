@@ -4,12 +4,6 @@ A worker holds the executed classifier and does pieces of inputs. The noise is s
 model is random, by votes or by sums of scores: the location knows the network that is executed
 behind the noise, a batch on which every worker must answer alike, and the sampler that counts
 under the noise.
-
-A shared noise bank is one stream of noise for all inputs, through a dense first layer only once.
-That layer is affine, so layer(x + noise) = layer(noise) + layer(x) - layer(0): its output for the
-noise is kept and only shifted for each input. Each certificate is as valid as with noise of its
-own; but the errors of different inputs can coincide, so statements about a whole set need
-Bonferroni's inequality.
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ from dpdist.certification.inference import (
     Stream,
     choose_inference_form,
     default_generator,
-    differing_rows,
     digest_classes,
 )
 from dpdist.certification.noise import Gaussian, Laplace, Noise
@@ -58,7 +51,6 @@ from dpdist.models import (
     predicted_classes,
     require_split,
     softmax_scores,
-    split_after_first_layer,
 )
 from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import keys
@@ -111,7 +103,6 @@ class InputNoiseCounter:
         classes: int,
         input_shape: tuple[int, ...],
         *,
-        noise_bank: bool = False,
         noise_stream: Stream | None = None,
         inspector: Inspector | None = None,
     ) -> None:
@@ -120,7 +111,6 @@ class InputNoiseCounter:
         self._units = stream_keys
         self._classes = classes
         self._shape = input_shape
-        self._bank = noise_bank
         self._buffers: dict[int, Tensor] = {}
 
     def histogram(
@@ -130,7 +120,7 @@ class InputNoiseCounter:
 
         x: float32 of the input's shape, in [0, 1]. index names the input in the noise's key.
         """
-        noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
+        noisy = self._noisy(x, self._units.key(index, stage, block), rows)
         logits = self._classify.logits(noisy)
         if self._inspect is not None:
             self._inspect(index, stage, block, noisy, logits, draws)
@@ -316,116 +306,17 @@ class KeyedGenerator:
         return self._words.fill(self._source.key(index, stage, block), size)
 
 
-# --- the shared noise bank --------------------------------------------------------------------
-
-
-# Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
-BLOCKS_PER_WORK_UNIT = 8
-_CACHE_BYTES = 512 * 2**20
-
-
-def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """(first, rest) with rest(first(x)) = model(x) when the model begins with a dense layer.
-
-    None otherwise. A convolution fused with what follows it runs faster than anything split (76,500
-    against 48,000 draws/s for the TF-Privacy tutorial's CNN), so it is left whole.
-    """
-    split = split_after_first_layer(model)
-    if split is None or not isinstance(split.layer, nn.Linear):
-        return None
-    return split.first.eval(), split.rest.eval()
-
-
-class NoiseBankCounter:
-    """A ``InputNoiseCounter`` with the noise named without the input and kept behind the first
-    layer.
-
-    evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
-    first blocks stay (sequential tests, which all begin with them). inspector: set later, sees each
-    block that was counted, as behind the first layer.
-    """
-
-    def __init__(
-        self,
-        first: nn.Module,
-        rest: nn.Module,
-        form: str,
-        noise: Noise,
-        stream_keys: StreamKeys,
-        classes: int,
-        shapes: list[tuple[int, ...]],
-        *,
-        evict: bool,
-        noise_stream: Stream | None = None,
-    ) -> None:
-        self._first, self._stream = first, noise_stream or Aes()
-        self.inspector: Inspector | None = None
-        self._shape, device = shapes[0][1:], self._stream.device
-        with torch.inference_mode():
-            self._zero = first(torch.zeros(1, *self._shape, device=device))
-        hidden = tuple(self._zero.shape[1:])
-        behind = [(rows, *hidden) for rows, *_ in shapes]
-        self._classify = ExecutedClassifier(rest, form, behind, device)
-        self._noise = noise
-        self._units = stream_keys
-        self._classes = classes
-        self._evict = evict
-        self._cache: dict[bytes, Tensor] = {}
-        self._kept_bytes = 0
-
-    def histogram(
-        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray:
-        """int64 (classes,): classes of the first ``draws`` of the block's ``rows`` noisy copies."""
-        with torch.inference_mode():
-            shift = self._first(x[None]) - self._zero
-            noisy = self._bank_block(self._units.key(None, stage, block), rows) + shift
-        logits = self.logits(noisy)
-        if self.inspector is not None:
-            self.inspector(index, stage, block, noisy, logits, draws)
-        return count_classes(logits[:draws], self._classes).cpu().numpy()
-
-    def classify_noisy(self, noise: Tensor, inputs: Tensor) -> Tensor:
-        """Return the classes of inputs + noise by this form, row by row, for the check."""
-        return self._classify(self.first_output(noise, inputs))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(B, classes), of what the first layer made: (B, *hidden)."""
-        return self._classify.logits(hidden)
-
-    def first_output(self, noise: Tensor, inputs: Tensor) -> Tensor:
-        """Return the first layer's outputs of inputs + noise, (B, ...) each: (B, *hidden)."""
-        with torch.inference_mode():
-            result: Tensor = self._first(noise) + (self._first(inputs) - self._zero)
-            return result
-
-    def _bank_block(self, key: bytes, rows: int) -> Tensor:
-        if key in self._cache:
-            return self._cache[key]
-        noise = torch.empty(rows, *self._shape, device=self._stream.device)
-        hidden: Tensor = self._first(self._stream.fill(self._noise, key, noise))
-        if self._kept_bytes + hidden.nbytes > _CACHE_BYTES and self._evict:
-            self._cache.clear()
-            self._kept_bytes = 0
-        if self._kept_bytes + hidden.nbytes <= _CACHE_BYTES:
-            self._cache[key] = hidden
-            self._kept_bytes += hidden.nbytes
-        return hidden
-
-
 # --- sampling at each location of noise -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class VoteSampler:
-    """Votes under noise on the input, and under what noise the model has behind it. noise_bank: the
-    same stream for all inputs, behind a dense first layer once; cache_first_blocks: the first
-    blocks of it stay. location: the place, beside the law that ``noise`` has on the input.
+    """Votes under noise on the input, and under what noise the model has behind it.
+
+    location: the place, in addition to the law that ``noise`` has on the input.
     combined_noise: what noise behind an affine first layer certifies with it."""
 
     noise: Noise
-    noise_bank: bool = False
-    cache_first_blocks: bool = True
     location: NoiseLocation = field(default_factory=NoNoise)
     combined_noise: CombinedNoise | None = None
 
@@ -467,20 +358,10 @@ class VoteSampler:
             return _build_hidden_noise_counter(cut, assignment, spec)
         source, classes, stream = assignment.stream_keys, assignment.classes, assignment.stream
         shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
-        if self.noise_bank and (parts := split_first_layer(cut.after_noise)) is not None:
-            bank = NoiseBankCounter(
-                *parts, spec.form, self.noise, source, classes, shapes,
-                evict=not self.cache_first_blocks, noise_stream=stream,
-            )  # fmt: skip
-            parts_of = self._check_noise_and_inputs(assignment)
-            others = bank.first_output(*parts_of)
-            bank.inspector = assignment.build_reexecution(parts[1], bank.logits, others, spec)
-            return bank, bank.classify_noisy(*parts_of)
         classify = ExecutedClassifier(cut.after_noise, spec.form, shapes, stream.device)
         batch = self.check_batch(assignment)[1]
         sampler = InputNoiseCounter(
             classify, self.noise, source, classes, assignment.input_shape,
-            noise_bank=self.noise_bank,
             noise_stream=stream, inspector=assignment.build_reexecution(cut.after_noise,
                 classify.logits, batch, spec),
         )  # fmt: skip
@@ -753,31 +634,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     job = one * assignment.inputs * settings.num_units(len(batch))
     budget = max(_PROBE_SECONDS, _PROBE_SHARE * job) - (time.perf_counter() - began)
     spec, _ = choose_inference_form(network, batch, settings.form, (settings.n0,), budget)
-    spec = replace(spec, generator=assignment.stream.name)
-    return (
-        _with_noise_bank_digest(assignment, spec, logits) if _uses_noise_bank(assignment) else spec
-    )
-
-
-def _uses_noise_bank(assignment: Assignment) -> bool:
-    return getattr(assignment.settings, "noise_bank", False)
-
-
-def _with_noise_bank_digest(
-    assignment: Assignment, spec: ClassifierSpec, logits: torch.Tensor
-) -> ClassifierSpec:
-    """Return the form with the answers of a noise bank.
-
-    A bank sums the first layer in another order. Raises UserError where more than rounding
-    tells them from the model's.
-    """
-    _, answer = assignment.sampler.build_counter(assignment, spec)
-    if differing := differing_rows(logits, answer):
-        raise UserError(
-            f"with a noise bank {differing} of {len(logits)} check inputs get another class than "
-            "the model's: certify with noise_bank=False"
-        )
-    return replace(spec, check=digest_classes(answer))
+    return replace(spec, generator=assignment.stream.name)
 
 
 def _with_batch_size(assignment: Assignment) -> Assignment:

@@ -1,6 +1,6 @@
 """``dpdist certify``, ``radius`` and ``predict``: certificates and certified answers.
 
-certify: certify a run's test split, recompute or merge its tables; or certify a release, without
+certify: certify a run's test split, recompute its tables; or certify a release, without
 its run. radius: the certified radius of a count, without model, data, torch or Ray. predict: label
 or ABSTAIN, with a certified radius, for single images. serve: a released model behind HTTP, on
 this machine.
@@ -177,7 +177,6 @@ _AttackedCopies = Annotated[
 _Recertify = Annotated[
     str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
 ]
-_Merge = Annotated[bool, flag("--merge", "Merge the run's tables of shares into one.")]
 _OUTPUT_FILE = path_callback(for_writing=True)
 _Tsv = Annotated[
     Path | None, path_option("Also write Cohen's columns here.", callback=_OUTPUT_FILE)
@@ -216,7 +215,6 @@ def certify_command(
     output: Output = None,
     at: _AttackedCopies = None,
     rebound: _Recertify = None,
-    merge: _Merge = False,
     tsv: _Tsv = None,
     csv: _Csv = None,
     trust_factory: TrustFactory = None,
@@ -245,8 +243,8 @@ def certify_command(
     With --model, --weights and --data, a model that was trained elsewhere is first imported into
     the run --name (default: the name of the file of weights), as by `dpdist import`.
 
-    Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
-    model: on the table in --output, or on all tables of the run.
+    Settings not given are the recipe's. --rebound works on stored counts, without the
+    model: on the table in --output, or on the only table of the run.
     """
     from dpdist.runs.archive import Archive, open_run_or_archive
 
@@ -264,8 +262,8 @@ def certify_command(
     data_root = None if model is not None else data_root
     release = open_release_if_any(run, trust_factory, signer)
     if release is not None:
-        if merge or rebound is not None or at is not None:
-            raise UserError("--merge, --rebound, --at: of a run, not of a release")
+        if rebound is not None or at is not None:
+            raise UserError("--rebound, --at: of a run, not of a release")
 
         table, path = certify_release(release, given, data_root, output, actors, local)
         _export_table(table, path, tsv, csv)
@@ -274,36 +272,32 @@ def certify_command(
     chosen = given | {"data_root": data_root, "actors": actors}
     if (where := executor_name(local)) is not None:
         chosen[where] = True
-    _refuse_certify_options(chosen, merge, rebound)
+    if rebound is not None:
+        _refuse_certify_options(chosen)
     folder = open_run_or_archive(run, runs)
-    if not merge and rebound is None:
+    if rebound is None:
         folder.require_trained()
         console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
     Archive.check_archive_key(folder)
     measured: list[tuple[str, str]] = []
     if at is not None:
-        if merge or rebound is not None:
-            raise UserError("--at: certifies; it does not go with --merge or --rebound")
+        if rebound is not None:
+            raise UserError("--at: certifies; it does not go with --rebound")
         made, measured = _certify_attacked_copies(
             at, folder, output, _resolve_request(folder, given, data_root), actors, local
         )
-    elif merge:
-        made = _merge_run_tables(folder, output)
     elif rebound is not None:
-        made = [_recertify_table(folder, output, rebound)]
+        made = _recertify_table(folder, output, rebound)
     else:
         request = _resolve_request(folder, given, data_root)
-        made = [_certify_run(folder, output, request, actors, local)]
-    if len(made) > 1 and (tsv or csv):
-        names = ", ".join(path.parent.name for _, path in made)
-        raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
-    for table, path in made:
-        _export_table(table, path, tsv, csv)
+        made = _certify_run(folder, output, request, actors, local)
+    table, path = made
+    _export_table(table, path, tsv, csv)
     if folder.archive.exists():
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path for _, path in made], measured, as_json)
+    _print_tables(folder.name, [path], measured, as_json)
 
 
 def _run_or_import(
@@ -340,17 +334,14 @@ def _run_or_import(
     return str(folder.path)
 
 
-def _refuse_certify_options(options: dict[str, Any], merge: bool, rebound: str | None) -> None:
+def _refuse_certify_options(options: dict[str, Any]) -> None:
     """Raise UserError for options of a certification where none is made."""
-    made = "--merge" if merge else "--rebound" if rebound is not None else None
-    if merge and rebound is not None:
-        raise UserError("--merge, --rebound: give one of them")
     useless = [
         f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None
     ]
-    if made and useless:
+    if useless:
         raise UserError(
-            f"{', '.join(useless)}: must be left out with {made}, which takes what is there as "
+            f"{', '.join(useless)}: must be left out with --rebound, which takes what is there as "
             "it is"
         )
 
@@ -389,7 +380,7 @@ def _certify_attacked_copies(
     request: _CertifyRequest,
     actors: int | None,
     local: bool | None,
-) -> tuple[list[tuple[pa.Table, Path]], list[tuple[str, str]]]:
+) -> tuple[tuple[pa.Table, Path], list[tuple[str, str]]]:
     """The table, and what is shown of it."""
     from dpdist import pipeline
     from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
@@ -411,7 +402,7 @@ def _certify_attacked_copies(
         *copies.summary_rows(found, clean),
         ("table", str(path)),
     ]
-    return [(found.table, path)], rows
+    return (found.table, path), rows
 
 
 def _resolve_request(
@@ -426,41 +417,6 @@ def _resolve_request(
         settings_of(options, recipe.certify)  # refused before torch is loaded
     model = load_model(recipe, folder)
     return recipe, model, resolve_settings(options, recipe.certify, model, folder.path)
-
-
-def _merge_run_tables(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
-    """The shares of each certification of the run, each merged into a table of its own."""
-    from dpdist.certification import table as tables
-    from dpdist.certification.table_reader import merge_tables, shards_of_one_run, unmerged_tables
-
-    sources = _stored_tables(folder.certificates)
-    found = [tables.read(source) for source in sources]
-    groups = shards_of_one_run(found)
-    left = [
-        f"{sources[place].parent.name} differs from {sources[nearest].parent.name} in "
-        f"{', '.join(names)}"
-        for place, nearest, names in unmerged_tables(found)
-    ]
-    if not groups:
-        raise UserError(
-            f"{folder.certificates}: no two tables are shares of one certification (the same but "
-            "for --start, --every and --max-inputs)" + "".join(f": {why}" for why in left[:1])
-        )
-    if output is not None and len(groups) > 1:
-        raise UserError(
-            f"--output: holds one table, there are shares of {len(groups)} certifications; leave "
-            "it out, and each gets a folder of its own"
-        )
-    made = []
-    for group in groups:
-        table = merge_tables([found[place] for place in group])
-        name = "merged" if len(groups) == 1 else f"merged-{sources[group[0]].parent.name}"
-        made.append((table, _derived_table_path(output or folder.certificates / name)))
-    for table, path in made:
-        tables.write(table, path)
-    for why in left:
-        typer.echo(f"left alone: {why}", err=True)
-    return made
 
 
 def _recertify_table(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:

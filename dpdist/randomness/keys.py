@@ -118,7 +118,7 @@ class StreamKeys:
     sigma: float
 
     def key(self, index: int | None, stage: str, block: int) -> bytes:
-        """Return 32 bytes for one block of one input; index None is the shared noise bank."""
+        """Return 32 bytes for one block of one input; index None: of no input."""
         digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
         for part in (
             self.purpose,

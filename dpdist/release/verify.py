@@ -59,7 +59,7 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "certificate", "certificate.alpha", "certificate.n", "certificate.n0",
-                "certificate.noise_bank", "certificate.radii", "certificate.radii.*",
+                "certificate.radii", "certificate.radii.*",
                 "certificate.sigma",
             ),
             _REASON_SUGGESTION,
@@ -86,7 +86,7 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "about.classifier.batch", "about.classifier.check", "about.data", "about.inputs",
-                "about.seed", "about.settings.batch", "about.settings.noise_bank", "histogram",
+                "about.seed", "about.settings.batch", "histogram",
                 "label",
             ),
             _REASON_COUNTS,

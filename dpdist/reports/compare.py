@@ -438,10 +438,6 @@ def _common_rows(
 def _paired_sizes(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
     """Yield the sizes that both runs certify of the same inputs, on the same terms."""
     for mine, other in _comparable_tables(first, later, notes):
-        if mine.comparison_key["noise_bank"]:
-            raise UserError(
-                f"{mine.path}: its inputs share one noise bank: they are no independent sample"
-            )
         own, others = _common_rows(mine, other)
         if not len(own):
             raise UserError(

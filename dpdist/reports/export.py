@@ -54,7 +54,6 @@ def table_as_json(table: CertificateTable) -> dict[str, Any]:
     At each radius the share of its inputs that are right and certified, and what that says at least
     of the population (all radii together).
     """
-    bank = bool(table.comparison_key["noise_bank"])  # its inputs are then no independent sample
     return {
         "name": table.name,
         "title": table.title,
@@ -73,9 +72,7 @@ def table_as_json(table: CertificateTable) -> dict[str, Any]:
             {"radius": radius, "accuracy": table.certified_accuracy(radius)}
             for radius in table.reported_radii
         ],
-        "population": []
-        if bank
-        else [
+        "population": [
             {"radius": each.radius, "at_least": each.accuracy_lower_bound}
             for each in statistics.population_bounds(table)
         ],

@@ -513,10 +513,7 @@ def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
         radius = statistics.smallest_shown_radius(table)
         share = f"{format_percent(table.certified_accuracy(radius), 1)} %"
         name = f"right and certified at {norm_name(table.norm)} {format_exact(radius)}"
-        sure, stated = (
-            "the inputs share one noise bank: nothing is said of others",
-            _population_bounds(table),
-        )
+        sure, stated = "", _population_bounds(table)
         if radius in stated:
             low = format_percent(stated[radius].accuracy_lower_bound)
             sure = f"at least {low}\u00a0% of inputs like these, 95\u00a0% sure"
@@ -647,10 +644,7 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
 
 
 def _population_bounds(table: CertificateTable) -> dict[float, statistics.PopulationBound]:
-    """Of inputs like these, at every radius that is shown, all together; nothing where the inputs
-    are no independent sample."""
-    if table.comparison_key["noise_bank"]:
-        return {}
+    """Of inputs like these, at every radius that is shown, all together."""
     return {at.radius: at for at in statistics.population_bounds(table)}
 
 

@@ -63,8 +63,18 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
     assert float((loss[1] > loss[0]).double().mean()) > 0.9
     with pytest.raises(UserError, match="only Gaussian smoothing can be attacked"):
         AttackedCopies(at, data, model, settings_of({**SETTINGS, "noise": "laplace"}))
-    done = command(monkeypatch, capsys, tmp_path, "certify", "x", "--at", "attacked:pgd", "--merge")
-    assert done.code == 2 and "does not go with --merge" in done.err
+    done = command(
+        monkeypatch,
+        capsys,
+        tmp_path,
+        "certify",
+        "x",
+        "--at",
+        "attacked:pgd",
+        "--rebound",
+        "alpha=0.05",
+    )
+    assert done.code == 2 and "does not go with --rebound" in done.err
 
 
 def test_what_no_copies_are_is_named() -> None:

@@ -256,10 +256,3 @@ def test_plausibility_holds_its_level_in_the_worst_case() -> None:
     assert np.mean(counts > limit) <= 0.001 + 5 * (0.001 / 200_000) ** 0.5
     # Comparing with alpha alone, as if only the first certificate could err, would not hold it.
     assert np.mean(counts > assess_plausibility(0, 300, 0.01, 0).allowed) > 0.01
-
-
-def test_a_shared_noise_bank_allows_errors_to_coincide() -> None:
-    # All 500 wrong together has probability 0.002 then: not yet implausible at 0.001.
-    assert assess_plausibility(500, 500, 0.001, 1, independent=False).plausible
-    assert assess_plausibility(500, 500, 1e-5, 1, independent=False).p_value == pytest.approx(2e-5)
-    assert not assess_plausibility(500, 500, 0.001, 1).plausible

@@ -38,7 +38,6 @@ OWN_WORD = {
     "about.classifier.notes", "about.classifier.torch_version",  # how it was counted
     "about.seed", "about.settings.batch", "about.settings.form",
     "about.settings.radii",  # what is shown
-    "about.settings.noise_bank",  # whether errors can coincide: more contradictions are chance
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from dpdist.core.errors import UserError
 from dpdist.runs.recipe import parse_recipe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OPTIONS = {"mode": "fixed", "noise": "gaussian", "noise_bank": False, "bound": "hoeffding",
+OPTIONS = {"mode": "fixed", "noise": "gaussian", "bound": "hoeffding",
            "norm": "l2", "one_sided": False}  # fmt: skip
 SECTIONS = {
     Cohen: {"sigma": 0.5},

@@ -98,12 +98,9 @@ def test_options_of_another_certificate_are_refused(here: None, runs: Path) -> N
         other = " or be clopper-pearson or be hoeffding" if key == "bound" else ""
         start = f"certify.{key}: must be left out{other} with sigma"
         assert str(refused.exception).startswith(start)
-    for words in (("--merge", "--sigma", 0.25), ("--rebound", "alpha=0.1", "--one-sided")):
-        refused = call("certify", "small", "--runs", runs, *words)
-        assert isinstance(refused.exception, UserError)
-        assert f"must be left out with {words[0]}" in str(refused.exception)
-    both = call("certify", "small", "--runs", runs, "--merge", "--rebound", "alpha=0.1")
-    assert "give one of them" in str(both.exception)
+    refused = call("certify", "small", "--runs", runs, "--rebound", "alpha=0.1", "--one-sided")
+    assert isinstance(refused.exception, UserError)
+    assert "must be left out with --rebound" in str(refused.exception)
     assert not list((runs / "small/certificates").glob("sigma-0.25*"))
 
 
@@ -114,54 +111,6 @@ def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
     assert classifier["classifier"]["form"] == "bf16"
     refused = call(*words, "--form", "half")
     assert isinstance(refused.exception, UserError) and "certify.form" in str(refused.exception)
-
-
-def test_shares_are_merged(here: None, runs: Path) -> None:
-    for start in (0, 1):
-        good("certify", "small", "--runs", runs, "--start", start, "--every", 2, "--max-inputs", 3)
-    output = good("certify", "small", "--runs", runs, "--merge", "--csv", runs / "all.csv")
-    assert "merged" in output
-    table = tables.read(runs / "small/certificates/merged/certificates.parquet")
-    assert table["index"].to_pylist() == [0, 1, 2, 3, 4, 5]
-    assert len((runs / "all.csv").read_text().splitlines()) == 7
-
-
-@pytest.mark.long
-def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
-    shares = ("--every", 2, "--max-inputs", 3)
-    for start in (0, 1):
-        good("certify", "small", "--runs", runs, "--start", start, *shares)
-    folder = runs / "small/certificates"
-    first = folder / "sigma-0.3-fixed-n-1000-every-2"
-    good("certify", "small", "--runs", runs, "--rebound", "alpha=0.05", "--output", first)
-    good("certify", "small", "--runs", runs, "--merge")
-    merged = table_reader.read(folder / "merged/certificates.parquet")
-    assert merged.index.tolist() == [0, 1, 2, 3, 4, 5] and merged.alpha == 0.001
-    # A second certification: each is merged by itself, and what was merged is no share.
-    for start in (0, 1):
-        good("certify", "small", "--runs", runs, "--start", start, *shares, "--sigma", 0.2)
-    result = call("certify", "small", "--runs", runs, "--merge", "--output", runs / "one")
-    assert isinstance(result.exception, UserError) and "2 certifications" in str(result.exception)
-    result = call("certify", "small", "--runs", runs, "--merge")
-    output = result.stdout
-    alone = "left alone: sigma-0.3-fixed-n-1000-every-2-alpha-0.05 differs from"
-    assert f"{alone} sigma-0.3-fixed-n-1000-every-2 in alpha, rebound_alpha" in result.stderr
-    sigmas = {
-        table_reader.read(path / "certificates.parquet").sigma
-        for path in folder.glob("merged-*")
-        if str(path) in output
-    }
-    assert sigmas == {0.2, 0.3}
-
-
-def test_what_keeps_two_tables_apart_is_said(here: None, runs: Path) -> None:
-    for start, sigma in enumerate((0.3, 0.2)):
-        shares = ("--every", 2, "--max-inputs", 3, "--start", start, "--sigma", sigma)
-        good("certify", "small", "--runs", runs, *shares)
-    result = call("certify", "small", "--runs", runs, "--merge")
-    assert isinstance(result.exception, UserError)
-    names = "sigma-0.2-fixed-n-1000-every-2-from-1 differs from sigma-0.3-fixed-n-1000-every-2"
-    assert str(result.exception).endswith(f"max-inputs): {names} in sigma")
 
 
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
@@ -188,8 +137,6 @@ def test_what_cannot_be_certified_is_refused(here: None, runs: Path) -> None:
     result = call("certify", "small", "--runs", runs, "--mode", "target", "--radii", "0.2,0.1")
     assert isinstance(result.exception, UserError) and "ascending" in str(result.exception)
     result = call("certify", "small", "--runs", runs, "--radii", "x")
-    assert isinstance(result.exception, UserError)
-    result = call("certify", "small", "--runs", runs, "--merge")
     assert isinstance(result.exception, UserError)
     (runs / "small/private/trained.json").unlink()
     result = call("certify", "small", "--runs", runs)

@@ -172,9 +172,6 @@ def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
         models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
     if noise == "several":
         ModuleNoise({"0": 0.2, "3": 0.1}, input_std=0.5).attach(model)
-    if noise == "bank":
-        model = models.initialise(models.ModelSpec("mlp", SHAPE, 3), 3)
-        return model, {"sigma": 0.5, "noise_bank": True}
     law = {"noise": noise} if noise in NOISES else {}
     return model, {"sigma": 0.5, **law}
 
@@ -191,7 +188,7 @@ def assignment(
     return replace(made, spec=probe(made))
 
 
-NOISY = (*NOISES, "hidden", "both", "several", "bank")
+NOISY = (*NOISES, "hidden", "both", "several")
 MODES = ({}, {"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)})
 
 

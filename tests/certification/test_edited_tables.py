@@ -22,7 +22,7 @@ from dpdist.certification.expected_scores import SIZE_COLUMNS
 from dpdist.certification.registry import kind_of_table, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import HITS
-from dpdist.certification.table_reader import merge_tables, recertify
+from dpdist.certification.table_reader import recertify
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 
@@ -293,25 +293,13 @@ def test_settings_that_are_edited_with_the_rows_are_told(
 
 
 def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> None:
-    """Also in shares that are merged, and where an earlier version did not say."""
     table = tables.read(made["fixed"])
-    parts = []
-    for start in (0, 1):
-        rows = table.to_pylist()[start::2]
-        pairs = [[row[name] for row in rows] for name in ("index", "label")]
-        about = tables.read_job_record(table) | {"labels": job_folder.label_digest(*pairs)}
-        parts.append(tables.build(rows, about))
-    whole = merge_tables(parts)
-    assert tables.read_job_record(whole)["labels"] == tables.read_job_record(table)["labels"]
-    assert whole.to_pylist() == table.to_pylist()
     wrong = [{**row, "label": (row["label"] + 1) % 3} for row in table.to_pylist()]
     with pytest.raises(UserError, match="its labels are not those it was made with"):
-        table_reader.from_arrow(tables.build(wrong, tables.read_job_record(whole)))
+        table_reader.from_arrow(tables.build(wrong, tables.read_job_record(table)))
     about = {k: v for k, v in tables.read_job_record(table).items() if k != "labels"}
     unsaid = table_reader.from_arrow(tables.build(wrong, about))
     assert unsaid.label.tolist() == [(label + 1) % 3 for label in Data(10).labels]
-    silent = tables.build(parts[1].to_pylist(), about)
-    assert "labels" not in tables.read_job_record(merge_tables([parts[0], silent]))
 
 
 def test_labels_under_attack_are_those_of_the_data(

@@ -15,10 +15,10 @@ from support.local_execution import TestExecutor
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.certification import job, table, worker
+from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import ClassifierSpec
-from dpdist.certification.worker import Assignment, NoiseBankCounter, VoteSampler
+from dpdist.certification.worker import Assignment, VoteSampler
 from dpdist.cluster import resumable_job
 from dpdist.cluster.executor import use_executor
 from dpdist.core.errors import UserError
@@ -210,15 +210,14 @@ def test_two_certifications_of_one_folder_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise_bank", [False, True])
-def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
+def test_many_chunks_need_little_memory() -> None:
     """Chunks are a stream, and what is counted of a half-done input is kept joined."""
     inputs, blocks = 10, 200
-    settings = Cohen(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
+    settings = Cohen(sigma=0.5, n=blocks * 10, batch=10)
     data = FakeData(count=inputs)
     source = StreamKeys("certify", "0", "", "", "gaussian", 0.5)
     spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
-    place = VoteSampler(settings.smoothing_noise, noise_bank)
+    place = VoteSampler(settings.smoothing_noise)
     assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
     def book() -> resumable_job.JobState:
@@ -226,7 +225,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
             job.CertificationWorkItems(assignment, data, settings.indices(inputs))
         )
 
-    cut = resumable_job.ChunkPlan(1, 1, interleave_items=noise_bank)
+    cut = resumable_job.ChunkPlan(1)
     tracemalloc.start()
     try:
         done, count = book(), 0
@@ -266,46 +265,6 @@ def test_sequential_modes_are_independent_of_workers_too(
             assert row["p_lower"] == pytest.approx(stats.norm.cdf(row["radius"] / 0.5))
         if mode == "anytime" and row["n"] < 3000 and row["k"] > 0.95 * row["n"]:
             assert row["radius"] >= 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["small-cnn", "mlp"])
-def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, name: str) -> None:
-    spec = models.ModelSpec(name, (1, 6, 6), 3)
-    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    settings = with_changes(SETTINGS, noise_bank=True, n=400)
-    job.certify(tmp_path / "model", FakeData(), settings, tmp_path / "1", actors=1)
-    job.certify(
-        tmp_path / "model", FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3
-    )
-    assert raw(tmp_path / "1") == raw(tmp_path / "2")
-    assert table.read_job_record(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
-
-
-@pytest.mark.slow
-def test_what_a_noise_bank_rounds_otherwise_stops_nothing(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its sums are in another order: workers are held to its own answers, which were compared with
-    the model's, ties aside."""
-    spec = models.ModelSpec("mlp", (1, 6, 6), 3)
-    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    real = NoiseBankCounter.classify_noisy
-
-    def one_other(self: NoiseBankCounter, *parts: torch.Tensor) -> torch.Tensor:
-        classes = real(self, *parts).clone()
-        classes[0] = (classes[0] + 1) % 3
-        return classes
-
-    monkeypatch.setattr(NoiseBankCounter, "classify_noisy", one_other)
-    settings = with_changes(SETTINGS, noise_bank=True, n=100)
-    work = (tmp_path / "model", FakeData(), settings, tmp_path / "out")
-    with pytest.raises(
-        UserError, match="with a noise bank 1 of 100 check inputs get another class"
-    ):
-        job.certify(*work, actors=1)
-    monkeypatch.setattr(worker, "differing_rows", lambda *_: 0)  # as where the two are close
-    job.certify(*work, actors=1)
 
 
 @pytest.mark.parametrize(

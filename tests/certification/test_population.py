@@ -11,7 +11,6 @@ from dpdist.certification import table_reader
 from dpdist.certification.statistics import population_bounds, population_summary_row
 from dpdist.certification.table_reader import recertify
 from dpdist.core.console import format_percent
-from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
@@ -93,13 +92,6 @@ def test_other_alphas_and_kinds() -> None:
     early = make(HISTOGRAMS, LABELS, mode="target")  # keeps no counts of all classes
     (each,) = population_bounds(table_reader.from_arrow(early), [0.25])
     assert each.certifiable_upper_bound is None
-
-
-def test_a_noise_bank_is_no_independent_sample() -> None:
-    shared = table_reader.from_arrow(make(HISTOGRAMS, LABELS, noise_bank=True))
-    with pytest.raises(UserError, match="noise bank"):
-        population_bounds(shared, [0.25])
-    assert "nothing is stated" in population_summary_row(shared)[1]
 
 
 def test_what_is_printed_is_rounded_down() -> None:

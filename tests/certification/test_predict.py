@@ -138,8 +138,8 @@ def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:
 
 
 def test_single_inputs_have_noise_of_their_own() -> None:
-    """Neither the noise that a whole table shares, nor a generator that is no cipher."""
-    given = Cohen(sigma=0.25, n=2000, noise_bank=True, generator="philox", seed="old")
+    """No generator that is no cipher."""
+    given = Cohen(sigma=0.25, n=2000, generator="philox", seed="old")
     assert given.with_seed("new") == Cohen(sigma=0.25, n=2000, seed="new")
     scores = ExpectedScores(n=200, generator="philox")
     assert scores.with_seed("new") == ExpectedScores(n=200, seed="new")

@@ -99,7 +99,7 @@ def test_a_model_with_experts_is_not_certified(here: None, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("noise", ["input", "bank", "hidden"])
+@pytest.mark.parametrize("noise", ["input", "hidden"])
 def test_copies_have_the_noise_that_is_executed(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_copies_have_the_noise_that_is_executed(
     monkeypatch.setattr(worker, "find_batch_dependence", lambda *given, **_: seen.append(given))
     spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=noise == "hidden")
     model = models.initialise(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
-    section = {**SETTINGS, "batch": 64, "sigma": 0.2, "noise_bank": noise == "bank"}
+    section = {**SETTINGS, "batch": 64, "sigma": 0.2}
     first, std = nn.Identity(), 0.2
     if noise == "hidden":
         split = models.require_split(model)
@@ -170,11 +170,11 @@ def test_no_byte_depends_on_the_rows_that_are_executed_again(
     assert len({table.read_bytes() for table in tables}) == 1
 
 
-@pytest.mark.parametrize("certifies", [{"noise_bank": True}, {"bank": False}])
+@pytest.mark.parametrize("votes", [True, False])
 def test_every_sampler_is_looked_at(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certifies: dict[str, bool]
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, votes: bool
 ) -> None:
-    """Votes, votes behind a shared first layer, scores behind a model's own noise."""
+    """Votes, and scores behind a model's own noise."""
     asked: list[tuple[int, ...]] = []
     scored: list[tuple[str, bool]] = []
 
@@ -188,9 +188,8 @@ def test_every_sampler_is_looked_at(
     monkeypatch.setattr(Reexecution, "__call__", look)
     spec = models.ModelSpec("mlp", SHAPE, CLASSES)
     model = models.initialise(spec, 0)
-    bank = certifies.get("noise_bank", False)
-    section = {**SETTINGS, "n": 40, "seed": "1", "noise_bank": True}
-    if not bank:
+    section = {**SETTINGS, "n": 40, "seed": "1"}
+    if not votes:
         width = models.require_split(model).hidden_shape(SHAPE)
         models.attach_noise(model, torch.ones(width))
         spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=True)
@@ -198,12 +197,12 @@ def test_every_sampler_is_looked_at(
     models.save(model, spec, tmp_path / "model")
     job.certify(tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1)
     hidden = {numbers for *_, numbers in asked}
-    assert len(hidden) == 1 and hidden != {36}
+    assert len(hidden) == 1 and (hidden == {36}) == votes
     for index in range(2):
         draws = sorted(counted for each, *_, counted, _ in asked if each == index)
         assert draws == [8, 16, 16, 16]
     # The draws that choose a class are votes in every certificate.
-    assert set(scored) == {(SELECT, False), (ESTIMATE, not bank)}
+    assert set(scored) == {(SELECT, False), (ESTIMATE, not votes)}
 
 
 def test_a_prediction_is_looked_at_and_so_are_all_later_ones(

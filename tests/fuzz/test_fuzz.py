@@ -158,7 +158,6 @@ def test_options(fuzz, tmp_path, finished):
 
 READERS = [
     ["report", "x"], ["release", "x", "--not-private"], ["compare", "x"],
-    ["certify", "x", "--merge"],
     ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
     ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],

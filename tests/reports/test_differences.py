@@ -44,7 +44,6 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
     """One certificate for each input of `indices`; of the wrong class where it is not right."""
     indices = changes.pop("indices", ALL)
     data, labels = changes.pop("data", "d"), changes.pop("labels", 0)
-    bank = changes.pop("noise_bank", False)
     settings: Any = settings_of({"sigma": 0.5, "n": 1000, **changes})
     counted = Cohen(sigma=settings.sigma, n=settings.n, noise=settings.noise, alpha=settings.alpha)
     rows = []
@@ -60,7 +59,7 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
         )
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
-                     "sigma": settings.sigma, "noise_bank": bank, "start": indices.start,
+                     "sigma": settings.sigma, "start": indices.start,
                      "every": indices.step, "max_inputs": len(indices)},
         "model": "m", "data": data, "seed": "s",
     }  # fmt: skip
@@ -185,7 +184,6 @@ def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
         ({"n0": 50}, "differ in n0"),
         ({"sigma": 0.25}, r"differ in sigma \(0.5 and 0.25\)"),
         ({"noise": "laplace"}, r"differ in noise \(gaussian and laplace\)"),
-        ({"noise_bank": True}, "differ in noise_bank"),
         ({"data": "other"}, "no input in common, or not of the same data set"),
         ({"indices": range(40, 50)}, "no input in common"),
         ({"labels": 1}, "different labels for the same inputs"),
@@ -197,12 +195,6 @@ def test_what_cannot_be_paired_is_refused(
     two[1].tables = [certificates(tmp_path / "t3", right(ONLY_LATER), **changes)]
     with pytest.raises(UserError, match=complaint):
         accuracy_differences(two, SIZES)
-
-
-def test_one_noise_bank_makes_no_independent_sample(tmp_path: Path) -> None:
-    found = [certificates(tmp_path / f"{i}", right(ONLY_LATER), noise_bank=True) for i in (1, 2)]
-    with pytest.raises(UserError, match="share one noise bank"):
-        accuracy_differences([run_of(tmp_path / "r", table) for table in found], SIZES)
 
 
 def test_what_only_one_run_has_is_named(tmp_path: Path, two: list[Any]) -> None:

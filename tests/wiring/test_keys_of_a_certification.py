@@ -83,13 +83,6 @@ def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
     assert len(estimating) == len({s.kind for s in units if s.kind.startswith("estimate")})
 
 
-def test_a_noise_bank_shares_noise_between_inputs_only(certify):
-    units, _ = certify(with_changes(SETTINGS, noise_bank=True))
-    selecting = {s.key for s in units if s.kind.startswith("select")}
-    estimating = {s.key for s in units if s.kind.startswith("estimate")}
-    assert (len(selecting), len(estimating)) == (1, 3) and not selecting & estimating
-
-
 def test_expected_scores_select_by_draws_of_their_own(certify):
     settings = ExpectedScores(n=N, n0=N0, batch=BATCH, seed="5", form="eager")
     units, _ = certify(settings, noisy=True)
