@@ -129,6 +129,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "| equal | # | # | # | # | # | # | ... |": 1,
         "| rates-4 | # | # | # | # | # | # | ... |": 1,
     },
+    "release": {"# 2 # # # # # #": 2},
     "residual": {
         "| ... | ... | # | # | # | # | # | # | # | | 1 |": 4,
         "| ...gamma # | # | # | # | # | 1 |": 10,
@@ -139,10 +140,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "1 # # # for the fit; ...": 2,
         "model: # examples/s per worker, # ms fixed, # us per hop ...": 1,
         "without 1 workers, batch #: ...": 3,
-        "#" + " #%" * 7 + " # workers...": 16,
+        "#" + " #%" * 7 + " # workers...": 8,
         "MEASURED with one worker ...": 1,
-        "| whole | # | # | # | # | # | # | # | # | #% | # |": 3,
-        "| sharded... | # | # | # | # | # | # | # | # | #% | # |": 6,
+        "| # | # | # | # | # | # | # | # | #% | # |": 3,
         "1 # #% load average ...": 1,
         "scheduling alone, # instant actors ...": 4,
         "driver with Ray, 2 actors, ...: 5,000 chunks, #/s, ...": 1,
@@ -155,7 +155,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "linear: 10 draws, 1 replicas, 2 clients: # answers/s, bare loop #/s: ... ['200']": 1,
         "milliseconds of processor time an answer: ... #": 1,
     },
-    "sharding": {"# 2 sharded # # # # # #": 2},
     "smoothing": {
         '{"row": ..., "accuracy": #}': 2,
         "accuracy, ...: mean, and less none: # [...], # [...]": 2,
