@@ -51,7 +51,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "2 actors against 2 processes: # x (to reach: #)": 1,
         "pool overhead at # s chunks: #% (<= # %)": 1,
     },
-    "convolutions": {"| #, #, #, # | # | # | # |": 6},
     "dplis": {'{"sweep": "radius", "row": ...} {\'2 steps\': #}': 3},
     "dplis_landscape": {
         "sharpness # (box #, at least)": 1,
