@@ -9,8 +9,8 @@ Five parts, each by its own flag (all without one):
   all-reduce's 2(W-1)/W of the gradient's bytes over a link plus a latency per hop. Each point is
   also predicted from the others, and the prediction is given with the range of those fits.
 * --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
-  assumptions. The sampling is measured, and so is the release, digest and noise, which workers
-  make on their CPUs: each the whole of it, or with `resources.release: sharded` a W-th.
+  assumptions. The sampling is measured, and so is the release, digest and noise, the whole of
+  which each worker makes on its CPU.
 * --paper: a calculation, not a measurement: where the time of a step would go on 1, 8 and 64 GPUs.
   Constants are measured on this machine with one worker, or read from --constants if that file is
   there (else it is written): sampling, digest, noise, the ledger's write, what a step costs besides
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import statistics
@@ -122,38 +121,30 @@ def processor_seconds_of(work: Callable[[int], object]) -> float:
 
 class StepModel:
     """step(W) = sample/W + batch/(W rate) + [W > 1] (2 (W-1) latency + 2 (W-1)/W bytes/bandwidth)
-    + release + fixed. Every worker samples its own share of the records. Sharded, the release is
-    shared out too, and what is sent is each worker's part of the sum to it, and its parameters to
-    all. Times in seconds; release: for all entries, digest and noise; wire: bytes of each number
-    of a sum."""
+    + release + fixed. Every worker samples its own share of the records.
+    Times in seconds; release: for all entries, digest and noise."""
 
     def __init__(
         self, sample: float, rate: float, fixed: float, size: int, latency: float,
-        bandwidth: float, release: float = 0.0, sharded: bool = False, wire: int = 8,
+        bandwidth: float, release: float = 0.0,
     ) -> None:  # fmt: skip
         self.sample, self.rate, self.fixed = sample, rate, fixed
         self.size, self.latency, self.bandwidth = size, latency, bandwidth
-        self.release, self.sharded, self.wire = release, sharded, wire
+        self.release = release
 
     def reduce(self, workers: int) -> float:
-        """A ring all-reduce of the sum; sharded, an all-to-all of it and a broadcast of every
-        worker's float32 parameters."""
+        """A ring all-reduce of the float64 sum."""
         if workers == 1:
             return 0.0
-        hops = 2 * (workers - 1)
-        if self.sharded:
-            hops = workers - 1 + workers * math.ceil(math.log2(workers))
-        return hops * self.latency + self.sent(workers) / self.bandwidth
+        return 2 * (workers - 1) * self.latency + self.sent(workers) / self.bandwidth
 
     def sent(self, workers: int) -> float:
         """Bytes that each worker sends for one reduction."""
-        each = self.wire + 4 if self.sharded else 2 * self.wire
-        return (workers - 1) / workers * each * self.size
+        return 2 * (workers - 1) / workers * 8 * self.size
 
     def step(self, workers: int, batch: float) -> float:
         compute = batch / (workers * self.rate)
-        release = self.release / (workers if self.sharded else 1)
-        return self.sample / workers + compute + self.reduce(workers) + release + self.fixed
+        return self.sample / workers + compute + self.reduce(workers) + self.release + self.fixed
 
     def efficiency(self, workers: int, batch: float) -> float:
         """Of strong scaling: speed-up over workers."""
@@ -198,14 +189,11 @@ class Assumed:
     parameters: int
     fixed: float
 
-    def model(
-        self, sample: float, release: float = 0.0, sharded: bool = False, wire: int = 8
-    ) -> StepModel:
+    def model(self, sample: float, release: float = 0.0) -> StepModel:
         """Sampling and release take what they take on this machine's CPU."""
         bandwidth = self.gbit * 1e9 / 8
         return StepModel(
-            sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth, release, sharded,
-            wire,
+            sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth, release
         )  # fmt: skip
 
     def predict(self) -> None:
@@ -218,12 +206,7 @@ class Assumed:
             f"measured: {1e3 * sample:.2f} ms to sample 60,000 records on one core, digest "
             f"and noise of {1e-6 / each:,.0f} million parameters a second on one core"
         )
-        for title, sharded, wire in (
-            ("release: whole", False, 8),
-            ("release: sharded", True, 8),
-            ("release: sharded, wire: float32", True, 4),
-        ):
-            predict(title, self.model(sample, release, sharded, wire), 60_000)
+        predict("model", self.model(sample, release), 60_000)
 
 
 # --- on paper
@@ -353,30 +336,27 @@ def paper(assumed: Assumed, constants: Constants, batch: int, steps: int) -> Non
     )
     print(f"{batch:,} records expected in a step, {steps:,} steps; milliseconds of a step")
     rows = [[
-        "release", "workers", "sampling", "passes", "MiB sent", "reduction", "digest, noise",
+        "workers", "sampling", "passes", "MiB sent", "reduction", "digest, noise",
         "ledger, fixed", "step", "efficiency", "start and run, s",
     ]]  # fmt: skip
-    for title, sharded, wire in (
-        ("whole", False, 8), ("sharded", True, 8), ("sharded, float32", True, 4),
-    ):  # fmt: skip
-        model = StepModel(
-            constants.sampling, assumed.rate, constants.fixed + constants.ledger,
-            assumed.parameters, assumed.hop, assumed.gbit * 1e9 / 8,
-            (constants.digest + constants.noise) * assumed.parameters, sharded, wire,
-        )  # fmt: skip
-        for workers in (1, 8, 64):
-            parts = [
-                constants.sampling / workers, batch / (workers * assumed.rate),
-                model.reduce(workers), model.release / (workers if sharded else 1), model.fixed,
-            ]  # fmt: skip
-            step = model.step(workers, batch)
-            shown = [f"{1e3 * part:.2f}" for part in parts]
-            shown.insert(2, f"{model.sent(workers) / 2**20:.0f}")
-            rows.append([
-                title, str(workers), *shown, f"{1e3 * step:.1f}",
-                f"{model.efficiency(workers, batch):.0%}",
-                f"{constants.ray_start + steps * step:,.0f}",
-            ])  # fmt: skip
+    model = StepModel(
+        constants.sampling, assumed.rate, constants.fixed + constants.ledger,
+        assumed.parameters, assumed.hop, assumed.gbit * 1e9 / 8,
+        (constants.digest + constants.noise) * assumed.parameters,
+    )  # fmt: skip
+    for workers in (1, 8, 64):
+        parts = [
+            constants.sampling / workers, batch / (workers * assumed.rate),
+            model.reduce(workers), model.release, model.fixed,
+        ]  # fmt: skip
+        step = model.step(workers, batch)
+        shown = [f"{1e3 * part:.2f}" for part in parts]
+        shown.insert(2, f"{model.sent(workers) / 2**20:.0f}")
+        rows.append([
+            str(workers), *shown, f"{1e3 * step:.1f}",
+            f"{model.efficiency(workers, batch):.0%}",
+            f"{constants.ray_start + steps * step:,.0f}",
+        ])  # fmt: skip
     print(markdown_table(rows))
 
 

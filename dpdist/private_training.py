@@ -86,7 +86,7 @@ from dpdist.runs.recipe import (
     resolve_plan,
 )
 from dpdist.training import checkpoint, monitoring
-from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_all
+from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
@@ -784,7 +784,7 @@ _ASSUMED = (
 )
 _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
-    "gpus_per_worker": 0, "release": "whole", "wire": "float64", "noise": "host",
+    "gpus_per_worker": 0, "noise": "host",
     "archive": None, "archive_private": False,
 }  # fmt: skip
 _open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
@@ -1110,7 +1110,7 @@ class PrivateTraining:
         self._hashed = None if recipe.privacy.budget is None else _HashedRecords(records)
         if self._hashed is not None and not continued and self._workers.first:
             check_charge(recipe, plan, self._hashed, _CONTEXT)
-        check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
+        check_clip(self._engine, plan.clip_norm)
         if self._public is not None:
             _check_public(self._public, records, recipe.data.targets, self._spec.classes)
         self._recipe, self.plan, self._noise = recipe, plan, noise

@@ -211,9 +211,9 @@ CASES: dict[str, Case] = {
         },
     ),
     "target": Case(
-        "sharded release by two workers; radii decided by a sequential test",
+        "two workers; radii decided by a sequential test",
         {
-            "resources": {"workers": 2, "release": "sharded"},
+            "resources": {"workers": 2},
             "certify": {**_VOTES, "mode": "target", "radii": [0.1, 0.2]},
         },
         ray=True,

@@ -302,9 +302,6 @@ class ResourcesRecipe(Section):
             for at any time.
         cpus_per_worker: CPUs of each training worker, also a share.
         gpus_per_worker: GPUs of each training worker, also a share.
-        release: whole: every worker adds up, noises and updates everything; sharded: its own part
-            alone, with less memory.
-        wire: Number format in which clipped sums travel between workers.
         noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
         micro_batch: Number of records in one pass of the model; by default chosen to fit. With 1 no
             record's rounding depends on another, also where a model selects records by values.
@@ -319,8 +316,6 @@ class ResourcesRecipe(Section):
     workers: AnyWorkers = 1
     cpus_per_worker: Cpus = 1
     gpus_per_worker: Gpus = 0
-    release: Literal["whole", "sharded"] = "whole"
-    wire: Literal["float64", "float32"] = "float64"
     noise: Literal["host", "device"] = "host"
     micro_batch: Count | None = None
     own_rows: bool = False

@@ -191,10 +191,6 @@ class GradientEngine:
         blocks: how records are put into keyed blocks. They may be replaced between steps.
         isolate: every example runs through the model alone (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
-        convolution_form: how weight gradients of Conv1d and Conv2d are made, "patches" or
-            "grouped", which is faster for some shapes and processors
-            (benchmarks/convolutions.py). Both are exact; their last bits differ, so a run that
-            goes on needs the same one. Recipes use "patches".
 
     Attributes:
         records_per_example: K where an example is a group of up to K records: their gradients are
@@ -241,7 +237,6 @@ class GradientEngine:
         micro_batch: int | None = None,
         blocks: Blocks | None = None,
         isolate: bool = False,
-        convolution_form: str = "patches",
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
@@ -259,7 +254,7 @@ class GradientEngine:
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
-        self._layers = find_layers(model, convolution_form)
+        self._layers = find_layers(model)
         self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
         # A parameter is clipped with the first layer that uses it.
         owner: dict[int, str] = {}

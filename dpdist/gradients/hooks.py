@@ -21,11 +21,9 @@ from torch.utils import _pytree as pytree
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.layer_rules import (
-    CONVOLUTION_FORMS,
     POSITIONWISE,
     Rule,
     call_with_values,
-    convolution,
     embedding,
     find_rule,
     per_example_vjp,
@@ -186,15 +184,8 @@ _HALF = (torch.float16, torch.bfloat16)
 LayerCallback = Callable[[Layer, LayerCall], None]
 
 
-def find_layers(model: nn.Module, convolution_form: str = "patches") -> list[Layer]:
-    """The layers to capture, in the model's order; slots number the trainable parameters.
-
-    convolution_form: a name in `CONVOLUTION_FORMS`. Raises UserError for another one.
-    """
-    form = CONVOLUTION_FORMS.get(convolution_form)
-    if form is None:
-        known = " or ".join(CONVOLUTION_FORMS)
-        raise UserError(f"convolution_form must be {known}, got {convolution_form}")
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers to capture, in the model's order; slots number the trainable parameters."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     index = {id(parameter): slot for slot, parameter in enumerate(trainable)}
     full_name = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -207,8 +198,6 @@ def find_layers(model: nn.Module, convolution_form: str = "patches") -> list[Lay
         claimed.update(id(holder) for holder in holders)
         rule = find_rule(module)
         fallback = rule is None
-        if rule is convolution:
-            rule = form
         if rule is None:
             # Differentiated as a whole: its submodules may be used in ways hooks do not see.
             rule = per_example_vjp

@@ -102,38 +102,6 @@ def convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         yield "bias", DenseGradient(left.sum(1))
 
 
-def grouped_convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """Compute what `convolution` does by one convolution that has a group for each example.
-
-    The gradients are made as they are: no Gram matrix, and no copy of the patches. They are the
-    same numbers in another order of summation, so the last bits differ.
-    """
-    module = call.module
-    assert isinstance(module, nn.Conv1d | nn.Conv2d)
-    signal = call.output_gradient
-    batch, groups = len(signal), module.groups
-    if "weight" in call.trainable:
-        flat = isinstance(module, nn.Conv1d)
-        seen, height_first = _padded(module, call.input), signal.unsqueeze(2) if flat else signal
-        stride, dilation = (
-            [1, *each] if flat else list(each) for each in (module.stride, module.dilation)
-        )
-        shape = module.weight.unsqueeze(2).shape if flat else module.weight.shape
-        # Of the weight nothing but its shape is read.
-        like = seen.new_empty(1).expand(batch * shape[0], *shape[1:])
-        weight = torch.ops.aten.convolution_backward(
-            height_first.reshape(1, batch * shape[0], *height_first.shape[2:]),
-            seen.reshape(1, -1, *seen.shape[2:]), like, None, stride, [0, 0], dilation, False,
-            [0, 0], batch * groups, [False, True, False],
-        )[1]  # fmt: skip
-        # Stored as `convolution` stores them, which may be the next call's rule.
-        stored = weight.view(batch, *shape).permute(0, 1, 3, 4, 2)
-        order = _FROM_CHANNELS_LAST_1D if flat else _FROM_CHANNELS_LAST
-        yield "weight", DenseGradient(stored, order)
-    if "bias" in call.trainable:
-        yield "bias", DenseGradient(signal.flatten(2).sum(2))
-
-
 def transposed_convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """A transposed convolution is a convolution with input and output gradient exchanged.
 
@@ -476,10 +444,6 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
 }
-
-
-# Forms of a convolution's rule, by name: exact each, with other last bits.
-CONVOLUTION_FORMS: dict[str, Rule] = {"patches": convolution, "grouped": grouped_convolution}
 
 
 # What treats each position by itself, whatever dimensions positions are put into.

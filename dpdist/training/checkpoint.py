@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,10 @@ class TrainState:
     slots: dict[str, Tensor]
 
 
-def save(folder: Path, state: TrainState, anchor: Anchor, parts: int = 0) -> None:
+def save(folder: Path, state: TrainState, anchor: Anchor) -> None:
     """Write the state as `step-NNNNNNNN` and drop all but the newest two.
 
-    anchor: the ledger's anchor; it names every release that the state was made of. parts: how
-    many workers' parts of more slots lie there (`save_part`); it counts once they all do.
+    anchor: the ledger's anchor; it names every release that the state was made of.
     """
     make_private_folder(folder)
     target = folder / _name(state.step)
@@ -57,19 +55,12 @@ def save(folder: Path, state: TrainState, anchor: Anchor, parts: int = 0) -> Non
         **{f"slot.{k}": v.cpu() for k, v in state.slots.items()},
     }
     _write(target / "state.safetensors", tensors)
-    done = {"step": state.step, "ledger": anchor.to_dict(), **({"parts": parts} if parts else {})}
+    done = {"step": state.step, "ledger": anchor.to_dict()}
     write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
     kept = set(complete_checkpoints(folder)[-CHECKPOINTS_KEPT:])
     for old in folder.glob("step-*"):
         if old not in kept:  # superseded, or left half-written by a crash
             shutil.rmtree(old, ignore_errors=True)
-
-
-def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str, Tensor]) -> None:
-    """Write one worker's entries of slots, of which the workers hold parts in order of rank."""
-    make_private_folder(folder)
-    tensors = {f"slot.{name}": slot.cpu() for name, slot in slots.items()}
-    _write(folder / _name(step) / part_name(rank, count), tensors)
 
 
 def newest_step(folder: Path) -> int:
@@ -78,8 +69,8 @@ def newest_step(folder: Path) -> int:
     return int(read_json(complete[-1] / "done.json", {"step": int})["step"]) if complete else 0
 
 
-def load_latest(folder: Path, entries: slice = slice(0, sys.maxsize)) -> TrainState | None:
-    """The newest complete state, or None. entries: which entries of slots that lie in parts."""
+def load_latest(folder: Path) -> TrainState | None:
+    """The newest complete state, or None."""
     complete = complete_checkpoints(folder)
     if not complete:
         return None
@@ -90,41 +81,12 @@ def load_latest(folder: Path, entries: slice = slice(0, sys.maxsize)) -> TrainSt
     tensors = _tensors(path)
     if "flat" not in tensors:
         raise UserError(f"{path}: damaged: it holds no parameters")
-    slots = _slots(tensors)
-    if "parts" in done:
-        slots.update(_load_parts(complete[-1], done["parts"], entries, len(tensors["flat"])))
+    slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
     return TrainState(done["step"], tensors["flat"], slots)
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def part_name(rank: int, count: int) -> str:
-    return f"part-{rank:05d}-of-{count:05d}.safetensors"
-
-
-def _load_parts(folder: Path, count: object, entries: slice, size: int) -> dict[str, Tensor]:
-    """Return those entries of the slots, whoever wrote them: one part at a time is in memory."""
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"{folder}: damaged: parts must be a whole number > 0, got {count!r}")
-    found: dict[str, list[Tensor]] = {}
-    start = 0
-    for rank in range(count):
-        part = _slots(_tensors(folder / part_name(rank, count)))
-        length = min((len(slot) for slot in part.values()), default=0)
-        low = min(max(entries.start - start, 0), length)
-        high = min(max(entries.stop - start, low), length)
-        for name, slot in part.items():
-            found.setdefault(name, []).append(slot[low:high].clone())
-        start += length
-    if start != size:
-        raise UserError(f"{folder}: damaged: its parts hold {start:,} entries, not {size:,}")
-    return {name: torch.cat(pieces) for name, pieces in found.items()}
-
-
-def _slots(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

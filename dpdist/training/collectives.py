@@ -1,15 +1,8 @@
-"""Sums over the training workers, and the sharing of a step's release among them.
+"""Sums over the training workers, and the optimizer of a recipe.
 
-A missing worker is an error, never a smaller sum. Sums travel in float64, or in float32, for which
-the clip makes room. The optimizers (SGD with momentum and Adam) work on one flat vector; all of it
-is post-processing of noisy gradients.
-
-Every worker makes the whole of a release, or its own part. A sharded release is the same release
-to the bit: sums add up in the same order, every entry gets the noise of its place in the key's
-stream, ids in the ledger are made of the same digests, and parameters are updated a leaf at a time
-in both. With three workers or more and without `training.reproducible` a whole sum is added up in
-an order of the network's own; only then do last bits differ. Another way to share is a class in
-`UPDATE_CLASSES`.
+A missing worker is an error, never a smaller sum. Sums travel in float64. Every worker adds up,
+noises and updates everything; so all of them hold the same parameters. The optimizers (SGD with
+momentum and Adam) work on one flat vector; all of it is post-processing of noisy gradients.
 
 Under `torchrun`, or inside Ray Train's `TorchTrainer`, one script runs in several processes, its
 workers (`Workers`). They find one another by the process group of `torch.distributed` that the
@@ -30,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec
 
@@ -41,93 +33,7 @@ from torch import Tensor
 
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.gradients.sampling import worker_range
 from dpdist.privacy.ledger import ReplayConflict
-from dpdist.training import checkpoint
-
-# --- number formats of sums -------------------------------------------------------------------
-
-
-_FLOAT32_ROUNDING = 2.0**-23  # twice float32's unit roundoff: two sums are rounded
-_LOG_FAILURE_BOUND = 70.0  # exp(-70) = 4e-31
-MAX_CLIP_REDUCTION = 2.0**-7  # of the clip; what needs more stays float64
-
-
-@dataclass(frozen=True)
-class ReduceDtype:
-    """Numbers of one kind for sums of at most `max_records` records each.
-
-    Guarantee: where one record moves an executed sum by at most C' = C / (1 + room) in L2 norm, it
-    moves what arrives by at most C.
-
-    Proof for float32. Taking its n <= most records away one by one shows that a sum has a norm of
-    at most n C'. A number s arrives as s (1 + d), |d| <= 2^-24, so a sum arrives off by at most
-    2^-24 n C', whatever the number of parameters, and two that differ in one record are together
-    off by at most 2^-23 most C'. Their difference is then at most C' (1 + 2^-23 most), and
-    room = 2^-23 (most + 1). The one more is for numbers below 2^-126, which may arrive as zero:
-    2^-125 sqrt(size) is far below 2^-23 C' for a recipe's clip norms, 1e-9 at least. A record is in
-    one sum only, and those that arrived are added up in float64, as they are without rounding.
-
-    More records than `max_records` release nothing (`check`). By Bernstein's inequality Poisson
-    sampling passes that bound, in which no record has a say, with a probability below 4e-31 for
-    each sum and
-    step: what delta would pay for it in a million steps of a thousand sums is 10^-21.
-    """
-
-    name: str = "float64"
-    max_records: float = math.inf
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.name == "float32" else torch.float64
-
-    @property
-    def clip_reduction(self) -> float:
-        """Return how much the clip is lowered, relative."""
-        return _FLOAT32_ROUNDING * (self.max_records + 1) if self.name == "float32" else 0.0
-
-    def check(self, records: int) -> None:
-        """Raise ValueError for a sum of more records than there is room for."""
-        if records > self.max_records:
-            raise ValueError(
-                f"a sum of more than {self.max_records:g} records; nothing is released"
-            )
-
-    def cast(self, sums: Tensor) -> Tensor:
-        """Sums (...), float64, as they travel."""
-        return sums.to(self.dtype)
-
-    @classmethod
-    def for_batches(
-        cls, name: str, expected: float, parts: int, cap: int | None = None
-    ) -> ReduceDtype:
-        """For batches of `expected` records, at most `cap`, summed in at least `parts` parts."""
-        if name == "float64":
-            return cls()
-        mean = expected / parts + 1  # a part may have one record more than others to draw from
-        most = math.ceil(
-            mean + math.sqrt(2 * _LOG_FAILURE_BOUND * mean) + _LOG_FAILURE_BOUND * 2 / 3
-        )
-        return cls(name, float(most if cap is None else min(most, cap)))
-
-    @property
-    def unsupported_reason(self) -> str:
-        """Return why sums of this size do not travel so; empty if they do."""
-        if self.clip_reduction <= MAX_CLIP_REDUCTION:
-            return ""
-        return (
-            f"{self.name} has room for sums of {MAX_CLIP_REDUCTION / _FLOAT32_ROUNDING:,.0f} "
-            f"records, here a worker may have {self.max_records:,.0f}: take more workers, or "
-            "float64"
-        )
-
-    def describe(self) -> str:
-        """Return the description of float32 for a dry run."""
-        return (
-            f"{self.name}, 4 bytes a parameter; the clip is {100 * self.clip_reduction:.2g} % "
-            f"lower, for sums of up to {self.max_records:,.0f} records"
-        )
-
 
 # --- sums over the workers --------------------------------------------------------------------
 
@@ -185,18 +91,6 @@ class Reducer:
         """Whether any worker's flag was up. Raises MissingRank unless all take part."""
         return self.sum_rows(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> Tensor:
-        """Send each worker its piece of `tensor` (sizes, in order of rank): what came from each, of
-        the awaited sizes, one behind the other."""
-        if self.world_size == 1:
-            return tensor
-        found = tensor.new_empty(sum(receive_sizes))
-        sizes = list(receive_sizes), list(send_sizes)
-        self._exchange(dist.all_to_all_single, found, tensor.contiguous(), *sizes)
-        return found
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` that of worker `source`, in place."""
         if self.world_size > 1:
@@ -252,7 +146,7 @@ class Reducer:
 
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
-LEAF = 2**16  # entries: a sharded vector is cut at multiples of it, and updated by as many at once
+LEAF = 2**16  # entries that are digested and updated at once
 
 
 class FlatOptimizer:
@@ -284,8 +178,8 @@ class FlatOptimizer:
 
     def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
         """One step; exact: no fused kernels, the same operations on every machine, and leaf by
-        leaf, so that a worker that updates some of the leaves gets the bits of one with all.
-        gradient: of any precision, rounded to that of `flat`."""
+        leaf, so that nothing as long as the vector is made. gradient: of any precision, rounded to
+        that of `flat`."""
         if gradient.device != flat.device:
             gradient = gradient.to(flat)  # in one transfer
         for start in range(0, len(flat), LEAF):
@@ -322,11 +216,7 @@ class FlatOptimizer:
         return self.slots.get("ema", flat)
 
 
-# --- whole and sharded releases ---------------------------------------------------------------
-
-
-_FLOAT64 = ReduceDtype()
-_LEAVES_PER_EXCHANGE = 32  # leaves that travel together, of all parts and rows
+# --- releases -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -335,155 +225,19 @@ class Shards:
 
     num_rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest:
     records planned for any shard. local_shards: (row, first record, end) of this worker's shards.
-    held: rows of each worker; where every worker has the same one row, they are stacked first.
     """
 
     num_rows: int
     largest_shard: int
     local_shards: list[tuple[int, int, int]]
-    rows_per_worker: Sequence[int] = (1,)
 
 
-class ReplicatedUpdate:
-    """Every worker adds up, noises and updates everything."""
+def memory_bytes(size: int, slots: int, rows: int) -> int:
+    """Bytes on each worker, all through the training, that grow with the trained parameters.
 
-    def __init__(self, reduce_dtype: ReduceDtype = _FLOAT64) -> None:
-        self.reduce_dtype = reduce_dtype
-
-    def local_slice(self, reducer: Reducer, size: int) -> slice:
-        """The entries of a vector of `size` that this worker releases and updates."""
-        return slice(0, size)
-
-    def sum_rows(
-        self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
-    ) -> tuple[Tensor, bool]:
-        """Its entries of all workers' rows (S, size), added up in row order, maybe in the rows' own
-        memory; and whether any flag was up. The rows are spent. Raises MissingRank unless all
-        workers are counted."""
-        return reducer.sum_rows(rows, flag)
-
-    def all_leaf_digests(
-        self, reducer: Reducer, label: str, summed: np.ndarray, size: int
-    ) -> list[bytes]:
-        """Return the digests of all leaves of a sum of `size` entries, for worker 0.
-
-        Each worker gives its own.
-        """
-        return leaf_digests(label, summed) if reducer.rank == 0 else []
-
-    def broadcast_updates(self, reducer: Reducer, flat: Tensor) -> None:
-        """Bring what every worker updated of a vector to all."""
-
-    def memory_bytes(self, size: int, slots: int, rows: int, workers: int) -> int:
-        """Bytes on each worker, all through the training, that grow with the trained parameters.
-        slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is
-        made."""
-        return size * (4 + 4 * slots + 8 * rows)
-
-    def fingerprint_entries(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
-        """Return its part of all that can change a sum."""
-        return {}
-
-    def write_optimizer_parts(
-        self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Tensor], int]:
-        """The optimizer's state that worker 0 keeps in a checkpoint, and in how many files beside
-        its own the rest is by now."""
-        return slots, 0
-
-
-class ShardedUpdate(ReplicatedUpdate):
-    """Every worker its own part, cut at whole leaves, and of momentum, Adam's state and averages
-    that part alone."""
-
-    def local_slice(self, reducer: Reducer, size: int) -> slice:
-        return _parts(size, reducer.world_size)[reducer.rank]
-
-    def sum_rows(
-        self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
-    ) -> tuple[Tensor, bool]:
-        flagged = reducer.any_flag(flag)
-        parts = _parts(rows.shape[1], reducer.world_size)
-        total = rows[0, parts[reducer.rank]]
-        # A piece at a time: neither what is sent nor what arrives needs memory of its own length.
-        step = LEAF * max(1, _LEAVES_PER_EXCHANGE // max(len(parts), shards.num_rows))
-        for low in range(0, max(part.stop - part.start for part in parts), step):
-            pieces = [
-                slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
-            ]
-            found = self._exchange_and_sum(reducer, rows, pieces, shards)
-            total[low : low + step] = found  # over rows of its own, which were just sent
-        return total, flagged
-
-    def _exchange_and_sum(
-        self, reducer: Reducer, rows: Tensor, pieces: list[slice], shards: Shards
-    ) -> Tensor:
-        """This worker's piece of the sum, given all workers' rows."""
-        world, held, own = reducer.world_size, shards.rows_per_worker, pieces[reducer.rank]
-        first = shards.local_shards[0][0] if shards.local_shards else 0
-        local_rows = rows[first : first + len(shards.local_shards)]
-        sent = torch.cat(
-            [self.reduce_dtype.cast(local_rows[:, piece]).reshape(-1) for piece in pieces]
-        )
-        sizes = [len(local_rows) * (piece.stop - piece.start) for piece in pieces]
-        length = own.stop - own.start
-        found = reducer.all_to_all(sent, sizes, [count * length for count in held])
-        stack = found.view(sum(held), length)
-        total = stack[0].to(rows.dtype)
-        for row in stack[1:]:
-            total += row
-        # A sum over several workers has no negative zero: they add zeros to each other's rows.
-        return total.add_(0.0) if world > 1 and shards.num_rows > 1 else total
-
-    def all_leaf_digests(
-        self, reducer: Reducer, label: str, summed: np.ndarray, size: int
-    ) -> list[bytes]:
-        raw = torch.zeros(-(-size // LEAF), 32, dtype=torch.uint8)
-        first = self.local_slice(reducer, size).start // LEAF
-        for place, digest in enumerate(leaf_digests(label, summed), first):
-            raw[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        raw = raw.to(reducer.device)
-        reducer.all_reduce(raw)  # others hold zeros in its place
-        return [bytes(row) for row in raw.cpu().tolist()]
-
-    def broadcast_updates(self, reducer: Reducer, flat: Tensor) -> None:
-        for rank, part in enumerate(_parts(len(flat), reducer.world_size)):
-            if part.start < part.stop:
-                reducer.broadcast(flat[part], rank)
-
-    def memory_bytes(self, size: int, slots: int, rows: int, workers: int) -> int:
-        return size * (4 + 8 * rows) + 4 * slots * -(-size // workers)
-
-    def fingerprint_entries(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
-        ordered = reproducible or reducer.world_size < 3
-        wire = (
-            {}
-            if self.reduce_dtype == _FLOAT64
-            else {"wire": f"{self.reduce_dtype.name}, {self.reduce_dtype.max_records:g}"}
-        )
-        return wire | ({} if ordered else {"sums": "in order of rank"})
-
-    def write_optimizer_parts(
-        self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Tensor], int]:
-        if not slots:
-            return {}, 0
-        checkpoint.save_part(folder, step, reducer.rank, reducer.world_size, slots)
-        # nobody's part may be missing once worker 0 says it is done
-        reducer.all_gather_text("written")
-        return {}, reducer.world_size
-
-
-UPDATE_CLASSES: dict[str, type[ReplicatedUpdate]] = {
-    "whole": ReplicatedUpdate,
-    "sharded": ShardedUpdate,
-}
-
-
-def _parts(size: int, count: int) -> list[slice]:
-    """Contiguous parts of a vector, one a worker; of a short one, some are empty."""
-    cuts = [worker_range(-(-size // LEAF), rank, count) for rank in range(count)]
-    return [slice(min(size, LEAF * low), min(size, LEAF * high)) for low, high in cuts]
+    slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is made.
+    """
+    return size * (4 + 4 * slots + 8 * rows)
 
 
 def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:

@@ -31,7 +31,7 @@ from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
-from dpdist.training.collectives import ReplicatedUpdate
+from dpdist.training.collectives import memory_bytes
 from dpdist.training.model_setup import (
     PROBE_EXAMPLES,
     bytes_per_example,
@@ -195,7 +195,7 @@ def estimate(
         return found
     slots, objective = _slots(optimizer), objective_of(loss)
     seconds, size = _measured(model, shaped, recipe, plan, objective)
-    size += ReplicatedUpdate().memory_bytes(_trained(model), slots, 1, 1) + WORKER_MIB * 2**20
+    size += memory_bytes(_trained(model), slots, 1) + WORKER_MIB * 2**20
     return replace(found, seconds_per_step=seconds, memory_bytes=size)
 
 

@@ -445,31 +445,15 @@ def _check_target(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> None:
 
 
 def _check_resources(recipe: Recipe, context: str) -> None:
-    """Raise UserError for another way than the usual one of making or sending a release, where it
-    cannot be gone: where somebody looks at a whole release; where sums are not added up by those
-    who were sent them, or nobody can say how many records are in one; where no step draws noise.
-    """
-    stepwise = recipe.method.capabilities.takes_gradient_steps
-    noisy = recipe.privacy.noise_multiplier != 0
-    audited, whole = recipe.canary_audit is not None, recipe.resources.release == "whole"
-    no_steps, no_noise = "for a method without gradient steps", "in a run without noise"
-    forbidden = {
-        ("release", "whole"): {
-            f"{no_steps}, and in an audited run": audited or not stepwise,
-            no_noise: not noisy,
-        },
-        ("wire", "float64"): {
-            "with resources.release: whole": whole,
-            "with privacy.nominal_records": recipe.privacy.nominal_records is not None,
-            "with data.rates": bool(recipe.data.rates),
-        },
-        ("noise", "host"): {no_steps: not stepwise, no_noise: not noisy},
-    }
-    for (field, usual), reasons in forbidden.items():
-        given = getattr(recipe.resources, field)
-        for reason, holds in reasons.items():
-            if holds and given != usual:
-                raise field_error(context, f"resources.{field}", f"must be {usual} {reason}", given)
+    """Raise UserError for noise of a device where no step of the training draws noise."""
+    reason = ""
+    if not recipe.method.capabilities.takes_gradient_steps:
+        reason = "for a method without gradient steps"
+    elif recipe.privacy.noise_multiplier == 0:
+        reason = "in a run without noise"
+    if reason and recipe.resources.noise != "host":
+        rule = f"must be host {reason}"
+        raise field_error(context, "resources.noise", rule, recipe.resources.noise)
 
 
 def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:

@@ -43,7 +43,7 @@ from dpdist.models.factory_code import record_digests, source_digests
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import check_canary_coordinates
-from dpdist.training.collectives import UPDATE_CLASSES, FlatOptimizer, ReduceDtype, ReplicatedUpdate
+from dpdist.training.collectives import FlatOptimizer, memory_bytes
 from dpdist.training.provenance import load_frozen_weights, with_frozen_part
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -213,8 +213,6 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     if recipe.data.text is not None:
         _check_tokens(recipe, module)
     engine = build_engine(recipe, module)
-    if why := build_reduce_dtype(recipe).unsupported_reason:
-        raise UserError(f"{recipe.name}: resources.wire: {why}")
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
     models.check_outputs(module, spec)
@@ -299,11 +297,8 @@ def build_engine(
     steps, expected_batch = 1, float(recipe.training.batch_size)
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
-    clip_norm = recipe.privacy.clip_norm / (1 + build_reduce_dtype(recipe, plan).clip_reduction)
-    clipping, execution = (
-        make_clipping(recipe.privacy.clipping, clip_norm),
-        recipe.method.execution(),
-    )
+    clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
+    execution = recipe.method.execution()
     engine = _whole_batch_engine(recipe, model, clipping) or execution.engine(
         model,
         clipping,
@@ -382,15 +377,6 @@ def objective(training: TrainingRecipe) -> Objective:
         ) from error
     record_digests(training.loss, code or source_digests(training.loss))
     return objective_of(found)
-
-
-def build_reduce_dtype(recipe: Recipe, plan: PrivacyPlan | None = None) -> ReduceDtype:
-    """In what a run's sums travel. plan: as for `build_engine`."""
-    expected = float(recipe.training.batch_size)
-    if plan is not None and plan.steps:
-        expected = plan.max_expected_batch
-    parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.min_workers
-    return ReduceDtype.for_batches(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
 
 
 def changed_blocks(recipe: Recipe, workers: int | None = None) -> int:
@@ -507,38 +493,17 @@ def extra_bytes(engine: GradientEngine) -> int:
 def _memory(
     recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, extra_bytes: int
 ) -> list[tuple[str, str]]:
-    """Of a worker, by the release that is asked for and by the others; and of all on one host.
-    extra_bytes: bytes of all releases alike."""
+    """Of a worker, and of all on one host. extra_bytes: beside what grows with the parameters."""
     training, resources = recipe.training, recipe.resources
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
-
-    wire = build_reduce_dtype(recipe, plan)
-    releases = {name: release(wire) for name, release in UPDATE_CLASSES.items()}
-
-    def mebibytes(release: ReplicatedUpdate, count: int) -> float:
-        return (
-            extra_bytes + release.memory_bytes(engine.size, slots, rows, count)
-        ) / 2**20 + WORKER_MIB
-
-    def stated(release: ReplicatedUpdate) -> str:
-        found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
-        if len(set(found)) == 1:
-            return f"about {found[0]}"
-        of = zip(_counts(recipe), found, strict=True)
-        return "about " + ", ".join(f"{most} with {count}" for count, most in of)
-
-    words = {name: stated(release) for name, release in releases.items()}
-    own = words.pop(resources.release)
-    others = ", ".join(f"{name}: {found}" for name, found in words.items())
-    each = [("memory per worker", f"{own} (release: {resources.release}; {others})")]
-    if resources.wire != "float64":
-        each.append(("wire", wire.describe()))
+    worker = (extra_bytes + memory_bytes(engine.size, slots, rows)) / 2**20 + WORKER_MIB
+    each = [("memory per worker", f"about {worker:,.0f} MiB")]
     if resources.noise == "device":
         each.append(("noise", "of each release drawn on the workers' devices"))
     if resources.max_workers == 1:
         return each
-    whole = resources.max_workers * mebibytes(releases[resources.release], resources.max_workers)
+    whole = resources.max_workers * worker
     return [
         *each,
         ("memory of a host", f"about {whole:,.0f} MiB with {resources.max_workers} on it"),

@@ -26,7 +26,7 @@ from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.training.canaries import Canaries
-from dpdist.training.collectives import Reducer, ReplicatedUpdate, Shards, release_id
+from dpdist.training.collectives import Reducer, Shards, leaf_digests, release_id
 from dpdist.training.monitoring import StepMetrics
 
 
@@ -72,7 +72,6 @@ class PrivateStep:
         task: makes targets of the labels; default: the labels themselves.
         reducer: adds up over the workers; default: this process alone.
         shards: the records of this worker; default: all of them.
-        sharing: whether a worker releases everything or a part; default: everything.
         noise_on_device: whether noise is drawn where the sum lies, in place of on the CPU.
         ledger: every release is announced there first. Worker 0 has one, or nobody.
         permit: returns once a step may be announced.
@@ -112,7 +111,6 @@ class PrivateStep:
         task: TrainingObjective | None = None,
         reducer: Reducer | None = None,
         shards: Shards | None = None,
-        sharing: ReplicatedUpdate | None = None,
         noise_on_device: bool = False,
         ledger: Ledger | None = None,
         permit: Callable[[int], None] = lambda step: None,
@@ -130,7 +128,7 @@ class PrivateStep:
         if hasattr(data, "groups"):  # positions are groups: one clip for each
             engine.records_per_example = data.groups.max_records
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
-        self.sharing, self.noise_on_device = sharing or ReplicatedUpdate(), noise_on_device
+        self.noise_on_device = noise_on_device
         self.ledger, self.permit, self.announcing = ledger, permit, announcing
         self.canaries, self.announced = canaries or Canaries(), announced
 
@@ -140,7 +138,7 @@ class PrivateStep:
         Args:
             clip_norm: L2 norm, in units of the gradient, that the plan accounts for.
         """
-        check_clip(self.engine, self.sharing, clip_norm)
+        check_clip(self.engine, clip_norm)
 
     def attempt_of(self, step: int) -> str:
         """Return the attempt's label in the keys of a step, a str.
@@ -165,7 +163,7 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A tuple of three: this worker's part of the gradient, float64 (size,), which the next
+            A tuple of three: the gradient, float64 (size,), which the next
             step overwrites; `StepMetrics`, the counts and losses of the records, PRIVATE; and a
             bool, True if any worker's flag was True.
         """
@@ -193,7 +191,6 @@ class PrivateStep:
         for row, begin, end in self.shards.local_shards:
             members = self.members(sample_key, begin, end, step_plan)
             joined.append((row, members))
-            self.sharing.reduce_dtype.check(len(members))
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)
@@ -241,7 +238,7 @@ class PrivateStep:
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
     ) -> tuple[Tensor, bool]:
-        """Return this worker's part of the sum of all workers' rows, with Gaussian noise.
+        """Return the sum of all workers' rows, with Gaussian noise.
 
         The ledger's entry is durable before worker 0's noise is drawn. A method that makes sums of
         its own calls it in place of `gradient`.
@@ -253,13 +250,12 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A pair: float64 (part,), this worker's part of the noisy sum, of all `size` numbers
-            where workers do not share the sum; and a bool, True if any worker's flag was True.
+            A pair: the noisy sum, float64 (size,); and a bool, True if any worker's flag was True.
         """
-        total, flagged = self.sharing.sum_rows(self.reducer, rows, self.shards, flag)
-        summed, size = total.cpu().numpy(), rows.shape[1]
+        total, flagged = self.reducer.sum_rows(rows, flag)
+        summed = total.cpu().numpy()
         label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
-        leaves = self.sharing.all_leaf_digests(self.reducer, label, summed, size)
+        leaves = leaf_digests(label, summed) if self.reducer.rank == 0 else []
 
         def announce() -> None:
             found = release_id(label, leaves)
@@ -274,10 +270,9 @@ class PrivateStep:
 
         self.announcing(announce)
         noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
-        start = self.sharing.local_slice(self.reducer, size).start
         if self.noise_on_device:
-            return noise.add_device_noise(total, noise_key, noise_std, start), flagged
-        noisy = add_noise(summed, noise_key, noise_std, start, summed)
+            return noise.add_device_noise(total, noise_key, noise_std), flagged
+        noisy = add_noise(summed, noise_key, noise_std, 0, summed)
         return torch.from_numpy(noisy), flagged
 
 
@@ -315,11 +310,9 @@ def charge_rest(ledger: Ledger, steps: int) -> None:
             ledger.record(step, hashlib.sha256(f"step {step} was not taken".encode()).hexdigest())
 
 
-def check_clip(engine: GradientEngine, sharing: ReplicatedUpdate, clip_norm: float) -> None:
+def check_clip(engine: GradientEngine, clip_norm: float) -> None:
     """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
-    if engine.clipping.sensitivity * (1 + sharing.reduce_dtype.clip_reduction) > clip_norm * (
-        1 + 1e-9
-    ):
+    if engine.clipping.sensitivity > clip_norm * (1 + 1e-9):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
 
 
@@ -337,7 +330,6 @@ def build_shards(records: int, planned: int, reducer: Reducer, reproducible: boo
 
     largest = -(-planned // count)
     if not reproducible:
-        return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)
-    cuts = [worker_range(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
-    mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
-    return Shards(count, largest, mine, [last - first for first, last in cuts])
+        return Shards(1, largest, [(0, *bounds(reducer.rank))])
+    rows = range(*worker_range(count, reducer.rank, reducer.world_size))
+    return Shards(count, largest, [(row, *bounds(row)) for row in rows])

@@ -49,11 +49,10 @@ from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
 from dpdist.training.canaries import build_canaries
-from dpdist.training.collectives import UPDATE_CLASSES, FlatOptimizer, MissingRank, Reducer
+from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob, read_run_key
 from dpdist.training.model_setup import (
     build_engine,
-    build_reduce_dtype,
     initial_model,
     model_spec,
     public_probe,
@@ -501,8 +500,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     model = initial_model(recipe, spec).to(reducer.device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     engine, task = build_engine(recipe, model, plan), execution.task()
-    sharing = UPDATE_CLASSES[recipe.resources.release](build_reduce_dtype(recipe, plan))
-    check_clip(engine, sharing, plan.clip_norm)
+    check_clip(engine, plan.clip_norm)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
     _make_parameters_views(engine, flat)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False
@@ -515,8 +513,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     on_device = recipe.resources.noise == "device"
     if on_device:
         check_device_noise(reducer.device)
-    own = sharing.local_slice(reducer, len(flat))
-    optimizer = FlatOptimizer(recipe.training, plan.steps, flat[own])
+    optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
     extra = execution.extra_checkpoint_state(model) | engine.batch_statistics
     slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
@@ -530,20 +527,19 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     initial = checkpoint.tensors_digest(model.state_dict())
     identity = {
         **replay_fingerprint(job, reducer, records.fingerprint, initial),
-        **sharing.fingerprint_entries(reducer, reproducible),
         "hidden noise": method_state_digest(fixed),
     }
     attempt = Attempt.begin(job, reducer, stack, identity)
     seen = execution.transform_records(records, plan, attempt.records_key(job, reducer, key))
     step = PrivateStep(
         engine, seen, key, attempt.label,
-        task=task, reducer=reducer, shards=shards, sharing=sharing, noise_on_device=on_device,
+        task=task, reducer=reducer, shards=shards, noise_on_device=on_device,
         ledger=attempt.ledger, canaries=canaries, announced=attempt.announced,
     )  # fmt: skip
     inputs, _ = public_probe(data.load(job.source, "test"))
     loop = Loop(
         job=job, step=step, spec=spec, model=model, frozen=frozen, fixed=fixed,
-        constrain=constrain, flat=flat, own=own, optimizer=optimizer,
+        constrain=constrain, flat=flat, optimizer=optimizer,
         slots=slots,
         divergence=DivergenceCheck(model, inputs.to(reducer.device)),
         last=plan.steps if until is None else min(until, plan.steps),
@@ -575,7 +571,7 @@ class Loop:
     """State of a training in the hands of one worker (`dpdist.methods.base.Worker`).
 
     step: releases the gradients. flat: all trained parameters, of which the model's are views.
-    own: those of them that this worker updates. slots: what a checkpoint keeps for the method.
+    slots: what a checkpoint keeps for the method.
     start: first step of this process. last: where it ends. saved: when the last checkpoint was
     written. kept: steps in the newest checkpoint. host_leaves: asks Ray for a pre-emption, which
     `watch` calls between steps.
@@ -589,7 +585,6 @@ class Loop:
     fixed: MethodState
     constrain: Callable[[], None]
     flat: Tensor
-    own: slice
     optimizer: FlatOptimizer
     slots: dict[str, Tensor]
     divergence: DivergenceCheck
@@ -603,22 +598,18 @@ class Loop:
 
     @property
     def _slots(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps besides the parameters, of the optimizer's its own part."""
+        """What a checkpoint keeps besides the parameters."""
         return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}
 
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
-        state, reducer = (
-            checkpoint.load_latest(self.job.folder.checkpoints, self.own),
-            self.step.reducer,
-        )
+        state, reducer = checkpoint.load_latest(self.job.folder.checkpoints), self.step.reducer
         start = 0
         if state is not None:
             start = state.step
             self.flat.copy_(state.parameters)
             for name, slot in self._slots.items():
-                found = state.slots[name]  # whole, where another kind of release kept it
-                slot.copy_(found if found.shape == slot.shape else found[self.own])
+                slot.copy_(state.slots[name])
         if reducer.broadcast_int(start) != start or not reducer.all_equal(
             checkpoint.bits_fingerprint(self.flat)
         ):
@@ -650,8 +641,7 @@ class Loop:
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
         flag = reducer.rank == 0 and (due or (watch is not None and watch.is_due()))
         noisy, seen, flagged = step.gradient(number, step_plan, flag)
-        self.optimizer.update(self.flat[self.own], noisy, number)
-        step.sharing.broadcast_updates(reducer, self.flat)
+        self.optimizer.update(self.flat, noisy, number)
         self.constrain()
         try:
             self.divergence.check(self.flat, number, number + 1 == self.last)
@@ -699,23 +689,15 @@ class Loop:
         step, reducer = self.step, self.step.reducer
         if not reducer.all_equal(checkpoint.bits_fingerprint(self.flat)):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
-        folder, slots = (
-            self.job.folder.checkpoints,
-            {**self.slots, **step.canaries.checkpoint_slots},
-        )
-        kept, parts = step.sharing.write_optimizer_parts(
-            reducer, folder, done, self.optimizer.slots
-        )
         if step.ledger is not None:
-            state = checkpoint.TrainState(done, self.flat, {**kept, **slots})
-            checkpoint.save(folder, state, step.ledger.anchor, parts)
+            state = checkpoint.TrainState(done, self.flat, self._slots)
+            checkpoint.save(self.job.folder.checkpoints, state, step.ledger.anchor)
         self.saved, self.kept = time.monotonic(), done
 
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""
         step = self.step
-        self.flat[self.own] = self.optimizer.published_parameters(self.flat[self.own])
-        step.sharing.broadcast_updates(step.reducer, self.flat)
+        self.flat[:] = self.optimizer.published_parameters(self.flat)
         if self.monitor is None or step.ledger is None:
             return
         spec = self.job.recipe.method.execution().finalize(self.spec, self.fixed)

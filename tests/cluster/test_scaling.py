@@ -59,20 +59,6 @@ def test_the_ring_moves_twice_the_gradient(scaling):
     assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
 
 
-def test_a_sharded_release_shares_out_the_noise_and_sends_less(scaling):
-    """(W-1)/W of the float64 sum to its owners, and of the float32 parameters back."""
-    whole, shared = (
-        scaling.StepModel(0, 1e9, 0, 1000, 0.0, 8000.0, release=4.0, sharded=kind)
-        for kind in (False, True)
-    )
-    assert shared.reduce(2) == pytest.approx(0.5 + 0.25) and shared.reduce(1) == 0
-    assert whole.step(4, 0) == pytest.approx(4 + whole.reduce(4))
-    assert shared.step(4, 0) == pytest.approx(1 + 3 / 4 * whole.reduce(4))
-    assert shared.step(1, 0) == whole.step(1, 0) == 4
-    narrow = scaling.StepModel(0, 1e9, 0, 1000, 0.0, 8000.0, 4.0, True, 4)
-    assert narrow.reduce(2) == pytest.approx(0.25 + 0.25)
-
-
 def test_a_faster_link_pays_for_more_workers(scaling):
     def model(gbit):
         return scaling.Assumed(50_000, gbit, 20e-6, 11_000_000, 4e-3).model(2e-3)
@@ -133,17 +119,17 @@ def test_a_step_on_paper_is_the_sum_of_its_parts(scaling, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "nothing here ran on a GPU" in said and "MEASURED" in said and "ASSUMED" in said
     rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| ")]
-    found = {(row[0], row[1]): [float(cell.rstrip("%").replace(",", "")) for cell in row[2:]]
-             for row in rows if row[1].isdigit()}  # fmt: skip
-    assert len(found) == 9
+    found = {row[0]: [float(cell.rstrip("%").replace(",", "")) for cell in row[1:]]
+             for row in rows if row[0].isdigit()}  # fmt: skip
+    assert len(found) == 3
     for *parts, step, _, seconds in found.values():
         assert sum(parts) - parts[2] == pytest.approx(step, abs=0.06)  # MiB sent is no time
         assert seconds == pytest.approx(10 + 100 * step / 1e3, abs=0.6)
     # By hand: 640 / (64 * 1000) s; 126 hops, and 63/64 of twice 8 MB at 1 GB/s.
-    sampling, passes, sent, reduction, release, rest = found["whole", "64"][:6]
+    sampling, passes, sent, reduction, release, rest = found["64"][:6]
     assert (sampling, passes, release, rest) == (0.12, 10.0, 40.0, 5.0)
     assert sent == 15 and reduction == pytest.approx(1e3 * (126e-4 + 63 / 64 * 16e-3), abs=0.01)
-    assert found["sharded", "64"][4] == 0.62 and found["whole", "8"][4] == 40.0
+    assert found["8"][4] == 40.0
     # Kept constants are read, and not measured again.
     path = tmp_path / "constants.json"
     path.write_text(json.dumps(scaling.asdict(constants)))

@@ -17,7 +17,6 @@ from dpdist.gradients import validation
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import _PassState, find_layers
-from dpdist.gradients.layer_rules import CONVOLUTION_FORMS
 from dpdist.gradients.perturbations import HiddenPerturbation
 
 pytestmark = pytest.mark.guarantee
@@ -648,14 +647,13 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("form", list(CONVOLUTION_FORMS))
 @pytest.mark.parametrize(("layer", "sizes", "options", "shape"), CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_form_of_a_convolution_is_autograd_s(form, layer, sizes, options, shape, dtype):
+def test_a_convolution_is_autograd_s(layer, sizes, options, shape, dtype):
     """Clipped sums of records one by one; on a CPU pictures are in channels-last format."""
 
     class Twice(nn.Module):
-        """Calls its layer for two sizes of picture, so that one form's results are added up."""
+        """Calls its layer for two sizes of picture, so that results are added up."""
 
         def __init__(self):
             super().__init__()
@@ -672,7 +670,7 @@ def test_every_form_of_a_convolution_is_autograd_s(form, layer, sizes, options, 
     def losses(outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs
 
-    engine = GradientEngine(model, losses, clipping=FlatClipping(1.0), convolution_form=form)
+    engine = GradientEngine(model, losses, clipping=FlatClipping(1.0))
     found = engine.clipped_sum(x, torch.zeros(5)).flat
     expected = torch.zeros_like(found)
     for record in x.split(1):
@@ -687,9 +685,8 @@ def test_every_form_of_a_convolution_is_autograd_s(form, layer, sizes, options, 
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-@pytest.mark.parametrize("form", list(CONVOLUTION_FORMS))
-def test_no_form_of_a_convolution_lets_a_record_pass_the_clip(form, scale):
-    """Wide, equal and cancelling entries, in float32: the slack covers every form."""
+def test_no_convolution_lets_a_record_pass_the_clip(scale):
+    """Wide, equal and cancelling entries, in float32: the slack covers each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Flatten())
     signs = torch.ones(8, 8)
@@ -706,12 +703,7 @@ def test_no_form_of_a_convolution_lets_a_record_pass_the_clip(form, scale):
         return outputs.sum(1)
 
     clipping = FlatClipping(1e-3)
-    engine = GradientEngine(model, losses, clipping=clipping, convolution_form=form)
+    engine = GradientEngine(model, losses, clipping=clipping)
     engine.validate(torch.randn(33, 32, 8, 8), torch.zeros(33))
     for record in x.split(1):
         assert engine.clipped_sum(record, torch.zeros(1)).flat.norm() <= engine.sensitivity
-
-
-def test_an_unknown_form_of_a_convolution_is_refused(model):
-    with pytest.raises(UserError, match="convolution_form must be patches or grouped, got fast"):
-        GradientEngine(model, cross_entropy, clipping=FlatClipping(1), convolution_form="fast")

@@ -20,7 +20,7 @@ from dpdist.privacy import pld
 from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, NonPrivate, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import compose_pld, sampled_gaussian_pld, selection_pld
+from dpdist.privacy.pld import compose_pld, selection_pld
 from dpdist.privacy.profiles import (
     loss_directions,
     pld_from_profiles,
@@ -275,15 +275,6 @@ def test_a_profile_is_the_library_s():
     steps = np.arange(side.lower_loss - 500, side.lower_loss + len(side.probabilities) + 500, 97)
     expected = [loss.get_delta_for_epsilon(step * side.grid) for step in steps]
     np.testing.assert_allclose(side.profile_at(steps), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("count", [1, 7, 400])
-def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
-    one = sampled_gaussian_pld(1.1, 0.02, "add-or-remove-one", 1e-3)
-    own, theirs = pld.self_compose(one, count), one.self_compose(count)
-    for a, b in ((own._pmf_remove, theirs._pmf_remove), (own._pmf_add, theirs._pmf_add)):
-        assert a._lower_loss == b._lower_loss and a._infinity_mass == b._infinity_mass
-        np.testing.assert_array_equal(a._probs, b._probs)
 
 
 @hypothesis_settings(200)

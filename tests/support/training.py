@@ -43,10 +43,6 @@ class ThreadReducer(Reducer):
     def all_reduce(self, buffer: torch.Tensor) -> None:
         buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
 
-    def all_to_all(self, tensor, send_sizes, receive_sizes):
-        met = self._meet((tensor.clone(), send_sizes))
-        return torch.cat([other.split(list(of))[self.rank] for other, of in met])
-
     def broadcast(self, tensor, source):
         tensor.copy_(self._meet(tensor.clone())[source])
 

@@ -1,9 +1,8 @@
-"""What must not differ (kinds of release, parts of a checkpoint, block sizes) and what must."""
+"""What must not differ (releases, checkpoints, block sizes) and what must."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from support.training import ThreadReducer, make, run_thread_workers
 
 from dpdist.core.errors import ClusterError
 from dpdist.methods.base import MethodState
-from dpdist.privacy.ledger import Anchor
+from dpdist.privacy.ledger import Anchor, Ledger
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, collectives, ensembles, worker
 from dpdist.training.checkpoint import TrainState, load_latest, newest_step
 from dpdist.training.collectives import (
+    MissingRank,
     Reducer,
-    ReplicatedUpdate,
-    ShardedUpdate,
     leaf_digests,
     release_id,
 )
@@ -38,52 +36,41 @@ from dpdist.training.worker import (
     read_method_state,
 )
 
-
-class InOrder(ThreadReducer):
-    """Adds up as a network does: from the first one's bits on, and nothing where it is alone."""
-
-    def all_reduce(self, buffer: torch.Tensor) -> None:
-        first, *others = self._meet(buffer.clone())
-        for other in others:
-            first = first + other
-        buffer.copy_(first)
-
-
 ANCHOR = Anchor(1, "0" * 32)
 
 
 @pytest.fixture
 def small_leaves(monkeypatch):
-    for module in (collectives, collectives):
-        monkeypatch.setattr(module, "LEAF", 8)
+    monkeypatch.setattr(collectives, "LEAF", 8)
 
 
 # --- releases
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_signs_of_zeros_are_the_same_in_both_kinds_of_release(small_leaves, workers, reproducible):
-    """A release's id covers the bits: a zero of either sign would make it another sum."""
-    size, ids = 30, {}
-    values = torch.tensor([-0.0, 0.0, -1.0, 1.0, -0.0]).double()
-    for kind in (ReplicatedUpdate, ShardedUpdate):
-        parts: dict[int, torch.Tensor] = {}
+def test_a_worker_that_takes_no_part_is_noticed(tmp_path):
+    class Silent(ThreadReducer):
+        def all_reduce(self, buffer):
+            super().all_reduce(torch.zeros_like(buffer) if self.rank == 1 else buffer)
 
-        def work(reducer: Any, kind=kind, parts=parts) -> None:
-            shards = build_shards(60, 60, reducer, reproducible)
-            rows = torch.zeros(shards.num_rows, size, dtype=torch.float64)
-            for row, begin, _ in shards.local_shards:
-                rows[row] = values[(torch.arange(size) + (begin == 0)) % 5]
-            total, _ = kind().sum_rows(reducer, rows, shards, False)
-            parts[reducer.rank] = total.clone()
+    steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "momentum": 0.5}
+    recipe, folder = make(tmp_path, "run", model="linear", training=steps)
+    job = prepare(recipe, folder, "test")
+    with pytest.raises(MissingRank):
+        run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
+    assert Ledger.read(folder.ledger).release_counts == {}
 
-        run_thread_workers(workers, work, InOrder)
-        whole = (
-            parts[0] if kind is ReplicatedUpdate else torch.cat([parts[r] for r in range(workers)])
-        )
-        ids[kind] = release_id("x", leaf_digests("x", whole.numpy()))
-    assert ids[ReplicatedUpdate] == ids[ShardedUpdate]
+
+def test_a_release_is_named_by_every_leaf_of_its_sum(small_leaves):
+    """And by whose it is; one leaf by its own digest, whatever the others are."""
+    total = np.arange(18.0)
+    names = {release_id("a", leaf_digests("a", total)), release_id("b", leaf_digests("b", total))}
+    for place in (0, 7, 8, 17):
+        other = total.copy()
+        other[place] = np.nextafter(other[place], 1e9)
+        names.add(release_id("a", leaf_digests("a", other)))
+    assert len(names) == 6
+    (leaf,) = leaf_digests("a", total[:8])
+    assert release_id("a", [leaf]) == leaf.hex()
 
 
 @pytest.mark.parametrize("size", [5, 30])
@@ -130,22 +117,6 @@ def test_the_newest_checkpoint_is_the_last_one(tmp_path):
         assert newest_step(tmp_path) == step
         state = load_latest(tmp_path)
         assert state is not None and state.step == step and float(state.parameters[0]) == step
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
-def test_parts_of_a_checkpoint_are_read_by_any_number_of_workers(tmp_path, workers):
-    size, saved = 20, [slice(0, 9), slice(9, 12), slice(12, 20)]
-    slots = {"mean": torch.arange(size) + 0.5, "square": -torch.arange(size) - 0.5}
-    for rank, part in enumerate(saved):
-        own = {name: slot[part] for name, slot in slots.items()}
-        checkpoint.save_part(tmp_path, 4, rank, len(saved), own)
-    checkpoint.save(tmp_path, TrainState(4, torch.zeros(size), {}), ANCHOR, len(saved))
-    cuts = [size * rank // workers for rank in range(workers + 1)]
-    for low, high in pairwise(cuts):
-        state = load_latest(tmp_path, slice(low, high))
-        assert state is not None
-        for name, slot in slots.items():
-            assert torch.equal(state.slots[name], slot[low:high])
 
 
 # --- what is fixed before the first step

@@ -209,15 +209,12 @@ def test_rates_that_leave_a_class_out_are_named(root):
         check_trainable(far, "far")
 
 
-def test_other_class_counts_and_wires_than_those_of_the_run_are_refused(root):
+def test_other_class_counts_than_those_of_the_run_are_refused(root):
     recipe = recipe_of(root)
     with pytest.raises(UserError, match=r"data\.rates: class counts are of all records"):
         Poisoning().training_plan(recipe, 200)
     with pytest.raises(UserError, match=r"data\.rates: must be left out for membership inference"):
         Membership().plan_shadows(recipe, 200)
-    wire = recipe_of(root, resources__wire="float32", resources__release="sharded")
-    with pytest.raises(UserError, match=r"resources.wire: must be float64 with data\.rates"):
-        check_trainable(wire, "test")
 
 
 # --- what is drawn ------------------------------------------------------------------------------

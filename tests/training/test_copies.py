@@ -163,10 +163,9 @@ def forge_checkpoint(folder: RunFolder) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("release", ["whole", "sharded"])
-def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, release):
+def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers):
     """Canonical shards: what one worker announced, others replay, and go on afresh."""
-    resources = {"checkpoint_seconds": 1e9, "release": release}
+    resources = {"checkpoint_seconds": 1e9}
     training = {"batch_size": 40, "steps": STEPS, "learning_rate": 0.5, "reproducible": True}
     recipe, folder = make(
         tmp_path, model="linear", privacy=SECRET, training=training, resources=resources

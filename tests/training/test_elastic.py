@@ -27,10 +27,9 @@ def elastic(tmp_path, name: str, reproducible: bool, **resources):
 
 @pytest.mark.long
 def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch):
-    """2 workers, then 1, then 4, which release in parts; each group dies after a step on its
-    ledger."""
+    """2 workers, then 1, then 4; each group dies after a step on its ledger."""
     undisturbed = train(*elastic(tmp_path, "a", True))
-    recipe, folder = elastic(tmp_path, "b", True, release="sharded")
+    recipe, folder = elastic(tmp_path, "b", True)
     said: list[str] = []
     teller = WorkerChangeReporter(folder, said.append)
     train_and_crash(recipe, folder, monkeypatch, 2, 2)
@@ -148,7 +147,7 @@ def test_more_workers_than_canonical_shards_are_refused(tmp_path):
 
 
 def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
-    recipe, folder = elastic(tmp_path, "run", True, release="sharded")
+    recipe, folder = elastic(tmp_path, "run", True)
     rows = dict(describe_cost(recipe, prepare(recipe, folder, "test").plan))
     assert rows["workers"].startswith("1 to 4, ")
     assert rows["memory of a host"].endswith(" MiB with 4 on it")

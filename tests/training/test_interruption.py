@@ -71,10 +71,9 @@ def prepared(tmp_path, name: str, **resources: Any) -> TrainJob:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("release", ["whole", "sharded"])
-def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path, release):
+def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     undisturbed = train(*make(tmp_path, "a", model="linear", resources=SELDOM), 2)
-    job, said, threads = prepared(tmp_path, "b", release=release), list[str](), Threads(5, 3)
+    job, said, threads = prepared(tmp_path, "b"), list[str](), Threads(5, 3)
     reporter = WorkerChangeReporter(job.folder, said.append)
     trainer.fit(job, threads)
     reporter.poll()
@@ -91,7 +90,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path, releas
     ledger = Ledger.read(job.folder.ledger)
     assert ledger.release_counts == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
     assert ledger.guarantee(job.plan).epsilon == job.plan.guarantee().epsilon
-    assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a")) or release != "whole"
+    assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
     assert not job.folder.interruption.exists() and job.folder.training_summary.exists()
 

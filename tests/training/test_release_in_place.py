@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpdist.gradients import noise
 from dpdist.randomness.keys import derive_key, stream_words
-from dpdist.training import collectives
-from dpdist.training.collectives import LEAF, UPDATE_CLASSES, FlatOptimizer, Reducer, Shards
+from dpdist.training.collectives import LEAF, FlatOptimizer, Reducer, Shards
 from dpdist.training.private_step import PrivateStep
 from dpdist.training.worker import DivergenceCheck, TrainingDiverged
 
@@ -37,12 +36,9 @@ def sums(rank: int, step: int, rows: int, size: int) -> np.ndarray:
 class Release(PrivateStep):
     """A step that is handed its sums. rows: so many are this worker's."""
 
-    def __init__(self, reducer: Reducer, kind: str, rows: int, size: int) -> None:
+    def __init__(self, reducer: Reducer, rows: int, size: int) -> None:
         mine, self.size = [(row, 0, 0) for row in range(rows)], size
-        shards = Shards(rows, 1, mine, [rows] * reducer.world_size)
-        super().__init__(
-            None, (), KEY, "a", reducer=reducer, shards=shards, sharing=UPDATE_CLASSES[kind]()
-        )
+        super().__init__(None, (), KEY, "a", reducer=reducer, shards=Shards(rows, 1, mine))
 
     def _clipped_sums(self, step, step_plan):
         rows = self.reducer.zero_rows(self.shards.num_rows, self.size)
@@ -51,16 +47,14 @@ class Release(PrivateStep):
         return rows, None
 
 
-def trained(reducer: Reducer, kind: str, rows: int, size: int) -> tuple[torch.Tensor, list[int]]:
+def trained(reducer: Reducer, rows: int, size: int) -> tuple[torch.Tensor, list[int]]:
     """Parameters after the steps, and where each step's gradient lay."""
-    release, flat, places = Release(reducer, kind, rows, size), torch.zeros(size), []
-    own = release.sharing.local_slice(reducer, size)
-    optimizer = FlatOptimizer(TRAINING, STEPS, flat[own])
+    release, flat, places = Release(reducer, rows, size), torch.zeros(size), []
+    optimizer = FlatOptimizer(TRAINING, STEPS, flat)
     for step in range(STEPS):
         step_plan = SimpleNamespace(noise_std=STD, expected_batch=BATCH)
         gradient, *_ = release.gradient(step, step_plan)
-        optimizer.update(flat[own], gradient, step)
-        release.sharing.broadcast_updates(reducer, flat)
+        optimizer.update(flat, gradient, step)
         places.append(gradient.data_ptr())
     return flat, places
 
@@ -84,24 +78,22 @@ def oracle(workers: int, rows: int, size: int) -> torch.Tensor:
     return flat
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
 @pytest.mark.parametrize(
     ("size", "rows"),
     [(1, 1), (2, 2), (PIECE - 1, 1), (PIECE, 1), (PIECE + 1, 3), (LEAF - 1, 1), (LEAF + 1, 1),
      (2 * LEAF + 3, 2)],
 )  # fmt: skip
-def test_the_bits_are_those_of_whole_vectors(kind: str, size: int, rows: int) -> None:
-    found, places = trained(Reducer(0, 1, torch.device("cpu")), kind, rows, size)
+def test_the_bits_are_those_of_whole_vectors(size: int, rows: int) -> None:
+    found, places = trained(Reducer(0, 1, torch.device("cpu")), rows, size)
     assert torch.equal(found, oracle(1, rows, size))
-    assert len(set(places)) == 1 or (kind, rows) != ("whole", 1)
+    assert len(set(places)) == 1 or rows > 1
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_two_workers_do_it_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_do_it_alike() -> None:
     size, found = 3 * LEAF + 5, {}
 
     def work(reducer: ThreadReducer) -> None:
-        found[reducer.rank], _ = trained(reducer, kind, 1, size)
+        found[reducer.rank], _ = trained(reducer, 1, size)
 
     run_thread_workers(2, work)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
@@ -124,12 +116,10 @@ class Made(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_as_long_as_the_sum_is_made() -> None:
     """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
-    monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 1)
     size, step_plan = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
-    release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
+    release = Release(Reducer(0, 1, torch.device("cpu")), 1, size)
     flat = torch.zeros(size)
     optimizer = FlatOptimizer(TRAINING, STEPS, flat)
     divergence = DivergenceCheck(torch.nn.Linear(1, 1), torch.zeros(1, 1))
@@ -146,27 +136,6 @@ def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.Monke
     tracemalloc.stop()
     assert made.most <= 8 * LEAF and peak <= 2 << 20
     assert gradient.data_ptr() == rows.data_ptr()
-
-
-def test_what_travels_needs_no_memory_as_long_as_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of 17 leaves, of which two of each worker travel at once, in two rows."""
-    monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 4)
-    size, found = 16 * LEAF + 7, {}
-
-    def work(reducer: ThreadReducer) -> None:
-        release = Release(reducer, "sharded", 2, size)
-        release.shards = Shards(2, 1, [(reducer.rank, 0, 0)], [1, 1])
-        rows = reducer.zero_rows(2, size)
-        rows[reducer.rank] = torch.from_numpy(sums(reducer.rank, 0, 1, size)[0])
-        own = release.sharing.local_slice(reducer, size)
-        with Made() as made:
-            part, _ = release.sharing.sum_rows(reducer, rows, release.shards, False)
-        both = sums(0, 0, 1, size)[0] + sums(1, 0, 1, size)[0]
-        place = (part.data_ptr() - rows.data_ptr()) // 8
-        found[reducer.rank] = np.array_equal(part.numpy(), both[own]), place - own.start, made.most
-
-    run_thread_workers(2, work)
-    assert [found[rank] for rank in range(2)] == [(True, 0, 8 * 4 * LEAF)] * 2
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -189,4 +158,3 @@ def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:
     assert reducer.sum_rows(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
     total, flag = reducer.sum_rows(own, False)
     assert total.tolist() == [10.0] * 3 and not flag
-    assert collectives.ReplicatedUpdate().local_slice(reducer, 3) == slice(0, 3)

@@ -47,7 +47,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "more"),
-    [(1, {}), (2, {}), (3, {"resources__release": "sharded", "training__reproducible": True})],
+    [(1, {}), (2, {}), (3, {"training__reproducible": True})],
 )
 def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatch, workers, more):
     """And only the way that was asked for is taken."""
@@ -136,21 +136,19 @@ def test_a_slash_in_the_name_of_an_instruction_set_is_no_device(tmp_path, monkey
     assert {parts[-1] for parts in machines} == {"cpu"}
 
 
-@pytest.mark.parametrize("release", ["whole", "sharded"])
-def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, release):
+def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch):
     def kind(device: torch.device) -> str:
         last = threading.current_thread().name.endswith("1")
         return "cuda/A/100" if last else "cuda/H/100"
 
     monkeypatch.setattr(worker, "_device", kind)
-    where = {"resources__release": release}
-    recipe, folder = small(tmp_path, "there", **THERE, **where)
+    recipe, folder = small(tmp_path, "there", **THERE)
     with pytest.raises(
         UserError, match="noise: must be host with workers on cuda/A/100 and cuda/H"
     ):
         train(recipe, folder, 2)
     assert not folder.ledger.exists()
-    train(*small(tmp_path, "here", **where), 2)
+    train(*small(tmp_path, "here"), 2)
 
 
 def test_a_device_that_makes_other_noise_releases_nothing(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """What a step's release costs as models grow: memory stated and measured, noise, processor time.
 
-    OMP_NUM_THREADS=1 python benchmarks/sharding.py [--millions 0.03 1 25] [--steps 6] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/release.py [--millions 0.03 1 25] [--steps 6] [--quick]
 
 Dense networks with Adam on the built-in digits, expected batch 64; workers are processes of one
 thread that meet through gloo on loopback, without Ray, by the loop that trains runs. Memory is the
@@ -29,12 +29,8 @@ from typing import Any
 from _common import parse_arguments
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-KINDS = (
-    (1, "whole", "float64"), (2, "whole", "float64"), (2, "sharded", "float64"),
-    (2, "sharded", "float32"),
-)  # fmt: skip
 HEADS = (
-    "parameters", "workers", "release", "stated MiB", "measured MiB", "stated / measured",
+    "parameters", "workers", "stated MiB", "measured MiB", "stated / measured",
     "noise M/s", "step ms", "release ms",
 )  # fmt: skip
 
@@ -47,24 +43,17 @@ def hidden(millions: float) -> list[int]:
     return [int(width), int(width)]
 
 
-def asked(millions: float, workers: int, release: str, wire: str, steps: int) -> dict[str, Any]:
+def asked(millions: float, workers: int, steps: int) -> dict[str, Any]:
     return {
-        "name": "sharding",
+        "name": "release",
         "data": {"name": "digits"},
         "model": {"name": "mlp", "options": {"hidden": hidden(millions)}},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {
             "batch_size": 64, "steps": steps, "learning_rate": 1e-4, "optimizer": "adam"
         },
-        "resources": {
-            "workers": workers, "release": release, "wire": wire, "checkpoint_seconds": 1e9
-        },
+        "resources": {"workers": workers, "checkpoint_seconds": 1e9},
     }  # fmt: skip
-
-
-def kind(resources: dict[str, Any]) -> str:
-    release, wire = resources["release"], resources["wire"]
-    return release if wire == "float64" else f"{release}, {wire}"
 
 
 def stated(recipe: Any, plan: Any) -> float:
@@ -84,8 +73,8 @@ def peak(pid: str = "self") -> float:
 
 
 def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
-    """One worker: processor seconds of its steps and what they are made of, entries that it
-    releases, and its peak."""
+    """One worker: processor seconds of its steps and what they are made of, entries
+    that it releases, and its peak."""
     import ray.train  # noqa: F401  (a worker on Ray has it in memory)
     import torch
     import torch.distributed as dist
@@ -116,7 +105,7 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
         one.step._clipped_sums = timed("sums", one.step._clipped_sums)
         job.recipe.method.execution().learn(one)
         one.finish()
-        answers.put((took, one.own.stop - one.own.start, len(one.flat), peak()))
+        answers.put((took, len(one.flat), peak()))
     if workers > 1:
         dist.destroy_process_group()
 
@@ -141,16 +130,16 @@ def alone(raw: dict[str, Any], folder: str) -> list[str]:
     for process in processes:
         process.join()
     most, said = max(has for *_, has in found), stated(recipe, job.plan)
-    size = found[0][2]
+    size = found[0][1]
 
     def typical(kind: str, took: dict[str, list[float]]) -> float:
         return statistics.median(took[kind][1:])  # the first step checks the model
 
     step = max(typical("step", took) for took, *_ in found)
     behind = max(typical("step", took) - typical("sums", took) for took, *_ in found)
-    rate = max(entries / typical("noise", took) for took, entries, *_ in found)
+    rate = max(size / typical("noise", took) for took, *_ in found)
     return [
-        f"{size:,}", str(workers), kind(raw["resources"]), f"{said:,.0f}", f"{most:,.0f}",
+        f"{size:,}", str(workers), f"{said:,.0f}", f"{most:,.0f}",
         f"{said / most:.2f}", f"{rate / 1e6:.0f}", f"{1e3 * step:,.1f}", f"{1e3 * behind:,.1f}",
     ]  # fmt: skip
 
@@ -184,8 +173,8 @@ def on_ray(raw: dict[str, Any], folder: str) -> list[str]:
     plan = check_training(recipe, RunFolder(Path(folder) / "other"), "benchmark").plan
     said, largest = stated(recipe, plan), max(most.values())
     return [
-        "", str(raw["resources"]["workers"]), f"{kind(raw['resources'])}, on Ray",
-        f"{said:,.0f}", f"{largest:,.0f}", f"{said / largest:.2f}", "", "", "",
+        "", f"{raw['resources']['workers']}, on Ray", f"{said:,.0f}", f"{largest:,.0f}",
+        f"{said / largest:.2f}", "", "", "",
     ]  # fmt: skip
 
 
@@ -202,20 +191,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.03, 1.0, 25.0])
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--only", nargs="+", default=[], help="of 1-whole, 2-whole, 2-sharded, 2-sharded-float32"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ray", action="store_true", help="memory of workers on Ray")
-    options = parse_arguments(parser, {"millions": [0.03], "steps": 3, "only": ["2-sharded"]})
+    options = parse_arguments(parser, {"millions": [0.03], "steps": 3, "workers": [2]})
     rows = []
     for millions in options.millions:
-        for workers, release, wire in KINDS:
-            name = f"{workers}-{release}" + ("" if wire == "float64" else f"-{wire}")
-            if not options.only or name in options.only:
-                with tempfile.TemporaryDirectory() as folder:
-                    raw = asked(millions, workers, release, wire, options.steps)
-                    rows.append((on_ray if options.ray else alone)(raw, folder))
-                    print("  ".join(rows[-1]), flush=True)
+        for workers in options.workers:
+            with tempfile.TemporaryDirectory() as folder:
+                raw = asked(millions, workers, options.steps)
+                rows.append((on_ray if options.ray else alone)(raw, folder))
+                print("  ".join(rows[-1]), flush=True)
     print(format_columns(HEADS, rows))
 
 
