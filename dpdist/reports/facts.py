@@ -32,6 +32,7 @@ from dpdist.core.fields import (
     FileShape,
     Keys,
     Number,
+    describe_rounding,
     weakest,
 )
 from dpdist.core.files import check_shape, parse_any_json, read_json, read_text
@@ -571,11 +572,24 @@ class Facts:
         return [f"{POST_PROCESSED}: {said}"] if changes else []
 
     @property
+    def _rounding_note(self) -> str:
+        """Return what the guarantee assumes of floating point."""
+        resources = self.recipe.resources
+        measured = self.training_summary["rounding"]
+        return describe_rounding(
+            resources.rounding, resources.micro_batch,
+            measured["precision"], measured.get("moves"),
+            self.recipe.privacy.nominal_records is not None,
+        )  # fmt: skip
+
+    @property
     def _step_notes(self) -> list[str]:
         """Notes on what bounds a record's part in a step."""
         notes = []
         if how := self.record_independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+            if "rounding" in self.training_summary:
+                notes.append(self._rounding_note)
         if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
             notes.append(f"Clipping: {rule}.")
         return notes

@@ -22,7 +22,6 @@ from dpdist.gradients import layer_rules
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.hooks import find_layers, run_pass
-from dpdist.gradients.row_independence import find_mixing_operation
 
 pytestmark = pytest.mark.guarantee
 
@@ -648,13 +647,6 @@ def test_a_tensor_as_long_as_the_pass_is_not_cut_into_examples(length):
     torch.manual_seed(0)
     check(_Positions(length), torch.randn(5, length, 3), fallback=["layer"])
     check(_Causal(length), torch.randn(5, length, 4), fallback=["attention"])
-
-
-def test_a_shared_table_as_long_as_the_pass_keeps_records_apart_by_structure():
-    model, inputs = _Positions(8), torch.randn(8, 8, 3)
-    assert find_mixing_operation(model, weighted_square, inputs, torch.zeros(8)) is None
-    looked_up, tokens = _SharedPositions("none"), torch.randint(0, 9, (6, 6))
-    assert find_mixing_operation(looked_up, weighted_square, tokens, torch.zeros(6)) is None
 
 
 def test_checkpoints_of_the_user_s_own_run_again_with_the_same_parameters():
