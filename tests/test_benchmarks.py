@@ -172,8 +172,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "| as it is | #, #, # | # | # (# to #) | | # (# to #) |": 1,
         "| centre # | #, #, # | # | # (# to #) | # | # (# to #) |": 1,
     },
+    "start_up": {"| table MLP | # # | # | # | # | # | # |": 2},
     "spreading": {"| # | # | # | # [#, #] | # | # | # [#, #] |": 4},
-    "start_up": {"| `dpdist audit ...nothing...` | # | |": 2},
+    "refusals": {"| `dpdist audit ...nothing...` | # | |": 2},
     "toy": {"smoothing #: # % nearer the flat minimum; loss: mean #, deviation #, ... #": 3},
     "training": {
         "ours # ms/step # examples/s": 2,

@@ -551,14 +551,20 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     loop.start = loop._newest_checkpoint()
     if attempt.ledger is not None:
         loop.monitor = Monitor(job, plan.steps, loop.start)
-        steps = recipe.method.capabilities.takes_gradient_steps
-        sure = engine.independence if steps else SCREENED
-        sure = sure if plan.step(0).noise_multiplier else ""
+        sure = _independence(job, engine)
         group = monitoring.WorkerGroup.current(reducer, attempt.ledger, loop.start, sure)
         monitoring.append_group(folder, group)
         step.permit = PermitGate(folder, attempt.ledger.epoch, loop.start, plan.steps).wait
     loop.saved = time.monotonic()
     return loop
+
+
+def _independence(job: TrainJob, engine: GradientEngine) -> str:
+    """Return why records are taken to be apart; "" where no noisy step rests on it."""
+    if not job.plan.step(0).noise_multiplier:
+        return ""
+    steps = job.recipe.method.capabilities.takes_gradient_steps
+    return engine.independence if steps else SCREENED
 
 
 @dataclass
