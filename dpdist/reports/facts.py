@@ -518,7 +518,7 @@ class Facts:
         """Return how sure it is that the model treats each record alone, in all starts of the run.
 
         Returns:
-            "assumed, screened", "by structure" or "isolated", from the least sure to the surest; ""
+            "screened", "known layers" or "per-example", from the least sure to the surest; ""
             where no noisy step rests on it.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
