@@ -21,6 +21,7 @@ from _common import parse_arguments
 from dpdist.core.console import format_table
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.passes import rows_per_pass
 from dpdist.gradients.sampling import Blocks
 from dpdist.models import ModelSpec, initialise
 
@@ -78,7 +79,7 @@ def main() -> None:
         return step
 
     plain = engine(2 * asked.batch)
-    quarter = blocks.rows_per_pass(max(1, asked.batch // 4))
+    quarter = rows_per_pass(blocks, max(1, asked.batch // 4))
     ways = {
         "clipped per document": clipped(plain),
         f"as a run does it: {blocks.capacity} rows a pass": clipped(engine(1024, blocks)),

@@ -124,7 +124,7 @@ def classifier(
     return in_turn(steps, quick)
 
 
-def own_rows(quick: bool) -> Figures:
+def fixed_rows(quick: bool) -> Figures:
     """How many times as long a step takes where every record has a row of its own."""
     import copy
 
@@ -144,12 +144,12 @@ def own_rows(quick: bool) -> Figures:
         batch = 4 if quick else batch
         inputs, targets = torch.rand(batch, *shape), torch.randint(0, 10, (batch,))
         steps = {
-            way: our_step(copy.deepcopy(model), inputs, targets, own_rows=way == "own rows")
-            for way in ("ours", "own rows")
+            way: our_step(copy.deepcopy(model), inputs, targets, rounding=way)
+            for way in ("standard", "fixed-row")
         }
         medians = interleave(steps, 1 if quick else 5, 1)
         found["ms"][name] = {way: round(1e3 * each, 3) for way, each in medians.items()}
-        found[name] = round(medians["own rows"] / medians["ours"], 3)
+        found[name] = round(medians["fixed-row"] / medians["standard"], 3)
     return found
 
 
@@ -315,7 +315,7 @@ ROWS = {
     "gpt2-lora": Row("GPT-2 of 6 layers, LoRA, 8 documents of 64 tokens", gpt2(True), STEP),
     "gpt2-whole": Row("GPT-2 of 6 layers, whole, 4 documents of 64 tokens", gpt2(False), STEP),
     "lstm": Row("LSTM on 64 texts of 64 words", lstm, STEP),
-    "own-rows": Row("a row of its own for every record / a step without", own_rows,
+    "fixed-rows": Row("a fixed row for every record / a step without", fixed_rows,
                     {"CNN": 1.5, "ResNet-8": 1.5, "ViT-Tiny": 1.5}, (1,), at_most=True),
     "memory": Row("linear-heavy model, batch 512: peak / ordinary's", memory, {"memory": 1.15},
                   (1,), at_most=True),
@@ -331,7 +331,7 @@ ROWS = {
                      {"seconds": 20.0}, (1,), at_most=True),
 }  # fmt: skip
 WITHOUT_STEPS = (
-    "own-rows",
+    "fixed-rows",
     "memory",
     "workers",
     "start-local",

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.passes import Rounding
 from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.gradients.sampling import Blocks
 from dpdist.models.zoo import resnet_gn, tf_cnn
@@ -64,18 +65,18 @@ def channels_last_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Ste
 
 def our_step(
     model: nn.Module, inputs: Tensor, targets: Tensor, draws: ParameterPerturbation | None = None,
-    own_rows: bool = False,
+    rounding: Rounding = "standard",
 ) -> Step:  # fmt: skip
-    """As a run executes it: keyed blocks, passes filled up to one shape. With rows of their own
-    records need another number of passes under each key, so every step has a new one."""
+    """As a run executes it, in keyed blocks. With fixed rows records need a different number of
+    passes under each key, so every step has a new one."""
     engine = GradientEngine(
         model, cross_entropy, clipping=FlatClipping(CLIP_NORM), perturbation=draws,
         blocks=Blocks.for_batches(RECORDS, len(inputs) / RECORDS),
     )  # fmt: skip
-    engine.own_rows = own_rows
+    engine.rounding = rounding
     ids = torch.arange(len(inputs))
     sizes = [parameter.numel() for parameter in engine.parameters]
-    numbers = itertools.count() if own_rows else itertools.repeat(0)
+    numbers = itertools.count() if rounding == "fixed-row" else itertools.repeat(0)
 
     @torch.no_grad()
     def step() -> None:

@@ -100,9 +100,10 @@ from dpdist.training.job import (
     read_run_key,
 )
 from dpdist.training.model_setup import (
+    MEASURED,
     changed_blocks,
     importance_weighted,
-    weakest_independence,
+    measured_rounding,
 )
 from dpdist.training.monitoring import Monitor, StepMetrics
 from dpdist.training.private_score import (
@@ -843,7 +844,7 @@ class PrivateTraining:
             the real one is drawn.
         steps, epochs: length of the training; one of the two.
         folder: of the run, made where it is not there.
-        resources: `micro_batch`, `own_rows` and `checkpoint_seconds` of a recipe's section, as a
+        resources: `micro_batch`, `rounding` and `checkpoint_seconds` of a recipe's section, as a
             dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
             when the next step begins, with what the loop's own lines did in between.
@@ -960,13 +961,13 @@ class PrivateTraining:
         _warn_of_fixed_key(recipe)
         self._planned(with_kept_score(recipe, self.run))
         if any(each["goes on"] for each in self._workers.agree(**{"goes on": self._continued})):
-            self._begin(examples)
+            self._begin()
         else:
             self._check_same_start(len(self._records))
 
-    def _examples(self) -> tuple[Any, Tensor]:
+    def _examples(self, count: int = _EXAMPLES) -> tuple[Any, Tensor]:
         """Return invented inputs and targets, on the model's device."""
-        inputs, targets = self._records.examples(_EXAMPLES)
+        inputs, targets = self._records.examples(count)
         there = each_tensor(lambda each: each.to(self._device), inputs)
         return there, targets.to(self._device)
 
@@ -1070,12 +1071,13 @@ class PrivateTraining:
             isolate=self._recipe.model.isolate,
         )
         engine.records_per_example = privacy.max_records_per_group or 1
-        engine.own_rows = self._recipe.resources.own_rows
+        engine.rounding = self._recipe.resources.rounding
         engine.changed_blocks = changed_blocks(self._recipe, self._workers.count)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
-            engine.validate(*examples)
+            # Worker 0 screens for all: `_check_same_start` compares their models and settings.
+            (engine.validate if self._workers.first else engine.prepare)(*examples)
         # As they were checked: they stay so from here on, also before the first step.
         self._trained_names = self._trained()
         self._modes = {name: module.training for name, module in self.model.named_modules()}
@@ -1116,7 +1118,7 @@ class PrivateTraining:
         self._recipe, self.plan, self._noise = recipe, plan, noise
         self._continued = continued and folder.plan.exists()
 
-    def _begin(self, examples: tuple[Any, Tensor]) -> None:
+    def _begin(self) -> None:
         """Begin the run, or take over what it left; refuse before anything is written."""
         if self.run.plan.exists() != self._continued:  # another start of it was faster
             self._planned(self._recipe)
@@ -1135,7 +1137,7 @@ class PrivateTraining:
                 end_charge(self._recipe, folder, self._hashed, None, _CONTEXT)
             self._evaluate()
             return
-        self._attempt(key, examples)
+        self._attempt(key)
         if not complete_checkpoints(folder.checkpoints):
             self._save()
         if not self.steps_left:  # it ended before it could say so
@@ -1195,7 +1197,7 @@ class PrivateTraining:
         ensure_run_key(recipe, folder, run_key)
         checked.begin()
 
-    def _attempt(self, key: bytes, examples: tuple[Any, Tensor]) -> None:
+    def _attempt(self, key: bytes) -> None:
         """Begin an attempt in the ledger, and make the step of it."""
         job, plan, folder = self._job, self.plan, self.run
         reducer = self._workers.reducer_on(self._device)
@@ -1229,7 +1231,7 @@ class PrivateTraining:
             ledger=held, announced=attempt.announced, announcing=self._workers.announcing,
         )  # fmt: skip
         if held is not None:
-            self._tell_group(held, examples)
+            self._tell_group(held)
         self._watch = Watch(ModelParts(self.model), self.optimizer)
         self._saved = time.monotonic()
 
@@ -1241,13 +1243,10 @@ class PrivateTraining:
         mine = begin_charge(recipe, self.plan, folder, self._hashed, _CONTEXT)
         self._stack.callback(end_charge, recipe, folder, self._hashed, mine, _CONTEXT)
 
-    def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
+    def _tell_group(self, ledger: Ledger) -> None:
         """Write down who goes on from here, and how their passes keep records apart (worker 0)."""
         assert self._step is not None
-        sure = ""
-        if self.plan.step(0).noise_multiplier:
-            largest = self._step.shards.largest_shard
-            sure = weakest_independence(self._engine, *examples, self.plan, largest)
+        sure = self._engine.independence if self.plan.step(0).noise_multiplier else ""
         group = monitoring.WorkerGroup.current(self._step.reducer, ledger, self._done, sure)
         monitoring.append_group(self.run, group)
         if self._monitor is None:
@@ -1686,7 +1685,7 @@ class PrivateTraining:
             self._check_as_before()
             self._parts = ModelParts(self.model)
         if not self._started:
-            self._begin(self._examples())
+            self._begin()
             mark_trained(self.model, self.run.path)
             self._parts = ModelParts(self.model)
 
@@ -1784,7 +1783,7 @@ class PrivateTraining:
             key = self._step.key
             self._stack.close()
             with self._workers.sharing_errors():
-                self._attempt(key, self._examples())
+                self._attempt(key)
                 self._save()
             with kept_buffers(self.model):
                 return self._step.gradient(number, step_plan)[:2]
@@ -1851,8 +1850,13 @@ class PrivateTraining:
                 models.save(self.model, self._spec, self.run.model_folder)
                 write_trained(self.model, self.run.model_folder)
                 frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-                fallbacks = self._engine.fallback_layers
-                self._monitor.finish(fallbacks, frozen, self._step.ledger, self._done)
+                self._monitor.finish(
+                    self._engine.fallback_layers, frozen, self._step.ledger, self._done,
+                    rounding=measured_rounding(
+                        self._engine, lambda: self._examples(MEASURED), self.plan,
+                        self._step.shards.largest_shard,
+                    ),
+                )  # fmt: skip
             self.close()
             self._evaluate()
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import contextlib, io, os, sys
 from pathlib import Path
-from start_up import CASES, prepare
+from refusals import CASES, prepare
 from dpdist.cli.main import main
 
 prepare(Path("."))

@@ -305,8 +305,8 @@ class ResourcesRecipe(Section):
         noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
         micro_batch: Number of records in one pass of the model; by default chosen to fit. With 1 no
             record's rounding depends on another, also where a model selects records by values.
-        own_rows: Give every record one row in all passes of the model, so that no bound rests on
-            rows that round alike; slower.
+        rounding: Layout of the passes: standard, or fixed-row, in which a record's row follows from
+            its id and the step's key alone, so that no bound rests on how rows round; slower.
         checkpoint_seconds: Seconds between two checkpoints of a training.
         max_failures: Number of times that failed workers are started again.
         certify_actors: Number of processes that certify or attack; by default one for each CPU, or
@@ -318,7 +318,7 @@ class ResourcesRecipe(Section):
     gpus_per_worker: Gpus = 0
     noise: Literal["host", "device"] = "host"
     micro_batch: Count | None = None
-    own_rows: bool = False
+    rounding: Literal["standard", "fixed-row"] = "standard"
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
     certify_actors: ProcessCount | None = None

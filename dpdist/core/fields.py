@@ -11,6 +11,7 @@ hold for new runs: a run that was begun stays readable.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -449,12 +450,75 @@ def describe_averaging(name: str, max_shift: int, mirrored: bool) -> str:
 # --- levels of independence of records --------------------------------------------------------
 
 
-SCREENED, BY_STRUCTURE, ISOLATED = "assumed, screened", "by structure", "isolated"
+SCREENED, KNOWN_LAYERS, PER_EXAMPLE = "screened", "known layers", "per-example"
 INDEPENDENCE = {
-    SCREENED: "public and invented examples showed no mixing, which proves nothing about others",
-    BY_STRUCTURE: "every operation of a pass is known to treat each record alone",
-    ISOLATED: "each record runs through the model alone",
+    SCREENED: "33 public or synthetic examples gave the same loss and gradient alone and among "
+    "others, which proves nothing about other values",
+    KNOWN_LAYERS: "the model is dpdist's own, or composed of layer types that treat each record "
+    "alone",
+    PER_EXAMPLE: "each record runs alone, by torch.func",
 }
+
+
+MOST_MOVED = 1025  # records that one record more may move: those of its keyed block
+# By precision: bits of what is assumed of a move, and of the slack that the clip has for it.
+_ROUNDING_BITS = {"float32": (19, 8), "float64": (35, 24)}
+
+
+def describe_rounding(
+    rounding: str,
+    micro_batch: int | None,
+    precision: str,
+    moves: float | None,
+    nominal: bool = False,
+) -> str:
+    """Return what a guarantee assumes of floating point, in sentences for the card.
+
+    Args:
+        rounding: `resources.rounding`.
+        micro_batch: `resources.micro_batch`.
+        precision: of the trained parameters, float32 or float64.
+        moves: measured change of a clipped gradient, in clip norms; None where it was not measured.
+        nominal: whether the number of records is protected, so that those behind a record move up.
+    """
+    if micro_batch == 1:
+        return (
+            "Floating point: every record runs alone. Assumed: equal passes give equal bits. "
+            "Sums are float64."
+        )
+    if rounding == "fixed-row":
+        return (
+            "Floating point: every record has a row that follows from its id and the step's key; "
+            "other records change only which pass it is in and beside whom. Assumed: equal passes "
+            "give equal bits; a row's result does not depend on the other rows; no shape inside "
+            "depends on values. Sums are float64."
+        )
+    assumed, slack = _ROUNDING_BITS[precision]
+    changed = "one block only (positions are stable: a removed record leaves its place empty)"
+    if nominal:
+        changed = "one block and of two at each border between shards, each with such a slack"
+    said = (
+        "Floating point: assumed that moving a record to another row, or to a pass of another "
+        f"length, changes its clipped gradient by at most 2^-{assumed} C, so that the "
+        f"{MOST_MOVED:,} records of a keyed block stay within the slack of the clip (2^-{slack}). "
+        "Passes have one shape but a block's last, which has the rows that are left; one record "
+        f"more changes the passes of {changed}; sums are float64."
+    )
+    if moves is None:
+        return f"{said} Not measured."
+    rounded = 10.0 ** (math.floor(math.log10(moves)) - 1) if moves else 1.0
+    shown = f"{math.ceil(moves / rounded) * rounded:.2g}"  # never less than was measured
+    said += (
+        " Measured on the training device, in the training precision, on 64 public or synthetic "
+        "records (moved by a row, and to a pass of another length; a model's random draws move "
+        f"with their rows): at most {shown} C."
+    )
+    if moves > 2.0 ** -(assumed + 1):
+        said += (
+            f" That is more than 2^-{assumed + 1} C: rounding is an assumption here that the slack "
+            "does not cover; resources.rounding: fixed-row does not rest on it."
+        )
+    return said
 
 
 def weakest(levels: Iterable[str]) -> str:

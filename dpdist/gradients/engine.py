@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BY_STRUCTURE, ISOLATED, PADDING, SCREENED
+from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
 from dpdist.gradients.clipping import (
     Clipping,
     NoClipping,
@@ -56,32 +56,29 @@ from dpdist.gradients.hooks import (
     find_shared_arguments,
     rows_of,
     run_pass,
-    run_with_values,
     take,
     tensors_of,
 )
+from dpdist.gradients.independence import (
+    SYNTHETIC_KEY,
+    check_example_independence,
+    has_known_layers,
+    largest_move,
+)
+from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
     LayerCall,
     PerExampleGradient,
-    arithmetic_of,
     rounds_factors,
     sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
-from dpdist.gradients.row_independence import (
-    MAX_EXAMPLES,
-    SYNTHETIC_KEY,
-    find_mixing_operation,
-    find_row_classes,
-)
 from dpdist.gradients.sampling import Blocks
-from dpdist.gradients.validation import NUM_EXAMPLES as SCREENED_EXAMPLES
 from dpdist.gradients.validation import (
-    check_example_independence,
+    NUM_EXAMPLES,
     make_synthetic_examples,
     refuse_mixing_layers,
-    without_zeros,
 )
 from dpdist.randomness.noisy_modules import override_outputs
 
@@ -119,13 +116,6 @@ def return_freed_memory() -> None:
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
-# What a pass costs besides its rows, in products of an example's forward pass: for each trained
-# layer; for each parameter that it multiplies with, which is read and packed anew in both
-# directions; and for each that is trained, whose sum it reads and writes. A pass of ViT-Tiny cost
-# 1.4 rows more with one thread and 2.7 with two, one of adapters in GPT-2 0.4 to 0.8, timed by
-# hand; these give 2.4 and 0.9.
-_LAYER_PRODUCTS, _PARAMETER_PRODUCTS = 2_250_000, 60
-_UNKNOWN_OVERHEAD = 16.0  # rows, where a record's own row asks for it and nothing was counted
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
 
@@ -160,21 +150,16 @@ class GroupMembers:
         """Return the members of these examples."""
         return GroupMembers(self.ids[rows], self.weights[rows])
 
-    @classmethod
-    def filled(cls, examples: int, records: int, device: torch.device) -> GroupMembers:
-        """Return groups without an empty place, whose ids are all 0: of invented examples."""
-        ids = torch.zeros(examples, records, dtype=torch.int64, device=device)
-        return cls(ids, torch.ones(examples, records, device=device))
-
 
 class GradientEngine:
     """Sum clipped per-example gradients of `objective(model(inputs), targets)` over a batch.
 
     Guarantee: one example adds at most `sensitivity` to `clipped_sum`. With `blocks`, record ids
-    and a draw key, records run in keyed blocks and in passes of one shape, and one record changes
-    the executed sum by at most `sensitivity`, rounding included; without, passes are cut by
-    position and the sum's rounding comes on top. The bound on rounding is proved for batches of up
-    to 2^13 records where the model is float64. The sum itself is private until noise is added.
+    and a draw key, records run in keyed blocks, and one record changes the executed sum by at most
+    `sensitivity`, rounding included, if a record that moves to another row changes by no more than
+    `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes on
+    top. The bound holds for batches of up to 2^19 records, 2^13 where the model is float64. The sum
+    itself is private until noise is added.
 
     Args:
         model: takes (B, ...) inputs and treats examples independently. BatchNorm is refused unless
@@ -186,8 +171,7 @@ class GradientEngine:
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
             DP-SGD. It may be replaced between steps.
         micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
-            invented inputs, never from a record or load, and smaller passes where blocks would fill
-            larger ones up.
+            invented inputs, never from a record or load.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
         isolate: every example runs through the model alone (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
@@ -195,9 +179,8 @@ class GradientEngine:
     Attributes:
         records_per_example: K where an example is a group of up to K records: their gradients are
             added up, and the sum is clipped once. Set it before the first sum.
-        own_rows: every record has one row in all passes, by its id and the step's key. Then nothing
-            rests on rows that round alike, for more passes. A model that selects records by their
-            values needs `micro_batch=1` instead. Set it before the first sum.
+        rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
+            record may move a record's row, or `fixed-row`. Set it before the first sum.
         changed_blocks: keyed blocks, of all workers, whose rows one record more changes: 1 where no
             other record moves. Each rounds otherwise, and the clip leaves room for it.
         parameters: the trainable ones, in the model's order.
@@ -222,10 +205,6 @@ class GradientEngine:
         >>> found.flat.shape, bool(found.flat.norm() <= 8 * engine.sensitivity)
         (torch.Size([15]), True)
     """
-
-    _zeros_replaced = False  # while rows are compared
-    # What a pass costs besides its rows, in rows; None where micro_batch was given.
-    _pass_overhead: float | None = None
 
     def __init__(
         self,
@@ -268,12 +247,12 @@ class GradientEngine:
         clipping.check(self.layers)
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
-        self.records_per_example, self.own_rows, self.changed_blocks = 1, False, 1
+        self.records_per_example, self.changed_blocks = 1, 1
+        self.rounding: Rounding = "standard"
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
         self._checked = isolate  # nothing to look for then
-        self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
         self._screened: tuple[Inputs, Tensor] | None = None
         self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
 
@@ -301,6 +280,19 @@ class GradientEngine:
             if inside := [m for m in perturbation.hidden_modules if f"{m}.".startswith(within)]:
                 raise UserError(f"noise on the output of {inside[0]}: layer {name} has no rule")
         self._perturbation = perturbation
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Return torch.float64 where all trained parameters have it, else torch.float32."""
+        exact = all(parameter.dtype == torch.float64 for parameter in self.parameters)
+        return torch.float64 if exact else torch.float32
+
+    @property
+    def independence(self) -> str:
+        """Return why records are taken to be apart in a pass (`dpdist.core.fields`)."""
+        if self.isolate or self.perturbation.per_example:
+            return PER_EXAMPLE
+        return KNOWN_LAYERS if has_known_layers(self.model, self.objective) else SCREENED
 
     @property
     def sensitivity(self) -> float:
@@ -348,10 +340,7 @@ class GradientEngine:
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
-        def classes(rows: int) -> np.ndarray | None:
-            return self._row_classes(rows, *like)
-
-        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes):
+        for rows, real in self.iter_passes(batch, draw_key, record_ids):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
@@ -364,28 +353,14 @@ class GradientEngine:
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def rows_per_pass(self, blocks: Blocks) -> int:
-        """Return how many rows the passes over these blocks have, once the engine has validated."""
-        most, overhead = self.micro_batch or blocks.capacity, self._pass_overhead
-        if overhead is None and not self.own_rows:
-            return blocks.rows_per_pass(most)
-        overhead = _UNKNOWN_OVERHEAD if overhead is None else overhead
-        return blocks.choose_pass_rows(most, overhead, self.own_rows)
+        """Return the rows of the passes over these blocks, once the engine has validated."""
+        return rows_per_pass(blocks, self.micro_batch or blocks.capacity, self.rounding)
 
     def iter_passes(
-        self,
-        batch: int,
-        draw_key: bytes,
-        record_ids: Tensor | None,
-        find_classes: Callable[[int], np.ndarray | None],
+        self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
-        """Yield the physical passes over a batch: its rows, and which of them are real; the others
-        repeat one that is.
-
-        Args:
-            find_classes: tells which rows of a pass of so many round alike
-                (`row_independence.find_row_classes`),
-                of what will be executed.
-        """
+        """Yield the physical passes over a batch: its rows, and which of them count; the others
+        repeat one that does."""
         blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
             step = self.micro_batch or max(1, batch)
@@ -394,73 +369,9 @@ class GradientEngine:
             )
             return
         rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
-        alike = find_classes(rows) if batch else None
-        for members, real in blocks.iter_passes(draw_key, ids, rows, alike, self.own_rows):
+        for members, real in iter_passes(blocks, draw_key, ids, rows, self.rounding):
             places = real if isinstance(real, slice) else torch.from_numpy(real)
             yield torch.from_numpy(members), places
-
-    def _row_classes(self, rows: int, inputs: Inputs, targets: Tensor) -> np.ndarray | None:
-        """Return which rows of a pass give a record's gradient the same bits; asked once a shape,
-        of invented examples."""
-
-        def run(some: Inputs, labels: Tensor) -> list[Tensor]:
-            ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
-            count, members = self.records_per_example, None
-            if count > 1:
-                members = GroupMembers.filled(rows, count, ids.device)
-                some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
-                labels = torch.stack([labels] * count, 1)
-            gradients, _ = self._per_example_gradients(
-                some, labels, SYNTHETIC_KEY, ids, {}, members
-            )
-            norms = [gradient.squared_norms() for gradient in gradients]
-            stored = [piece for gradient in gradients for piece in gradient.stored_tensors()]
-            return stored + [each for each in norms if each is not None]
-
-        return self.cached_row_classes("gradients", run, rows, inputs, targets)
-
-    def cached_row_classes(
-        self,
-        name: str,
-        run: Callable[[Any, Tensor], Sequence[Tensor]],
-        rows: int,
-        inputs: Inputs,
-        targets: Tensor,
-    ) -> np.ndarray | None:
-        """Return `row_independence.find_row_classes` of invented examples, found once for each kind
-        of pass, with other parameters where they are zero and round to nothing.
-
-        Args:
-            name: of `run`.
-            run: what will be executed, inputs and targets of one pass to tensors (rows, ...).
-            rows: of the pass.
-            inputs, targets: (B, ...), of which shapes and types are looked at alone.
-        """
-        shapes = tuple((each.shape[1:], each.dtype) for each in tensors_of(inputs))
-        kind = (
-            name,
-            rows,
-            shapes,
-            targets.shape[1:],
-            type(self.perturbation),
-            self.perturbation.count,
-            self.records_per_example,
-            arithmetic_of(device_of(inputs)),
-        )
-        if kind not in self._row_classes_cache:
-            with _preserve_random_state(device_of(inputs)):
-                examples = self._invented(inputs, targets, MAX_EXAMPLES)
-                own = [*self.model.parameters(), *self.model.buffers()]
-                self._zeros_replaced = True
-                try:
-                    last = _LastPass(run, rows)
-                    found = find_row_classes(last, *examples, rows, own)
-                    last.refuse_mixing(*examples)
-                finally:
-                    self._zeros_replaced = False
-                self._row_classes_cache[kind] = found
-            return_freed_memory()
-        return self._row_classes_cache[kind]
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
         """Return examples of the shapes and types of these: those that were screened where there
@@ -470,15 +381,14 @@ class GradientEngine:
             alike = [t.shape[1:] for t in tensors_of(known)] == [
                 t.shape[1:] for t in tensors_of(inputs)
             ]
-            if alike and rows_of(known) >= min(count, SCREENED_EXAMPLES):
+            if alike and rows_of(known) >= min(count, NUM_EXAMPLES):
                 some = slice(count)
                 return take(known, some), wanted[some]
         with _preserve_random_state(device_of(inputs)):
             return make_synthetic_examples(self.model, inputs, targets, count)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
-        """Return inputs in the memory format that the model's convolutions are fast in, and never
-        in another one than rows are compared in."""
+        """Return inputs in the memory format that the model's convolutions are fast in."""
 
         def lay_out(tensor: Tensor) -> Tensor:
             if self._channels_last and tensor.dim() == 4:
@@ -499,35 +409,45 @@ class GradientEngine:
     ) -> int:
         """Add one pass's clipped gradients, of its `real` rows, to the sum; returns how many were
         not finite."""
+        table = self._squared_norms(gradients)
+        if table is None:
+            return 0
+        keep, rows = real, table.shape[1]
+        table = table[:, keep]
+        finite = table.sum(0).isfinite()
+        bad = int((~finite).sum())
+        if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
+            table = table[:, finite]
+            keep = torch.zeros(rows, dtype=torch.bool, device=table.device)
+            keep[real] = finite
+        for gradient in gradients:
+            gradient.select(keep)
+        factors = self._factors(table)
+        for row, gradient, view in zip(self._row, gradients, views, strict=True):
+            gradient.add_weighted_sum(factors[row], view, run)
+        return bad
+
+    def _squared_norms(self, gradients: list[PerExampleGradient]) -> Tensor | None:
+        """Return the squared norms of the weighted gradients (layers, B); None without any."""
         squared: dict[int, Tensor] = {}
         for row, gradient in zip(self._row, gradients, strict=True):
             norms = gradient.squared_norms()
             if norms is not None:
                 squared[row] = squared[row] + norms if row in squared else norms
         if not squared:
-            return 0
+            return None
         zero = torch.zeros_like(next(iter(squared.values())))
         table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
-        keep = real
-        table = table[:, keep] * self.perturbation.gradient_weight**2
-        finite = table.sum(0).isfinite()
-        bad = int((~finite).sum())
-        if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
-            table = table[:, finite]
-            keep = torch.zeros_like(zero, dtype=torch.bool)
-            keep[real] = finite
-        for gradient in gradients:
-            gradient.select(keep)
+        return table * self.perturbation.gradient_weight**2
+
+    def _factors(self, table: Tensor) -> Tensor:
+        """Return what gradients of these finite squared norms are multiplied by, (layers, B)."""
         factors = self.clipping.factors(table, self._slack())
-        factors = (factors * self.perturbation.gradient_weight).expand(len(self.layers), -1)
-        for row, gradient, view in zip(self._row, gradients, views, strict=True):
-            gradient.add_weighted_sum(factors[row], view, run)
-        return bad
+        return (factors * self.perturbation.gradient_weight).expand(len(self.layers), -1)
 
     def _slack(self) -> float:
         """How much harder to clip than asked for, so that rounding stays within the sensitivity."""
-        exact = all(parameter.dtype == torch.float64 for parameter in self.parameters)
-        dtype = torch.float64 if exact else torch.float32
+        dtype = self.precision
         if self.blocks is None:
             return rounding_slack(dtype)
         return rounding_slack(dtype) + self.changed_blocks * sum_slack(dtype)
@@ -535,8 +455,6 @@ class GradientEngine:
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""
         values = {name: parameter.detach() for name, parameter in self._named.items()}
-        if self._zeros_replaced:
-            values = {name: without_zeros(value) for name, value in values.items()}
         if self._channels_last:
             for name, value in values.items():
                 if value.dim() == 4:
@@ -630,13 +548,9 @@ class GradientEngine:
             return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the model makes of them, with other parameters where rows are compared."""
+        """Return what the model makes of them."""
         with sums_in_order(inputs.device):
-            if not self._zeros_replaced:
-                found: Tensor = self.model(inputs)
-                return found
-            values = {name: without_zeros(parameter) for name, parameter in self._named.items()}
-            found = run_with_values(self.model, values, lambda: self.model(inputs))
+            found: Tensor = self.model(inputs)
             return found
 
     def _hidden_noise(
@@ -713,22 +627,71 @@ class GradientEngine:
             UserError: the model mixes examples, a parameter cannot be followed, or fewer than two
                 examples have a finite gradient.
         """
-        if isinstance(self.objective, OwnLoss):
-            self._screened = inputs, targets
         with _preserve_random_state(device_of(inputs)):
             if not self._checked:
                 check_example_independence(
                     self.model, self.objective, self._empty_gradients, inputs, targets
                 )
-                self._checked, self._modes = True, self._current_modes()
-                self._row_classes_cache.clear()
+                return_freed_memory()
+        self.prepare(inputs, targets)
+
+    def prepare(self, inputs: Inputs, targets: Tensor) -> None:
+        """Look at what the model's passes need, and choose the micro-batch; screen nothing.
+
+        For a model that another process, or `validate`, has screened.
+
+        Args:
+            inputs: (B, ...), B >= 2, public or invented.
+            targets: (B, ...), as the objective takes them.
+
+        Raises:
+            UserError: examples of this shape do not run.
+        """
+        if isinstance(self.objective, OwnLoss):
+            self._screened = inputs, targets
+        self._checked, self._modes = True, self._current_modes()
+        with _preserve_random_state(device_of(inputs)):
+            if not self.isolate:
                 self._kinds.clear()
                 self._find_shared(inputs, targets)
-                return_freed_memory()
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+
+    def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
+        """Return by how much clipped gradients changed at most, in units of the sensitivity, when
+        records moved by a row and to a pass of another length.
+
+        What is drawn for a record moves with it. Nothing is released or refused by it.
+
+        Args:
+            inputs: (B, ...), B >= 2, public or invented.
+            targets: (B, ...), as the objective takes them.
+            blocks: those of the steps, from which passes get their length.
+        """
+
+        def run(rows: list[int]) -> tuple[list[PerExampleGradient], Tensor]:
+            some, labels = take(inputs, rows), targets[rows]
+            count, ids, members = self.records_per_example, torch.tensor(rows), None
+            if count > 1:
+                device = device_of(inputs)
+                members = GroupMembers(
+                    torch.stack([ids] * count, 1), torch.ones(len(rows), count, device=device)
+                )
+                some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
+                labels = torch.stack([labels] * count, 1)
+            gradients, _ = self._per_example_gradients(
+                some, labels, SYNTHETIC_KEY, ids, {}, members
+            )
+            table = self._squared_norms(gradients)
+            if table is None:
+                table = torch.zeros(len(self.layers), len(rows), dtype=torch.float64)
+            return gradients, self._factors(table)[self._row]
+
+        with _preserve_random_state(device_of(inputs)):
+            found = largest_move(run, len(targets), self.rows_per_pass(blocks))
+        return found / self.sensitivity
 
     def _current_modes(self) -> list[bool]:
         return [module.training for module in self.model.modules()]
@@ -745,7 +708,7 @@ class GradientEngine:
             self._refuse_layers(self.model)
             self._modes, self._checked = modes, self.isolate
         if not (self._checked and self.micro_batch):
-            self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))
+            self.validate(*self._invented(inputs, targets, NUM_EXAMPLES))
         if not self.isolate:
             self._find_shared(inputs, targets, invented=False)
 
@@ -775,16 +738,6 @@ class GradientEngine:
             layer.shared.update(shared)
             layer.lengths.clear()
             layer.lengths.update(lengths)
-
-    def classify_independence(self, inputs: Inputs, targets: Tensor) -> str:
-        """Return how records are kept apart in passes of this shape (`dpdist.core.fields`).
-
-        inputs (B, ...), targets (B, ...): public or invented, as many as a pass has rows.
-        """
-        if self.isolate or self.perturbation.per_example:
-            return ISOLATED
-        why = find_mixing_operation(self.model, self.objective, inputs, targets)
-        return BY_STRUCTURE if why is None else SCREENED
 
     def _takes_channels_last(self, inputs: Inputs, targets: Tensor) -> bool:
         """Return whether the model runs in that format, as `view` across dimensions does not."""
@@ -822,21 +775,13 @@ class GradientEngine:
             else:
                 collect(layer, call)
 
-        with (
-            torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-            _counted_products(self.model) as (products, used),
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             run_pass(
                 self.model, self._layers, self.objective, take(inputs, pair), targets[pair],
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
-        most = max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
-        if self.parameters[0].device.type == "cpu" and any(products):
-            moved = sum(used.values()) + self.size
-            besides = len(self._layers) * _LAYER_PRODUCTS + moved * _PARAMETER_PRODUCTS
-            self._pass_overhead = probe * besides / sum(products)
-        return most
+        return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
 
 
 class WholeBatchEngine(GradientEngine):
@@ -911,30 +856,6 @@ class WholeBatchEngine(GradientEngine):
         return ClippedSum(flat, batch, 0, float(losses.detach().double().sum()))
 
 
-@contextmanager
-def _counted_products(model: nn.Module) -> Iterator[tuple[list[int], dict[int, int]]]:
-    """Yield about how many products of two numbers each call of a module took meanwhile, and how
-    many numbers each parameter has that it multiplied with."""
-    counts: list[int] = []
-    used: dict[int, int] = {}
-
-    def add(module: nn.Module, _: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and not isinstance(module, nn.Embedding):
-            weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-            channel = 1 if any(p.dim() > 2 for p in weights) else -1  # a convolution's
-            positions = first.numel() // max(1, first.shape[channel]) if first.dim() > 1 else 1
-            counts.append(positions * sum(p.numel() for p in weights))
-            used.update((id(p), p.numel()) for p in weights)
-
-    hooks = [module.register_forward_hook(add) for module in model.modules()]
-    try:
-        yield counts, used
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError for a trained parameter whose imaginary part the sum would drop."""
     for name, parameter in named.items():
@@ -974,40 +895,6 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
-
-
-class _LastPass:
-    """Run passes of one example each, and hold one row of the last of them, which is the first
-    example's, against the same row in company: in passes as long as those that are executed."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Sequence[Tensor]], rows: int) -> None:
-        self._run, self._rows, self._place = run, rows, rows // 2
-        self._found: list[Tensor] = []
-
-    def __call__(self, inputs: Inputs, targets: Tensor) -> Sequence[Tensor]:
-        self._state = torch.get_rng_state()
-        found = self._run(inputs, targets)
-        self._found = [tensor[self._place].clone() for tensor in found]
-        return found
-
-    def refuse_mixing(self, inputs: Inputs, targets: Tensor) -> None:
-        """Raise UserError where the row is another one among other examples."""
-        if not self._found or device_of(inputs).type != "cpu":  # other generators may draw there
-            return
-        rows = [1 + place % (len(targets) - 1) for place in range(self._rows)]
-        rows[self._place] = 0
-        torch.set_rng_state(self._state)
-        company = self._run(take(inputs, rows), targets[rows])
-        for alone, tensor in zip(self._found, company, strict=False):
-            other = tensor[self._place].double()
-            allowed = 1e-2 * float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) + 1e-30
-            if not torch.allclose(alone.double(), other, rtol=0, atol=allowed, equal_nan=True):
-                raise UserError(
-                    "the model or loss mixes examples in passes of "
-                    f"{self._rows} rows: one example's gradient depends on another example. "
-                    "Normalise within each example (torch.nn.GroupNorm), never over the batch",
-                    see="explanation/gradients.md#what-is-refused",
-                )
 
 
 def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:
@@ -1101,19 +988,11 @@ def consistency_targets(
         ]
         return torch.stack(copies).mean(0)
 
-    def invented_pass(some: Tensor, _: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), SYNTHETIC_KEY)]
-
-    def classes(rows: int) -> np.ndarray | None:
-        return engine.cached_row_classes("consistency", invented_pass, rows, inputs, labels)
-
-    passes = list(engine.iter_passes(len(inputs), draw_key, record_ids, classes))
+    passes = list(engine.iter_passes(len(inputs), draw_key, record_ids))
     parts = []
     with torch.no_grad():
         for rows, real in passes or [(torch.arange(0), slice(0))]:
-            some = inputs[rows].contiguous()  # as rows are compared
-            parts.append(agreed(some, record_ids[rows], draw_key)[real])
+            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
     mean = torch.cat(parts)
     if passes:
         order = torch.cat([rows[real] for rows, real in passes])

@@ -640,8 +640,8 @@ def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:
     """Return whether a layer that treats positions alone has them beside the examples, (B * T, F).
 
     T is that of an input, so that a selection of positions, as experts get it, is none. That
-    positions lie example by example is what `check_example_independence` and
-    `find_mixing_operation` look at, as of every other layer.
+    positions lie example by example is what `check_example_independence` looks at, as of every
+    other layer.
     """
     return (
         layer.rule in POSITIONWISE
@@ -669,18 +669,6 @@ def _refuse_selection(layer: Layer, current: _PassState, output: Any) -> None:
             f"layer {layer.name} must be given all positions of each example, got a selection that "
             f"depends on values, of {len(output)} rows for a batch of {current.batch}: run it on "
             "all of them, and multiply what does not count by zero"
-        )
-
-
-def refuse_joint_zeros(func: Any, args: Any) -> None:
-    """Raise UserError for a product whose gradient torch computes by other code for all records
-    where one of them has a factor of zero; where a mode of torch looks on, it does not."""
-    if str(func).startswith("aten.prod.") and args[0].requires_grad:
-        raise UserError(
-            "the model must multiply by *, got torch.prod of what depends on trained parameters: a "
-            "zero in one record changes how torch rounds the gradients of all; multiply the "
-            "factors in turn (functools.reduce(torch.mul, x.unbind(1)))",
-            see="explanation/gradients.md#what-is-refused",
         )
 
 

@@ -65,10 +65,6 @@ class DenseGradient:
     values: Tensor
     order: Order = None
 
-    def only(self, place: int) -> DenseGradient:
-        """Return that of one example, which keeps no others in memory."""
-        return DenseGradient(self.values[place : place + 1].clone(), self.order)
-
 
 @dataclass
 class OuterProductGradient:
@@ -98,11 +94,6 @@ class OuterProductGradient:
         return (own.data_ptr(), own.shape, own.stride(), own.dtype) == (
             its.data_ptr(), its.shape, its.stride(), its.dtype
         )  # fmt: skip
-
-    def only(self, place: int) -> OuterProductGradient:
-        """Return that of one example."""
-        one = slice(place, place + 1)
-        return replace(self, left=self.left[one].clone(), right=self.right[one])
 
     def with_copied_patches(self) -> OuterProductGradient:
         """The same with a (B, T, i) right factor: the patches of a convolution are copied out."""
@@ -147,11 +138,6 @@ class EmbeddingGradient:
     values: Tensor
     num_embeddings: int
 
-    def only(self, place: int) -> EmbeddingGradient:
-        """Return that of one example."""
-        one = slice(place, place + 1)
-        return replace(self, ids=self.ids[one], values=self.values[one].clone())
-
     def to_dense(self) -> Tensor:
         batch, _, width = self.values.shape
         out = self.values.new_zeros(batch, self.num_embeddings, width)
@@ -191,19 +177,6 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
     return out
 
 
-def arithmetic_of(device: torch.device) -> tuple[Any, ...]:
-    """Return what a script may set in torch that changes the bits of float32 products there: first
-    autocast and the products' precision."""
-    backends: Any = torch.backends
-    cuda, mkldnn, cudnn = backends.cuda, backends.mkldnn, backends.cudnn
-    products = cuda.matmul if device.type == "cuda" else mkldnn.matmul
-    other = cudnn if device.type == "cuda" else mkldnn
-    chosen = torch.are_deterministic_algorithms_enabled(), mkldnn.enabled, cudnn.enabled
-    precisions = products.fp32_precision, other.conv.fp32_precision, other.rnn.fp32_precision
-    ways = torch.get_num_threads(), *chosen, cudnn.deterministic, cudnn.benchmark
-    return torch.is_autocast_enabled(device.type), *precisions, *ways
-
-
 @contextmanager
 def sums_in_order(device: torch.device) -> Iterator[None]:
     """Have torch's kernels on a CPU add up one number after the other until the end of the block.
@@ -218,8 +191,9 @@ def sums_in_order(device: torch.device) -> Iterator[None]:
 
 def rounds_factors(device: torch.device) -> bool:
     """Return whether float32 products round their factors there: by autocast, TF32 or bfloat16."""
-    autocast, precision, *_ = arithmetic_of(device)
-    return autocast or precision not in ("none", "ieee")
+    backends: Any = torch.backends
+    products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    return torch.is_autocast_enabled(device.type) or products.fp32_precision not in ("none", "ieee")
 
 
 def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) -> None:
@@ -606,14 +580,22 @@ class PerExampleGradient:
             return embedding_squared_norms(self._rows[0])
         return None
 
-    def stored_tensors(self) -> list[Tensor]:
-        """Return the tensors (B, ...) that norms and sums are made of."""
+    def of_example(self, place: int) -> Tensor:
+        """Return one example's gradient in float64, in the order in which it is stored."""
         self._merge()
-        dense = [] if self._dense is None else [self._dense]
-        outer = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
-        return (
-            dense + outer + [tensor for piece in self._rows for tensor in (piece.ids, piece.values)]
+        if self._dense is not None:
+            return self._dense[place].double()
+        total = torch.zeros(
+            self._stored_shape(self._order), dtype=torch.float64, device=self._device
         )
+        one = torch.ones(1, dtype=torch.float64, device=self._device)
+        self._add_factored(place, one, total)
+        return total
+
+    @property
+    def _device(self) -> torch.device:
+        kept = [piece.left for piece in self._outer] + [rows.values for rows in self._rows]
+        return kept[0].device
 
     def select(self, keep: Tensor | slice) -> None:
         """Keep some examples, a mask (B,) or a slice: the others' Inf, which 0 * Inf would keep, is

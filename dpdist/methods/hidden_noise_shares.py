@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
+from dpdist.gradients.clipping import assumed_move
 from dpdist.gradients.noise import add_noise
+from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
 from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.perturbations import (
     FixedHiddenPerturbation,
     HiddenPerturbation,
     Perturbation,
 )
-from dpdist.gradients.row_independence import MAX_EXAMPLES, find_row_classes
-from dpdist.gradients.sampling import Blocks, poisson_sample
-from dpdist.gradients.validation import make_synthetic_examples
+from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks, poisson_sample
 from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
 from dpdist.methods.hidden_noise import HiddenNoiseMethod, Redistribution
 from dpdist.models import ModelSpec, SplitModel
@@ -162,8 +162,7 @@ def _released_powers(section: Redistribution, sensitivity: float, setup: MethodS
 
     blocks = Blocks.for_batches(planned, section.sample_rate)
     for inputs, labels, real in _passes(
-        dataset, members, blocks, key, setup.build_initial_model(), powers,
-        setup.recipe.resources.own_rows,
+        dataset, members, blocks, key, setup.recipe.resources.rounding
     ):  # fmt: skip
         part = powers(inputs, labels)[real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
@@ -174,28 +173,15 @@ def _released_powers(section: Redistribution, sensitivity: float, setup: MethodS
 
 
 def _passes(
-    dataset: Dataset,
-    members: np.ndarray,
-    blocks: Blocks,
-    key: bytes,
-    model: nn.Module,
-    run: Callable[[Tensor, Tensor], Tensor],
-    own_rows: bool,
+    dataset: Dataset, members: np.ndarray, blocks: Blocks, key: bytes, rounding: Rounding
 ) -> Iterator[tuple[Tensor, Tensor, slice | np.ndarray]]:
-    """Inputs and labels of the members in passes of one shape, and which rows of each are real.
+    """Yield inputs and labels of the members in passes, and which rows of each count.
 
-    Who runs together follows from each record's place and the key (`dpdist.gradients.sampling`):
-    one record more or less changes no bit of what most others add, and how kernels round does not
-    depend on how many there are.
+    Who runs together follows from each record's place and the key (`dpdist.gradients.passes`): one
+    record more or less changes the passes of one block alone.
     """
-    if not len(members):
-        return
-    rows = blocks.choose_pass_rows(_PASS, 1, True) if own_rows else blocks.rows_per_pass(_PASS)
-    example = make_synthetic_examples(
-        model, dataset.batch(members[:1]), dataset.targets(members[:1]), MAX_EXAMPLES
-    )
-    classes = find_row_classes(lambda *some: [run(*some)], *example, rows)
-    for some, real in blocks.iter_passes(key, members, rows, classes, own_rows):
+    rows = rows_per_pass(blocks, _PASS, rounding)
+    for some, real in iter_passes(blocks, key, members, rows, rounding):
         yield dataset.batch(members[some]), dataset.targets(members[some]), real
 
 
@@ -259,9 +245,10 @@ def noised_powers(
     records: the most that it is over. A pass of 128 is off by at most 128 2^-53 times the sum of
     its norms, and compensated summation of passes by 2^-52 times all of it (Higham, Accuracy and
     Stability of Numerical Algorithms, sections 3.1 and 4.3): two sums by less than 2^-44 clip_norm
-    for each record.
+    for each record. The records of a block may move to other rows, each by `assumed_move`.
     """
-    std = noise_multiplier * clip_norm * (1 + 2.0**-43 * records)
+    moves = (MAX_BLOCK_RECORDS + 1) * assumed_move(torch.float32)
+    std = noise_multiplier * clip_norm * (1 + 2.0**-43 * records + moves)
     noisy = add_noise(total.numpy(), derive_key(key, "redistribution"), std)
     return torch.from_numpy(np.maximum(noisy, 0.0))
 

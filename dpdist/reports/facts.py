@@ -34,6 +34,7 @@ from dpdist.core.fields import (
     FileShape,
     Keys,
     Number,
+    describe_rounding,
     weakest,
 )
 from dpdist.core.files import check_shape, parse_any_json, read_json, read_text
@@ -522,7 +523,7 @@ class Facts:
         """Return how sure it is that the model treats each record alone, in all starts of the run.
 
         Returns:
-            "assumed, screened", "by structure" or "isolated", from the least sure to the surest; ""
+            "screened", "known layers" or "per-example", from the least sure to the surest; ""
             where no noisy step rests on it.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
@@ -581,11 +582,25 @@ class Facts:
         return lines
 
     @property
+    @property
+    def _rounding_note(self) -> str:
+        """Return what the guarantee assumes of floating point."""
+        resources = self.recipe.resources
+        measured = self.training_summary["rounding"]
+        return describe_rounding(
+            resources.rounding, resources.micro_batch,
+            measured["precision"], measured.get("moves"),
+            self.recipe.privacy.nominal_records is not None,
+        )  # fmt: skip
+
+    @property
     def _step_notes(self) -> list[str]:
         """Notes on what bounds a record's part in a step."""
         notes = []
         if how := self.record_independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+            if "rounding" in self.training_summary:
+                notes.append(self._rounding_note)
         if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
             notes.append(f"Clipping: {rule}.")
         return notes

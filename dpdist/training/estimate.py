@@ -27,6 +27,7 @@ from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.hooks import Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.objective import checked_losses, objective_of
+from dpdist.gradients.passes import rows_per_batch
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
@@ -116,7 +117,7 @@ def estimate(
     examples: tuple[Any, Tensor] | None = None,
     isolate: bool = False,
     micro_batch: int | None = None,
-    own_rows: bool = False,
+    rounding: str = "standard",
     rates: Mapping[Any, float] | None = None,
     class_counts: Mapping[Any, int] | None = None,
 ) -> Estimate:
@@ -141,7 +142,7 @@ def estimate(
             without them time and memory are not estimated.
         isolate: as in `PrivateTraining`.
         micro_batch: as in `PrivateTraining`'s resources.
-        own_rows: as there, too.
+        rounding: as there, too.
         rates: relative sampling rates by class, as in `PrivateTraining`; the largest is priced.
         class_counts: the PUBLIC number of records of each class. Required with rates.
 
@@ -183,7 +184,7 @@ def estimate(
             "model": {"name": "linear", "isolate": isolate},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},
-            "resources": {"micro_batch": micro_batch, "own_rows": own_rows},
+            "resources": {"micro_batch": micro_batch, "rounding": rounding},
             "script": {"model": "model", "optimizer": "optimizer", "loss": "loss"},
         },
         "estimate",
@@ -211,7 +212,7 @@ def _measured(
         micro_batch=most,
         isolate=recipe.model.isolate,
     )
-    engine.own_rows = recipe.resources.own_rows
+    engine.rounding = recipe.resources.rounding
     device = engine.parameters[0].device
     inputs, targets = records.examples(PROBE_EXAMPLES)
     inputs, targets = each_tensor(lambda each: each.to(device), inputs), targets.to(device)
@@ -222,9 +223,8 @@ def _measured(
         rate = examples_per_second(engine, TrainingObjective(), inputs, targets, blocks)
     rows = engine.rows_per_pass(blocks)
     held = extra_bytes(engine) + rows * each
-    executed = blocks.rows_per_batch(
-        plan.records, step.mean_rate, rows, step.batch_cap, engine.own_rows
-    )
+    members = min(plan.records * step.mean_rate, step.batch_cap or plan.records)
+    executed = rows_per_batch(blocks, members, rows, engine.rounding)
     return executed / rate + _noise_seconds(engine.size, step.noise_std), held
 
 

@@ -193,6 +193,7 @@ class TrainJob:
         (`dpdist.methods.base.TrainingDriver.run_workers`).
     shared_cache: PRIVATE, what trainings here that differ in their keys alone make once and share;
     None: there are no others.
+    screened: `screening_digest` of the model that the driver screened; "": of none.
     """
 
     recipe: Recipe
@@ -203,6 +204,7 @@ class TrainJob:
     member_mask: np.ndarray | None = None
     replacement_records: Any = None
     shared_cache: dict[Any, Any] | None = None
+    screened: str = ""
 
     def records(self) -> Any:
         """The records to train on, and behind them the canaries of an audit."""
@@ -270,7 +272,8 @@ class Fingerprinted(Protocol):
 class CheckedTraining:
     """A training that nothing forbids, and the plan it executes. Nothing was written for it yet.
 
-    noise_multiplier: of the plan's steps; None where it is not kept with the run."""
+    noise_multiplier: of the plan's steps; None where it is not kept with the run. screened: as in
+    `TrainJob`."""
 
     recipe: Recipe
     folder: RunFolder
@@ -278,6 +281,7 @@ class CheckedTraining:
     dataset: Fingerprinted
     pretrained: dict[str, Any] | None
     noise_multiplier: float | None = None
+    screened: str = ""
 
     def check_budget(self, context: str) -> None:
         """Raise UserError where what a run may yet release does not fit its records' budget; charge
@@ -313,7 +317,7 @@ class CheckedTraining:
         """Return the job of a run that is written down, for a worker that writes nothing."""
         recipe, folder = self.recipe, RunFolder(self.folder.path.resolve())
         source, packages = data_source(recipe), package_fingerprints(PACKAGES)
-        return TrainJob(recipe, self.plan, folder, source, packages)
+        return TrainJob(recipe, self.plan, folder, source, packages, screened=self.screened)
 
 
 def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTraining:
@@ -327,16 +331,16 @@ def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTr
             f"{folder.path}: holds a private search; continue it with `dpdist tune`"
         )
     continued = folder.check_same_recipe(recipe)
-    dataset, pretrained = check_trainable(recipe, context)
+    dataset, pretrained, screened = _checked(recipe, context)
     check_kept(recipe, folder, pretrained)
     check_same_data(folder, dataset)
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
         plan = folder.read_plan()
         _check_target(recipe, plan, folder)
-        return CheckedTraining(recipe, folder, plan, dataset, pretrained)
+        return CheckedTraining(recipe, folder, plan, dataset, pretrained, screened=screened)
     noise, plan = resolve_plan(recipe, len(dataset), context)
-    return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise)
+    return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise, screened)
 
 
 def prepare(recipe: Recipe, folder: RunFolder, context: str) -> TrainJob:
@@ -351,6 +355,11 @@ def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[st
     Raises UserError for records, a model or public parts with which nothing could be trained, or
     nothing promised.
     """
+    return _checked(recipe, context)[:2]
+
+
+def _checked(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any] | None, str]:
+    """Return what `check_trainable` does, and the digest of the screened model."""
     if recipe.by_script is not None:
         raise UserError(
             f"{context}: script: this training is made by a script, with {recipe.by_script.model}, "
@@ -365,8 +374,7 @@ def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[st
     models.check_name(recipe.model.name)
     from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
 
-    check_model(recipe, dataset)
-    return dataset, pretrained
+    return dataset, pretrained, check_model(recipe, dataset)
 
 
 def check_data(

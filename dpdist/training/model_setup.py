@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,6 @@ from dpdist import data, models
 from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import weakest
 from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import Clipping, make_clipping
 from dpdist.gradients.engine import (
@@ -34,6 +34,7 @@ from dpdist.gradients.engine import (
 )
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
+from dpdist.gradients.passes import rows_per_batch
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import NUM_EXAMPLES, normalises_over_batch
@@ -42,6 +43,7 @@ from dpdist.models import ModelSpec
 from dpdist.models.factory_code import record_digests, source_digests
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
+from dpdist.training import checkpoint
 from dpdist.training.canaries import check_canary_coordinates
 from dpdist.training.collectives import FlatOptimizer, memory_bytes
 from dpdist.training.provenance import load_frozen_weights, with_frozen_part
@@ -93,6 +95,7 @@ def check_initial_model(
 
 
 _KEY = bytes(32)
+MEASURED = 64  # examples of which moves are measured
 
 
 def public_examples(source: data.DataSource, count: int = NUM_EXAMPLES) -> tuple[Tensor, Tensor]:
@@ -124,12 +127,15 @@ def public_examples(source: data.DataSource, count: int = NUM_EXAMPLES) -> tuple
     return torch.cat([inputs, more]), torch.cat([labels, other.to(labels)])
 
 
-def _public_examples_of_task(
-    engine: GradientEngine, task: TrainingObjective, source: data.DataSource
+def public_examples_of_task(
+    engine: GradientEngine,
+    task: TrainingObjective,
+    source: data.DataSource,
+    count: int = NUM_EXAMPLES,
 ) -> tuple[Tensor, Tensor]:
     """Examples with the targets of the task. Nothing is drawn for them: keys are for records."""
     device = engine.parameters[0].device
-    inputs, labels = (each.to(device) for each in public_examples(source))
+    inputs, labels = (each.to(device) for each in public_examples(source, count))
     draws, augmentation = engine.perturbation, engine.augmentation
     engine.perturbation, engine.augmentation = Perturbation(), None
     try:
@@ -140,43 +146,42 @@ def _public_examples_of_task(
 
 
 def validate_on_public_examples(
-    engine: GradientEngine, task: TrainingObjective, source: data.DataSource
+    engine: GradientEngine, task: TrainingObjective, source: data.DataSource, screened: bool = False
 ) -> None:
-    """Screen the engine's model on public and invented examples (`GradientEngine.validate`)."""
-    engine.validate(*_public_examples_of_task(engine, task, source))
+    """Screen the engine's model on public and invented examples (`GradientEngine.validate`).
+
+    screened: the driver did; the engine is prepared alone.
+    """
+    examples = public_examples_of_task(engine, task, source)
+    (engine.prepare if screened else engine.validate)(*examples)
 
 
-def independence_on_public_examples(
+def measured_rounding(
     engine: GradientEngine,
-    task: TrainingObjective,
-    source: data.DataSource,
+    make_examples: Callable[[], tuple[Inputs, Tensor]],
     plan: PrivacyPlan,
     largest: int,
-) -> str:
-    """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE.
+) -> dict[str, Any]:
+    """Return the precision of a model, and by how much rounding moves clipped gradients.
 
-    largest: records of the largest shard, from which passes get their rows.
+    Args:
+        engine: as it trained.
+        make_examples: makes inputs and targets that hold nothing private.
+        plan: what was executed.
+        largest: records of the largest shard.
+
+    Returns:
+        `precision`, and `moves` in units of the clip norm; without it where no record of a noisy
+        step moves, or the examples do not run.
     """
-    return weakest_independence(
-        engine, *_public_examples_of_task(engine, task, source), plan, largest
-    )
-
-
-def weakest_independence(
-    engine: GradientEngine, inputs: Inputs, targets: Tensor, plan: PrivacyPlan, largest: int
-) -> str:
-    """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE,
-    by examples that hold nothing private."""
-    loops = [phase.training_steps for phase in plan.phases]
-    steps = {(loop.mean_rate, loop.batch_cap) for loop in loops if loop is not None}
-    made = [Blocks.for_batches(largest, *step) for step in steps]
-    screened = engine.micro_batch is not None
-    sizes = {
-        engine.rows_per_pass(each) if screened else each.rows_per_pass(NUM_EXAMPLES)
-        for each in made
-    }
-    rows = [torch.arange(size, device=targets.device) % len(targets) for size in sorted(sizes)]
-    return weakest(engine.classify_independence(take(inputs, some), targets[some]) for some in rows)
+    step, found = plan.step(0), {"precision": str(engine.precision).removeprefix("torch.")}
+    if not step.noise_multiplier or engine.rounding != "standard" or engine.micro_batch == 1:
+        return found
+    blocks = Blocks.for_batches(largest, step.mean_rate, step.batch_cap)
+    try:
+        return {**found, "moves": engine.measure_moves(*make_examples(), blocks)}
+    except (RuntimeError, UserError):  # a training that has ended is not lost for it
+        return found
 
 
 # --- model and gradient engine ----------------------------------------------------------------
@@ -204,8 +209,20 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     return dataclasses.replace(whole, denoised_shifts=denoised)
 
 
-def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
-    """Raise UserError for a model that cannot be trained privately on these inputs."""
+def screening_digest(recipe: Recipe, model: nn.Module) -> str:
+    """Return a digest of a model's first weights and of the settings that its screening rests on.
+
+    Workers compare it with the driver's: what the driver screened, none of them screens again.
+    """
+    settings = [recipe.model.model_dump(mode="json"), recipe.training.loss, recipe.method.name]
+    return f"{checkpoint.tensors_digest(model.state_dict())} {json.dumps(settings)}"
+
+
+def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
+    """Return the `screening_digest` of the model.
+
+    Raises UserError for one that cannot be trained privately on these inputs.
+    """
     spec = model_spec(recipe, dataset)
     if recipe.training.has_augmentation:
         _check_augmented(recipe, spec)
@@ -225,7 +242,9 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     execution = recipe.method.execution()
     if recipe.method.capabilities.takes_gradient_steps:
         validate_on_public_examples(engine, execution.task(), data_source(recipe))
+    screened = screening_digest(recipe, module)
     execution.project_parameters(module)  # refuses a model that it cannot be applied to
+    return screened
 
 
 def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
@@ -309,7 +328,7 @@ def build_engine(
     )
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
-    engine.own_rows = recipe.resources.own_rows
+    engine.rounding = recipe.resources.rounding
     engine.changed_blocks = changed_blocks(recipe)
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
@@ -401,6 +420,7 @@ def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
 
 PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
+MEASURED = 64  # examples of which moves are measured
 
 
 def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -450,7 +470,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
-        ("rows of a pass", f"{rows}, filled up where fewer records are drawn"),
+        ("rows of a pass", f"at most {rows}"),
         *_memory(recipe, plan, engine, activations + extra_bytes(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
@@ -466,11 +486,10 @@ def _records_of_shard(recipe: Recipe, plan: PrivacyPlan) -> int:
 
 
 def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, blocks: Blocks, rows: int) -> float:
-    """Return the rows of a step's passes, those included that fill passes up: all are computed."""
+    """Return the rows of a step's passes."""
     step, records = plan.step(0), _records_of_shard(recipe, plan)
-    return _shards(recipe) * blocks.rows_per_batch(
-        records, step.mean_rate, rows, step.batch_cap, recipe.resources.own_rows
-    )
+    members = min(records * step.mean_rate, step.batch_cap or records)
+    return _shards(recipe) * rows_per_batch(blocks, members, rows, recipe.resources.rounding)
 
 
 def _counts(recipe: Recipe) -> list[int]:
@@ -480,14 +499,13 @@ def _counts(recipe: Recipe) -> list[int]:
 
 def extra_bytes(engine: GradientEngine) -> int:
     """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
-    copy of the model in float64, and a gradient of one parameter."""
-    every = list(engine.model.parameters())
-    frozen = [parameter for parameter in every if not parameter.requires_grad]
+    gradient of one parameter in float64."""
+    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
     largest = max(parameter.numel() for parameter in engine.parameters)
     held = sum(p.nbytes for p in frozen)
     if isinstance(engine.perturbation, ParameterPerturbation):
         held += 4 * engine.size
-    return held if engine.isolate else held + 8 * (sum(p.numel() for p in every) + largest)
+    return held if engine.isolate else held + 8 * largest
 
 
 def _memory(
@@ -524,25 +542,24 @@ def _made_up(dataset: data.Dataset, following: bool) -> tuple[Tensor, Tensor]:
 def examples_per_second(
     engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor, blocks: Blocks
 ) -> float:
-    """Measure how many of these made-up examples the engine clips and adds up in a second, in
-    passes of as many rows as those over the blocks have."""
+    """Measure how many of these made-up examples the engine clips and adds up in a second.
 
-    def seconds(some: Inputs, classes: Tensor) -> float:
-        ids, began = torch.arange(len(classes)), time.perf_counter()
-        targets = task.target_function(engine, some, classes, _PROBE_KEY, ids)
-        summed = engine.clipped_sum(some, targets, draw_key=_PROBE_KEY, record_ids=ids)
+    It is not screened for that. Two passes are made, of as many rows as those over the blocks have
+    and as there are examples.
+    """
+    targets = task.target_function(engine, inputs, labels, _PROBE_KEY, torch.arange(len(labels)))
+    engine.prepare(inputs, targets)
+    rows = min(engine.rows_per_pass(blocks), len(labels))
+    ids, some = torch.arange(rows), take(inputs, slice(rows))
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        summed = engine.clipped_sum(some, targets[:rows], draw_key=_PROBE_KEY, record_ids=ids)
         summed.flat[:1].tolist()  # a device has then computed it
         return time.perf_counter() - began
 
-    seconds(inputs, labels)  # warms up, and chooses the most rows of a pass
-    chosen, rows = engine.micro_batch, engine.rows_per_pass(blocks)
-    whole = torch.arange(-(-len(labels) // rows) * rows, device=labels.device) % len(labels)
-    try:
-        engine.micro_batch = rows
-        best = min(seconds(take(inputs, whole), labels[whole]) for _ in range(3))
-    finally:
-        engine.micro_batch = chosen
-    return len(whole) / best
+    seconds()  # warms up
+    return rows / seconds()
 
 
 def bytes_per_example(module: torch.nn.Module, one_pass: Callable[[], object]) -> int:

@@ -83,10 +83,18 @@ class Monitor:
         self._write_progress(done)
 
     def finish(
-        self, fallback_layers: list[str], frozen: int, ledger: Ledger, taken: int | None = None
+        self,
+        fallback_layers: list[str],
+        frozen: int,
+        ledger: Ledger,
+        taken: int | None = None,
+        *,
+        rounding: Mapping[str, Any] | None = None,
     ) -> None:
         """Sum the training up. frozen: parameters that no step may change. ledger: everything the
-        saved model was made of is in it. taken: steps, where some of those on record were not."""
+        saved model was made of is in it. taken: steps, where some of those on record were not.
+        rounding: `model_setup.measured_rounding` of the engine.
+        """
         self.metrics.close()
         self._write_progress(self.steps)
         made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
@@ -96,6 +104,8 @@ class Monitor:
             made["timed_from"] = self.start
         if sure := [group.independence for group in read_groups(self.folder) if group.independence]:
             made["independence"] = weakest(sure)  # of all starts: each of them took steps
+        if rounding:
+            made["rounding"] = dict(rounding)
         write_summary(
             self.folder, ledger, self.steps, time.monotonic() - self.started_at,
             fallback_layers=fallback_layers, model=models.model_hash(self.folder.model_folder),

@@ -179,7 +179,7 @@ def replay_fingerprint(
         # With canonical shards the sum does not depend on the number of workers.
         "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
         "micro_batch": str(resources.micro_batch),
-        **({"rows": "own"} if resources.own_rows else {}),
+        "rounding": resources.rounding,
         "threads": str(torch.get_num_threads()),
         "machines": ",".join(sorted(set(machines))),
         "code": code_digest(PACKAGES),
@@ -498,7 +498,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     key = derive_key(run_key, "run", plan.fingerprint(), records.fingerprint, "trial", 0)
     spec = model_spec(recipe, records)
     model = initial_model(recipe, spec).to(reducer.device)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    screened = job.screened == model_setup.screening_digest(recipe, model)
     engine, task = build_engine(recipe, model, plan), execution.task()
     check_clip(engine, plan.clip_norm)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
@@ -523,7 +523,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     if recipe.method.capabilities.takes_gradient_steps:
         rate = optimizer.learning_rate(0)
         engine.perturbation = execution.perturbation(plan.step(0), rate, fixed)
-        model_setup.validate_on_public_examples(engine, task, job.source)
+        model_setup.validate_on_public_examples(engine, task, job.source, screened)
     initial = checkpoint.tensors_digest(model.state_dict())
     identity = {
         **replay_fingerprint(job, reducer, records.fingerprint, initial),
@@ -538,7 +538,8 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     )  # fmt: skip
     inputs, _ = public_probe(data.load(job.source, "test"))
     loop = Loop(
-        job=job, step=step, spec=spec, model=model, frozen=frozen, fixed=fixed,
+        job=job, step=step, spec=spec, model=model, fixed=fixed,
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         constrain=constrain, flat=flat, optimizer=optimizer,
         slots=slots,
         divergence=DivergenceCheck(model, inputs.to(reducer.device)),
@@ -547,7 +548,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     loop.start = loop._newest_checkpoint()
     if attempt.ledger is not None:
         loop.monitor = Monitor(job, plan.steps, loop.start)
-        sure = _independence(job, step)
+        sure = _independence(job, engine)
         group = monitoring.WorkerGroup.current(reducer, attempt.ledger, loop.start, sure)
         monitoring.append_group(folder, group)
         step.permit = PermitGate(folder, attempt.ledger.epoch, loop.start, plan.steps).wait
@@ -555,15 +556,12 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     return loop
 
 
-def _independence(job: TrainJob, step: PrivateStep) -> str:
-    """Return how this start's passes keep records apart; "" where no noisy step rests on it."""
+def _independence(job: TrainJob, engine: GradientEngine) -> str:
+    """Return why records are taken to be apart; "" where no noisy step rests on it."""
     if not job.plan.step(0).noise_multiplier:
         return ""
-    if not job.recipe.method.capabilities.takes_gradient_steps:
-        return SCREENED
-    return model_setup.independence_on_public_examples(
-        step.engine, step.task, job.source, job.plan, step.shards.largest_shard
-    )
+    steps = job.recipe.method.capabilities.takes_gradient_steps
+    return engine.independence if steps else SCREENED
 
 
 @dataclass
@@ -694,6 +692,21 @@ class Loop:
             checkpoint.save(self.job.folder.checkpoints, state, step.ledger.anchor)
         self.saved, self.kept = time.monotonic(), done
 
+    def _rounding(self) -> dict[str, Any]:
+        """Return what the card says of floating point, measured on public examples."""
+        job, step = self.job, self.step
+        if not job.recipe.method.capabilities.takes_gradient_steps:
+            return {}
+
+        def examples() -> tuple[Any, Tensor]:
+            return model_setup.public_examples_of_task(
+                step.engine, step.task, job.source, model_setup.MEASURED
+            )
+
+        return model_setup.measured_rounding(
+            step.engine, examples, job.plan, step.shards.largest_shard
+        )
+
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""
         step = self.step
@@ -704,7 +717,9 @@ class Loop:
         models.save(self.model, spec, self.job.folder.model_folder)
         write_trained(self.model, self.job.folder.model_folder)
         if self.last == self.job.plan.steps:
-            self.monitor.finish(step.engine.fallback_layers, self.frozen, step.ledger)
+            self.monitor.finish(
+                step.engine.fallback_layers, self.frozen, step.ledger, rounding=self._rounding()
+            )
         else:
             self.monitor.pause(self.last)
 

@@ -13,7 +13,6 @@ from support.networks import cross_entropy
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.gradients import validation
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import _PassState, find_layers
@@ -256,8 +255,8 @@ def test_running_statistics_are_refused():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.Sequential(nn.Linear(4, 4), _Centred(), nn.Linear(4, 3)), "mixes examples at or after"),
-        (nn.Sequential(_Centred(), nn.Linear(4, 3)), "mixes examples before"),
+        (nn.Sequential(nn.Linear(4, 4), _Centred(), nn.Linear(4, 3)), "mixes examples"),
+        (nn.Sequential(_Centred(), nn.Linear(4, 3)), "mixes examples"),
         (nn.Sequential(nn.Linear(4, 3), _Counting()), "buffer 1.seen changed"),
         (_Functional(), "inner.weight cannot be followed"),
         (_Adapted(), "down.weight cannot be followed"),
@@ -312,14 +311,6 @@ def test_a_half_input_is_widened_before_the_rule(layer):
     current.deliver(found, (inputs,), {}, [signal])
     assert calls[0].input.dtype == torch.float32 and calls[0].output_gradient.dtype == torch.float32
     assert all(each.values.dtype == torch.float32 for _, each in found.rule(calls[0]))
-
-
-def test_a_long_gradient_is_projected_as_a_whole(monkeypatch):
-    one = torch.randn(103, dtype=torch.float64)
-    whole = one @ torch.arange(103, dtype=torch.float64).cos() / 103**0.5
-    for at_once in (10, 103, 200):
-        monkeypatch.setattr(validation, "_GROUP", at_once)
-        torch.testing.assert_close(validation._projected(one), whole, rtol=1e-12, atol=0)
 
 
 class _Detached(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dpdist.config.training import LOSSES as NAMES
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BY_STRUCTURE, SCREENED
+from dpdist.core.fields import KNOWN_LAYERS, SCREENED
 from dpdist.gradients import objective
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -201,28 +201,21 @@ def test_examples_decide_what_is_run_in_screening():
     engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
     engine.validate(inputs, targets)
     assert engine._invented(inputs, targets, 8)[0]["tokens"].max() > 1
-    assert engine.classify_independence(inputs, targets) in (BY_STRUCTURE, SCREENED)
 
 
-def test_the_card_says_how_an_own_loss_keeps_records_apart():
-    make, loss, inputs, targets, _ = CASES["own mse"]
-    assert (
-        GradientEngine(
-            make(), objective_of(loss), clipping=FlatClipping(1.0)
-        ).classify_independence(inputs, targets)
-        == BY_STRUCTURE
-    )
-
-    def looks(module, batch):
-        losses = own_mse(module, batch)
-        return losses if float(losses.detach()[0]) < 1e9 else 2 * losses  # a branch on a value
-
-    assert (
-        GradientEngine(
-            make(), objective_of(looks), clipping=FlatClipping(1.0)
-        ).classify_independence(inputs, targets)
-        == SCREENED
-    )
+def test_a_loss_from_elsewhere_is_screened():
+    loss = CASES["own mse"][1]
+    for given, word in ((loss, SCREENED), ("mse", KNOWN_LAYERS)):
+        engine = GradientEngine(
+            nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), objective_of(given),
+            clipping=FlatClipping(1.0),
+        )  # fmt: skip
+        assert engine.independence == word
+    hooked = nn.Sequential(nn.Linear(3, 1))
+    hooked[0].register_forward_hook(lambda module, given, output: output - output.mean(0))
+    for model in (hooked, nn.Sequential(nn.Flatten(0), nn.Linear(3, 1))):
+        engine = GradientEngine(model, objective_of("mse"), clipping=FlatClipping(1.0))
+        assert engine.independence == SCREENED
 
 
 def test_recipes_and_the_engine_know_the_same_losses():

@@ -184,7 +184,8 @@ def test_a_float64_table_used_twice_is_summed_record_by_record():
     wanted = torch.zeros_like(found)
     for place in range(2):
         own, one = torch.zeros_like(found), torch.ones(1, dtype=torch.float64)
-        add_products(outer.only(place), one, own)
-        add_embedding_rows(looked_up.only(place), one, own)
+        row = slice(place, place + 1)
+        add_products(OuterProductGradient(left[row], right[row]), one, own)
+        add_embedding_rows(EmbeddingGradient(ids[row], -right[row], rows), one, own)
         wanted += factors[place] * own
     assert torch.equal(found, wanted)

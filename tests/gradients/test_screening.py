@@ -18,13 +18,8 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
 from dpdist.gradients.hooks import OwnLoss
-from dpdist.gradients.validation import (
-    NUM_EXAMPLES,
-    _float64_copy,
-    _frozen_linear_weights,
-    check_example_independence,
-    make_synthetic_examples,
-)
+from dpdist.gradients.independence import check_example_independence
+from dpdist.gradients.validation import NUM_EXAMPLES, make_synthetic_examples
 
 Batch = tuple[Tensor, Tensor]
 Pair = tuple[Callable[[], nn.Module], Batch, Batch]
@@ -299,36 +294,11 @@ class OnFrozenBase(nn.Module):
         return self.head(x - x.detach().mean(0) if self.mixes else x)
 
 
-def test_a_frozen_base_is_widened_without_a_copy_of_it() -> None:
-    model = seeded(OnFrozenBase)
-    before = model.base.weight.clone()
-    shared = _frozen_linear_weights(model)
-    narrow, wide = _float64_copy(model, shared), _float64_copy(model, {})
-    assert narrow.base.weight is model.base.weight
-    assert wide.base.weight.dtype == torch.float64
-    x, _ = usual(9)
-    for each in (narrow, wide):
-        each(x.double()).square().sum().backward()
-    assert torch.equal(narrow(x.double()), wide(x.double()))
-    assert torch.equal(narrow.before.weight.grad, wide.before.weight.grad)
-    assert model.base.weight.dtype == torch.float32
-    assert torch.equal(model.base.weight, before)
-    assert model.before.weight.grad is None
-
-
 @pytest.mark.parametrize("read", ["", "weight"])
 def test_a_frozen_base_hides_no_mixing(read: str) -> None:
     check(seeded(lambda: OnFrozenBase(read)), *usual(9))
     with pytest.raises(UserError, match="mixes examples"):
         check(seeded(lambda: OnFrozenBase(read, mixes=True)), *usual(9))
-
-
-def test_frozen_weights_that_others_hold_are_copied() -> None:
-    tied = OnFrozenBase()
-    tied.table = nn.Embedding(6, 4)
-    tied.table.weight = tied.base.weight
-    assert not _frozen_linear_weights(tied)
-    assert not _frozen_linear_weights(nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -446,7 +416,7 @@ def test_a_random_layer_hides_no_mixing() -> None:
     """Nothing was compared where a model drew: one record moved a sum by 3.4 C."""
     batch = uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2
     for chance in (0.0, 0.5):
-        with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+        with pytest.raises(UserError, match="mixes examples"):
             check(Centred(chance), *batch)
     check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2)), *batch)
 
@@ -458,7 +428,7 @@ def test_a_model_in_another_mode_is_checked_again() -> None:
     assert engine.clipped_sum(*batch).flat.any()
     model.train()
     for _ in range(2):
-        with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+        with pytest.raises(UserError, match="mixes examples"):
             engine.clipped_sum(*batch)
     model.eval()
     assert engine.clipped_sum(*batch).flat.any()
@@ -466,7 +436,7 @@ def test_a_model_in_another_mode_is_checked_again() -> None:
     model.eval()
     later.validate(uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
     model.train()
-    with pytest.raises(UserError, match="mixes examples without autograd's knowledge"):
+    with pytest.raises(UserError, match="mixes examples"):
         later.clipped_sum(*batch)
 
 

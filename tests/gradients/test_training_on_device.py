@@ -285,8 +285,6 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
 
         with monkeypatch.context() as patch:
             patch.setattr(worker.Loop, "_step", step)
-            # Where rows round apart, which of them are real is one thing more to send.
-            patch.setattr("dpdist.gradients.engine.find_row_classes", lambda *given: None)
             worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, simulated_device()))
         seen, size = steps[1]  # neither the first, with its checks, nor the last, which saves
         assert [shape for shape in seen.down if shape == (size,)] == [(size,)]

@@ -160,7 +160,7 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     monkeypatch.setattr(hidden_noise_shares, "noised_powers", lambda total, *rest: total)
     privacy = SimpleNamespace(nominal_records=None)
     setup: Any = SimpleNamespace(
-        recipe=SimpleNamespace(privacy=privacy, resources=SimpleNamespace(own_rows=False)),
+        recipe=SimpleNamespace(privacy=privacy, resources=SimpleNamespace(rounding="standard")),
         spec=spec, private_records=Records(),
         key=b"k" * 32, build_initial_model=lambda: models.initialise(spec, 0),
     )  # fmt: skip
@@ -174,8 +174,8 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
 
     whole = total()
     moved = [float((whole - total(left)).norm()) / clip for left in (0, 100, 150, 299)]
-    assert 0.9 < max(moved) <= 1 + 2.0**-43 * count
-    assert len(shapes) == 1 and max(shapes) <= 128
+    assert 0.9 < max(moved) <= 1 + 2.0**-43 * count + 1025 * 2.0**-19
+    assert len(shapes) == 2 and max(shapes) <= 128  # the last pass is shorter
 
 
 def test_the_paid_sum_has_its_noise() -> None:

@@ -266,22 +266,15 @@ def test_an_attack_that_reads_labels_is_detected() -> None:
     assert not torch.equal(examples(targets), examples((targets + 1) % 3))
 
 
-def alike(rows: int) -> None:
-    """All rows of a pass round alike: no class of them."""
-
-
 def gradients(engine: GradientEngine, inputs, targets, ids, draw_key) -> dict[int, Tensor]:
     """Each record's clipped gradient, as the engine adds it to the sum."""
     found: dict[int, Tensor] = {}
 
-    def classes(rows: int) -> np.ndarray | None:
-        return engine._row_classes(rows, inputs, targets)
-
-    for rows, real in engine.iter_passes(len(inputs), draw_key, ids, classes):
+    for rows, real in engine.iter_passes(len(inputs), draw_key, ids):
         own, _ = engine._per_example_gradients(inputs[rows], targets[rows], draw_key, ids[rows], {})
         table = sum(gradient.squared_norms() for gradient in own)
         factors = engine.clipping.factors(table[None], 0.0)[0]
-        for place in torch.arange(ROWS)[real]:
+        for place in torch.arange(len(rows))[real]:
             flat = [torch.zeros(p.shape, dtype=torch.float64) for p in engine.parameters]
             alone = torch.zeros_like(factors)
             alone[place] = factors[place]
@@ -336,10 +329,7 @@ def test_a_size_taken_from_the_batch_is_detected(monkeypatch) -> None:
         return attacked(self, inputs, ids, draw_key)
 
     monkeypatch.setattr(AdversarialDraws, "adversarial_examples", private)
-    with pytest.raises(UserError, match="mixes examples in passes of 12 rows"):
-        worst(draws_of(network()))
-    monkeypatch.setattr("dpdist.gradients.engine._LastPass.refuse_mixing", lambda *_: None)
-    assert worst(draws_of(network()))[1] > 1e-4  # this test's own measure sees it, too
+    assert worst(draws_of(network()))[1] > 1e-4
 
 
 # ---- the gradient
@@ -351,7 +341,7 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
     draws = draws_of(model, xi=xi, split=0.5)
     engine, (inputs, targets, ids) = engine_of(model, draws), batch(3)
     found = engine.clipped_sum(inputs, targets, draw_key=key(7), record_ids=ids)
-    (rows, real), *more = engine.iter_passes(3, key(7), ids, alike)
+    (rows, real), *more = engine.iter_passes(3, key(7), ids)
     order = rows[real]
     passes = [(rows, real), *more]
     examples = torch.zeros_like(inputs)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dpdist.gradients import perturbations
-from dpdist.gradients.row_independence import SYNTHETIC_KEY
+from dpdist.gradients.independence import SYNTHETIC_KEY
 from dpdist.randomness import device_generators, keys
 from dpdist.randomness.keys import StreamKeys
 from dpdist.training import canaries, ensembles, public_training, worker

@@ -24,6 +24,8 @@ from dpdist.training.records import records_with_canaries
 from dpdist.training.worker import read_method_state
 from support.key_recorder import NOISE, SAMPLING, KeyRecorder
 
+_ROOM = 1 + 2.0**-8  # that the clip leaves for rounding, as docs/explanation/gradients.md states
+
 
 class ReferenceTraining:
     """Works out each step of a job from the keys that a recorder saw in it."""
@@ -115,7 +117,7 @@ class ReferenceTraining:
     def clipped(self, i: int, draw_key: bytes, t: int) -> np.ndarray:
         gradient = self.gradient(i, draw_key, t)
         privacy = self.recipe.privacy
-        norm, limit = np.linalg.norm(gradient), privacy.clip_norm
+        norm, limit = np.linalg.norm(gradient) * _ROOM, privacy.clip_norm
         if privacy.clipping == "none":
             return gradient
         if privacy.clipping == "automatic":
@@ -130,7 +132,7 @@ class ReferenceTraining:
             layers.setdefault(name.rpartition(".")[0], []).append(p.numel())
         own = limit / math.sqrt(len(layers))
         pieces = np.split(gradient, np.cumsum([sum(sizes) for sizes in layers.values()])[:-1])
-        return np.concatenate([p * min(1.0, own / np.linalg.norm(p)) for p in pieces])
+        return np.concatenate([p * min(1.0, own / (np.linalg.norm(p) * _ROOM)) for p in pieces])
 
     def gradient(self, i: int, draw_key: bytes, t: int) -> np.ndarray:
         """Of record i: the mean (or sum) over its draws."""

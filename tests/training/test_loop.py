@@ -28,6 +28,7 @@ from support.training import (
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import ClippedSum, GradientEngine
+from dpdist.gradients.passes import rows_per_pass
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.reports.facts import read_facts
@@ -413,8 +414,11 @@ def test_the_test_split_is_not_the_private_one(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeypatch, workers):
-    """Batches differ in size, the model never sees it: neither do a record's last bits."""
+@pytest.mark.parametrize("rounding", ["standard", "fixed-row"])
+def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(
+    tmp_path, monkeypatch, workers, rounding
+):
+    """With fixed rows the model never sees how large a batch is."""
     shapes, batches = set(), set()
 
     def watched(name, sizes):
@@ -428,13 +432,18 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeyp
 
     watched("clipped_sum", batches)
     watched("_per_example_gradients", shapes)
-    train(*make(tmp_path, training__steps=6, resources__checkpoint_seconds=1e9), workers)
+    more = {"resources__checkpoint_seconds": 1e9, "resources__rounding": rounding}
+    train(*make(tmp_path, training__steps=6, **more), workers)
     assert len(batches) > 2
-    assert shapes == {Blocks.for_batches(400 // workers, 0.1).capacity}
+    blocks = Blocks.for_batches(400 // workers, 0.1)
+    if rounding == "fixed-row":
+        assert shapes == {rows_per_pass(blocks, blocks.capacity, "fixed-row")}
+    else:
+        assert len(shapes) > 2 and max(shapes) <= 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("isolate", "how"), [(False, "by structure"), (True, "isolated")])
+@pytest.mark.parametrize(("isolate", "how"), [(False, "known layers"), (True, "per-example")])
 def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isolate, how):
     """dpdist's own factory by its path counts as custom; isolated, it learns the same."""
     custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "isolate": isolate}

@@ -154,18 +154,18 @@ def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("recipe", "optimizer", "exact", "own_rows"),
+    ("recipe", "optimizer", "exact", "rounding"),
     [
-        ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, lr=0.5), True, False),
-        ({"momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), True, True),
+        ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, lr=0.5), True, "standard"),
+        ({"momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), True, "fixed-row"),
         ({"momentum": 0.0, "optimizer": "adam", "learning_rate": 0.01},
-         lambda p: torch.optim.Adam(p, lr=0.01), False, False),
+         lambda p: torch.optim.Adam(p, lr=0.01), False, "standard"),
     ],
 )  # fmt: skip
 def test_a_recipe_with_the_same_key_is_the_same_training(
-    tmp_path, recipe, optimizer, exact, own_rows
+    tmp_path, recipe, optimizer, exact, rounding
 ):
-    passes = {"micro_batch": 16, "own_rows": own_rows}
+    passes = {"micro_batch": 16, "rounding": rounding}
     made, folder = make(
         tmp_path, "recipe", **{f"training__{k}": v for k, v in recipe.items()},
         resources={"checkpoint_seconds": 1e-6, **passes},
@@ -245,7 +245,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
     card = facts.privacy_card()
     assert any("code of the user" in note for note in card["notes"])
-    assert any("independence of the model: by structure" in note for note in card["notes"])
+    assert any("independence of the model: known layers" in note for note in card["notes"])
     assert any("initial weights" in line for line in card["assumptions"])
 
     run_without_ray(monkeypatch)
@@ -988,7 +988,7 @@ def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
 def test_isolated_records_are_said_to_be(tmp_path):
     t = training(tmp_path / "own", isolate=True)
     t.run_all()
-    assert dpdist.read_facts(t.run).record_independence == "isolated"
+    assert dpdist.read_facts(t.run).record_independence == "per-example"
 
 
 def test_a_rate_that_follows_losses_is_on_the_card(tmp_path):

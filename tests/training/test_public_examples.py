@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from itertools import product
@@ -19,17 +20,14 @@ from torch import Tensor, nn
 
 from dpdist import data
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BY_STRUCTURE, ISOLATED, SCREENED
-from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, TrainingObjective, cross_entropy
+from dpdist.core.fields import KNOWN_LAYERS, PER_EXAMPLE, SCREENED, describe_rounding
+from dpdist.gradients.engine import GradientEngine
 from dpdist.models import ModelSpec, initialise
-from dpdist.privacy.phases import GaussianSteps
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import monitoring, worker
-from dpdist.training.model_setup import independence_on_public_examples, public_examples
+from dpdist.training import monitoring
+from dpdist.training.model_setup import public_examples
 from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.slow
@@ -221,12 +219,12 @@ def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path: Path
 
 
 SAID = {
-    "of the zoo": ({}, BY_STRUCTURE),
+    "of the zoo": ({}, KNOWN_LAYERS),
     "own": ({"model": f"{HERE}:rows"}, SCREENED),
-    "own, isolated": ({"model": {"name": f"{HERE}:rows", "isolate": True}}, ISOLATED),
-    "dplis": ({"method": "dplis"}, BY_STRUCTURE),
-    "dplis, by record": ({"method": {"name": "dplis", "per_example": True}}, ISOLATED),
-    "stobatch": ({"method": {"name": "stobatch", "steps": 1}}, BY_STRUCTURE),
+    "own, isolated": ({"model": {"name": f"{HERE}:rows", "isolate": True}}, PER_EXAMPLE),
+    "dplis": ({"method": "dplis"}, KNOWN_LAYERS),
+    "dplis, by record": ({"method": {"name": "dplis", "per_example": True}}, PER_EXAMPLE),
+    "stobatch": ({"method": {"name": "stobatch", "steps": 1}}, KNOWN_LAYERS),
     "functional": ({"method": "functional", "model": "mlp"}, SCREENED),
 }
 
@@ -254,11 +252,11 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
     job = prepare(recipe, folder, "test")
     execute(job, until=4)
     with monkeypatch.context() as other:  # as if other code had taken some steps
-        other.setattr(worker.model_setup, "independence_on_public_examples", lambda *_: SCREENED)
+        other.setattr(GradientEngine, "independence", SCREENED)
         execute(job, until=6)
     execute(job)
     found = [group.independence for group in monitoring.read_groups(folder)]
-    assert found == [BY_STRUCTURE, SCREENED, BY_STRUCTURE]
+    assert found == [KNOWN_LAYERS, SCREENED, KNOWN_LAYERS]
     assert json.loads(folder.training_summary.read_text())["independence"] == SCREENED
     assert read_facts(folder).record_independence == SCREENED
 
@@ -283,50 +281,49 @@ def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
     assert not any("independence" in note for note in read_facts(folder).privacy_card()["notes"])
 
 
-class FromNine(nn.Module):
-    """Mixes where a pass has nine rows or more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.layer(x.flatten(1))
-        return found if len(found) < 9 else found - found.mean(0)
-
-
-@pytest.mark.parametrize("rates", [(0.02, 0.1), (0.1, 0.02), (0.02,)])
-def test_every_shape_of_a_plan_counts(rates: tuple[float, ...]) -> None:
-    recipe, _ = make(Path("unused"))
-    phases = tuple(GaussianSteps(1, 1.0, rate) for rate in rates)
-    plan = PrivacyPlan(100, phases, 1e-4)
-    engine = GradientEngine(FromNine(), cross_entropy, clipping=FlatClipping(1.0), micro_batch=50)
-    said = independence_on_public_examples(
-        engine, TrainingObjective(), data_source(recipe), plan, 100
-    )
-    assert said == (SCREENED if 0.1 in rates else BY_STRUCTURE)
+def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) -> None:
+    """Unless their model is another one than the driver's."""
+    screened = []
+    real = GradientEngine.validate
+    monkeypatch.setattr(
+        GradientEngine, "validate",
+        lambda self, *examples: (screened.append(self), real(self, *examples))[1],
+    )  # fmt: skip
+    recipe, folder = make(tmp_path, training__steps=2)
+    job = prepare(recipe, folder, "test")
+    assert len(screened) == 1
+    execute(job, 2)
+    assert len(screened) == 1
+    recipe, folder = make(tmp_path, "other", training__steps=2)
+    execute(dataclasses.replace(prepare(recipe, folder, "test"), screened="another"), 2)
+    assert len(screened) == 4
 
 
-@pytest.mark.long
-def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
-    """By the plan's sampling rate and the micro-batch; rows that fill a pass up count."""
-    sizes, executed = [], set()
-    real, ran = GradientEngine.classify_independence, GradientEngine._per_example_gradients
+@pytest.mark.parametrize(
+    ("resources", "said", "measured"),
+    [
+        ({}, "assumed that moving a record to another row", True),
+        ({"rounding": "fixed-row"}, "every record has a row that follows from its id", False),
+        ({"micro_batch": 1}, "every record runs alone", False),
+    ],
+)
+def test_a_card_says_what_is_assumed_of_rounding(
+    tmp_path: Path, resources: dict[str, Any], said: str, measured: bool
+) -> None:
+    recipe, folder = make(tmp_path, training__steps=2, resources=resources)
+    execute(prepare(recipe, folder, "test"))
+    (note,) = [n for n in read_facts(folder).privacy_card()["notes"] if n.startswith("Floating")]
+    assert said in note
+    moves = json.loads(folder.training_summary.read_text())["rounding"].get("moves")
+    assert (moves is not None) == measured and (moves is None or 0 <= moves < 2.0**-19)
 
-    def asked(self: GradientEngine, inputs: Tensor, targets: Tensor) -> str:
-        sizes.append(len(inputs))
-        return real(self, inputs, targets)
 
-    def watched(self: GradientEngine, inputs: Tensor, *rest: Any) -> Any:
-        executed.add(len(inputs))
-        return ran(self, inputs, *rest)
-
-    monkeypatch.setattr(GradientEngine, "classify_independence", asked)
-    monkeypatch.setattr(GradientEngine, "_per_example_gradients", watched)
-    for micro_batch in (None, 17):
-        sizes.clear(), executed.clear()
-        recipe, folder = make(
-            tmp_path, str(micro_batch), training__steps=3, resources__micro_batch=micro_batch
-        )
-        execute(prepare(recipe, folder, "test"), 2)
-        assert len(sizes) == 1 and set(sizes) == executed
+def test_a_measured_move_is_never_rounded_down() -> None:
+    for moves in (1.23e-7, 9.99e-8, 2.0**-20, 0.0):
+        shown = float(describe_rounding("standard", None, "float32", moves).split("most ")[-1][:-3])
+        assert moves <= shown <= 1.1 * moves
+    for moves, precision, covered in (
+        (2.0**-21, "float32", True), (2.0**-19, "float32", False), (2.0**-30, "float64", False),
+    ):  # fmt: skip
+        note = describe_rounding("standard", None, precision, moves)
+        assert ("does not cover" not in note) == covered

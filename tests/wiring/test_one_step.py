@@ -23,7 +23,7 @@ from dpdist import models
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.sampling import hash_rows
+from dpdist.gradients.passes import hash_rows
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
@@ -175,7 +175,7 @@ PRIVACIES: dict[str, dict[str, Any]] = {
     "full-batches": {"data": {"name": "digits", "max_train": 20}, "training__batch_size": 20},
     "reproducible": {"training__reproducible": True},
     "micro-batches": {"resources__micro_batch": 5},
-    "own-rows": {"resources__own_rows": True},
+    "fixed-row": {"resources__rounding": "fixed-row"},
 }
 
 
@@ -187,7 +187,7 @@ def test_every_clip_and_noise(tmp_path, monkeypatch, name):
         assert max(sizes) == 12 and sizes.count(12) > 2, "the cap cuts batches"
 
 
-def test_own_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
+def test_fixed_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
     """A record lies where its id and the step's key say; and its training is another one."""
     real, right = GradientEngine._per_example_gradients, []
 
@@ -198,13 +198,13 @@ def test_own_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
         return real(self, inputs, targets, draw_key, ids, *rest)
 
     monkeypatch.setattr(GradientEngine, "_per_example_gradients", watched)
-    own = job_of(tmp_path / "own", resources__own_rows=True, training__steps=5)
+    own = job_of(tmp_path / "own", resources__rounding="fixed-row", training__steps=5)
     execute(own, until=4)
     assert len(right) > 4 and all(right)
     right.clear()
     execute(job_of(tmp_path / "other"), until=2)
     assert not all(right)
-    described = dict(own.recipe.resources) | {"own_rows": False}
+    described = dict(own.recipe.resources) | {"rounding": "standard"}
     again = dataclasses.replace(
         own, recipe=own.recipe.model_copy(update={"resources": ResourcesRecipe(**described)})
     )

@@ -1,0 +1,442 @@
+"""Screen a model for records that influence each other, and measure how rows round.
+
+Three words say why records are taken to be apart (`dpdist.core.fields`). `per-example`: each runs
+alone through `torch.func`. `known layers`: the model is one of the package, or made of layer types
+that treat each record alone. `screened`: examples that hold nothing private gave the same loss and
+gradient alone and among others, which proves nothing about other values.
+
+The screening is for honest mistakes, such as a mean over the batch. It runs in the model's own
+precision, small models in a float64 copy, where a weaker influence is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+from dpdist.gradients.hooks import (
+    Inputs,
+    Layer,
+    Objective,
+    OwnLoss,
+    device_of,
+    each_tensor,
+    example_losses,
+    find_layers,
+    find_shared_arguments,
+    run_pass,
+    take,
+)
+from dpdist.gradients.per_example import LayerCall, PerExampleGradient
+from dpdist.gradients.validation import (
+    describe_layout,
+    normalises_over_batch,
+    refuse_failing_model,
+    refuse_recurrent_layers,
+)
+
+SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
+
+# --- known layers -----------------------------------------------------------------------------
+
+
+# Each treats the first dimension's entries alone, whatever the shape of an entry.
+_KNOWN_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.BatchNorm1d, nn.BatchNorm2d,  # in evaluation mode: others are refused
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Hardswish, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, nn.Flatten, nn.Dropout, nn.Identity,
+    nn.Sequential,
+)  # fmt: skip
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
+
+def has_known_layers(model: nn.Module, objective: Objective) -> bool:
+    """Return whether loss and modules are the package's, or modules of a known, unchanged type."""
+    loss = objective.function if isinstance(objective, OwnLoss) else objective
+    loss = loss.func if isinstance(loss, partial) else loss
+    ours = str(getattr(loss, "__module__", "")).startswith(_PACKAGE)
+    return ours and all(map(_is_known, model.modules()))
+
+
+def _is_known(module: nn.Module) -> bool:
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if changed or normalises_over_batch(module):
+        return False
+    if isinstance(module, nn.Flatten) and module.start_dim < 1:
+        return False
+    return type(module) in _KNOWN_LAYERS or type(module).__module__.startswith(_PACKAGE)
+
+
+# --- screening --------------------------------------------------------------------------------
+
+
+_FEW = 4  # examples whose signals and gradients are compared with autograd's
+_TOGETHER = 11  # examples of a pass: with others, and small enough for large models
+_SMALL = 1 << 20  # parameters of a model that is copied to float64
+_GROUP = 1 << 20  # parameters differentiated at a time
+_EXACT, _OWN = (1e-7, 1e-10, 1e-12), (1e-2, 1e-4, 1e-6)  # tolerances, and a change of last digits
+_REFUSED = "explanation/gradients.md#what-is-refused"
+_MIXES = (
+    "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
+    "the batch"
+)
+_RandomStates = tuple[Tensor, Tensor]  # of torch's generators, on the CPU and where the model lies
+
+
+def check_example_independence(
+    model: nn.Module,
+    objective: Objective,
+    make_gradients: Callable[[], list[PerExampleGradient]],
+    inputs: Inputs,
+    targets: Tensor,
+) -> None:
+    """Check on examples that they do not mix and that no parameter's gradient is missed.
+
+    That a run stops is seen, so the examples are public or invented: no private record has a say.
+    What a model does for special values alone is beyond them.
+
+    1. An example's loss and gradient must be the same alone and among others.
+    2. The unclipped sum by book-keeping must equal autograd's own gradient.
+    3. A forward pass must write to no buffer and no parameter.
+
+    Args:
+        model: in the mode in which it is trained.
+        objective: what is learned.
+        make_gradients: makes empty ones, one per parameter.
+        inputs: (B, ...), public or invented, two at least with finite gradients.
+        targets: (B, ...), as the objective takes them.
+
+    Raises:
+        UserError: the check failed, or too few gradients are finite.
+    """
+    refuse_recurrent_layers(model)
+    wide = _float64_copy(model)
+    if wide is not None:
+        widened = each_tensor(_to_float64, inputs), _to_float64(targets)
+        try:
+            return _Screening(wide, objective, make_gradients, *widened, _EXACT).run()
+        except UserError:
+            raise
+        except Exception:  # a model with constants of its own precision
+            pass
+    try:
+        _Screening(model, objective, make_gradients, inputs, targets, _OWN).run()
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a user's module does
+        refuse_failing_model(model, error)
+
+
+def _float64_copy(model: nn.Module) -> nn.Module | None:
+    if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+        return None
+    try:
+        return copy.deepcopy(model).double()
+    except Exception:  # whatever a user's objects raise
+        return None
+
+
+def _to_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+class _Screening:
+    """The checks of one model on a few examples, in one precision."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        make_gradients: Callable[[], list[PerExampleGradient]],
+        inputs: Inputs,
+        targets: Tensor,
+        tolerances: tuple[float, float, float],
+    ) -> None:
+        self.model, self.objective, self.make_gradients = model, objective, make_gradients
+        self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
+        self.layers = find_layers(model)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        self.tolerance, self.absolute_tolerance, self.last_digits = tolerances
+        self.exact = tolerances is _EXACT
+
+    def run(self) -> None:
+        before = _marks(self.model)
+        find_shared_arguments(self.model, self.layers, self.objective, self.inputs, self.targets)
+        start = self._random_states()
+        among = torch.cat([self._sizes(rows) for rows in self._companies()])
+        drawn = not all(map(torch.equal, start, self._random_states()))
+        finite = among.isfinite().all(1).nonzero().flatten().tolist()
+        if len(finite) < 2:
+            raise UserError(
+                "the model cannot be checked: fewer than two public or invented examples have a "
+                "finite loss and gradient; mend it, or run each record through it alone "
+                "(model.isolate)"
+            )
+        self._check_nothing_is_remembered(finite[0])
+        few = finite[:_FEW]
+        self._check_no_gradient_is_missed(take(self.inputs, few), self.targets[few])
+        if drawn:
+            self._compare_with_copies(finite)
+        else:
+            for row in finite:
+                self._compare(self._sizes([row])[0], among[row], [row], 0)
+        for name, mark in _marks(self.model).items():
+            if mark != before.get(name):
+                raise UserError(
+                    f"{name} changed in a forward pass: statistics of private data would be stored "
+                    "without noise"
+                )
+
+    def _companies(self) -> Iterator[list[int]]:
+        """Yield the examples of each pass: no one is alone, and those of small models share one."""
+        count = len(self.targets)
+        parts = 1 if self.exact else max(1, round(count / _TOGETHER))
+        for part in range(parts):
+            yield list(range(count * part // parts, count * (part + 1) // parts))
+
+    # --- alone and among others
+
+    def _sizes(self, rows: list[int], values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return each example's loss and its gradient's norms: float64 (rows, 2 + parameters).
+
+        The first norm is that of the whole gradient, the others those of its parameters' parts.
+        """
+        losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows], values)
+        squares = torch.stack(self._squares(gradients, len(rows)))
+        return torch.cat([losses.double()[None], squares.sum(0)[None].sqrt(), squares.sqrt()]).T
+
+    def _gradients(
+        self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, list[PerExampleGradient]]:
+        gradients = self.make_gradients()
+
+        def collect(layer: Layer, call: LayerCall) -> None:
+            for local, contribution in layer.rule(call):
+                gradients[layer.parameter_indices[local]].add(contribution)
+
+        own = self.values if values is None else values
+        losses = run_pass(self.model, self.layers, self.objective, inputs, targets, own, collect)
+        return losses, gradients
+
+    def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
+        """Squared norms of each example's gradient by parameter: float64 (B,)."""
+        zero = torch.zeros(count, dtype=torch.float64, device=self.device)
+        found = [gradient.squared_norms() for gradient in gradients]
+        return [zero if each is None else each.double() for each in found]
+
+    def _check_nothing_is_remembered(self, row: int) -> None:
+        states = self._random_states()
+        first = self._sizes([row])[0]
+        self._restore(states)
+        again = self._sizes([row])[0]
+        if bool(((again - first).abs() > self._allowed(first)).any()):
+            raise UserError(
+                "the model or loss gives one example another loss or gradient when it runs "
+                "again: it remembers earlier examples, or draws from a generator of its own; "
+                "let it depend on its arguments alone"
+            )
+
+    def _compare_with_copies(self, finite: list[int]) -> None:
+        """Compare two examples among others with themselves among copies of themselves.
+
+        What a random layer draws depends on the number of rows.
+        """
+        states, count = self._random_states(), len(self.targets)
+        for row in finite[:2]:
+            place = min(count, _TOGETHER) // 2
+            company = [(row + step - place) % count for step in range(min(count, _TOGETHER))]
+            self._restore(states)
+            copies = self._sizes([row] * len(company))[place]
+            self._restore(states)
+            among = self._sizes(company)[place]
+            self._compare(copies, among, [row] * len(company), place, states)
+
+    def _compare(
+        self,
+        alone: Tensor,
+        among: Tensor,
+        rows: list[int],
+        place: int,
+        states: _RandomStates | None = None,
+    ) -> None:
+        """Raise UserError where an example's sizes are other ones among others.
+
+        They are held against the size of its gradient and, where they differ, against what a change
+        of the parameters in their last digits does, which is large where a tie is decided by
+        rounding. rows, place: the pass in which `alone` was found. states: from which it drew.
+        """
+        allowed, difference = self._allowed(alone), (among - alone).abs()
+        if bool((difference <= allowed).all()):
+            return
+        if states is not None:
+            self._restore(states)
+        moved = (self._sizes(rows, self._changed_last_digits())[place] - alone).abs()
+        if bool((difference <= allowed + 4 * moved.nan_to_num(0.0, 0.0, 0.0)).all()):
+            return
+        raise UserError(
+            f"the model mixes examples: among others, one example's loss or gradient {_MIXES}"
+            f"{describe_layout(self.model)}",
+            see=_REFUSED,
+        )
+
+    def _allowed(self, alone: Tensor) -> Tensor:
+        """Return how far rounding may move an example's sizes."""
+        allowed = self.tolerance * (alone.abs() + alone[1])
+        allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+        # Below it both precisions run out of digits.
+        return allowed + torch.finfo(torch.float32).tiny
+
+    def _changed_last_digits(self) -> dict[str, Tensor]:
+        found = {}
+        for name, value in self.values.items():
+            places = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
+            found[name] = value * places.cos_().mul_(self.last_digits).add_(1).view_as(value)
+        return found
+
+    def _random_states(self) -> _RandomStates:
+        on_device = self.device.type == "cuda"
+        state = torch.get_rng_state()
+        return state, torch.cuda.get_rng_state(self.device) if on_device else state
+
+    def _restore(self, states: _RandomStates) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    # --- what autograd says
+
+    def _check_no_gradient_is_missed(self, inputs: Inputs, targets: Tensor) -> None:
+        """Compare the unclipped sum with autograd's.
+
+        What differs is held against the sum of the examples' norms, which does not cancel, and
+        against the whole gradient: of a parameter without effect (a bias before a normalisation)
+        both ways leave rounding only.
+        """
+        states = self._random_states()
+        _, gradients = self._gradients(inputs, targets)
+        self._restore(states)
+        with torch.enable_grad():
+            total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
+        norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
+        whole, largest = math.hypot(*norms), 0.0
+        ones = torch.ones(len(targets), dtype=torch.float64, device=self.device)
+        named = list(self.parameters.items())
+        for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
+            expected = _autograd(total_loss, [named[slot][1] for slot in group])
+            for slot, grad in zip(group, expected, strict=True):
+                if grad is None:
+                    raise UserError(
+                        f"the loss does not depend on parameter {named[slot][0]}: it would get "
+                        "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
+                    )
+                largest = max(largest, float(grad.abs().max()))
+                size = max(norms[slot], float(grad.norm()))
+                followed = gradients[slot].squared_norms() is not None
+                if followed:
+                    gradients[slot].add_weighted_sum(ones, grad.neg_(), 1)
+                allowed = max(max(self.tolerance, 1e-4) * size, self.absolute_tolerance * whole)
+                if not (followed and float(grad.norm()) <= allowed):
+                    raise UserError(
+                        f"the gradient of parameter {named[slot][0]} cannot be followed example by "
+                        "example: it is used outside the forward of the module that owns it, or a "
+                        "random layer draws differently in each pass"
+                    )
+        if not largest:
+            raise UserError(
+                "model: must learn from an example, but the gradient of every trained parameter is "
+                "zero for all checked ones: are its adapters switched off or scaled by 0? It would "
+                "get noise and learn nothing"
+            )
+
+
+def _marks(model: nn.Module) -> dict[str, str]:
+    """Return a number for each buffer and parameter, which a write of other values changes."""
+    return {
+        f"{kind} {name}": float(value.detach().double().norm()).hex()
+        for kind, named in (
+            ("buffer", model.named_buffers()),
+            ("parameter", model.named_parameters()),
+        )
+        for name, value in named
+    }
+
+
+def _groups(sizes: list[int]) -> Iterator[list[int]]:
+    """Parameters to differentiate together: the check never holds a second full gradient."""
+    group: list[int] = []
+    for slot, size in enumerate(sizes):
+        if group and sum(sizes[member] for member in group) + size > _GROUP:
+            yield group
+            group = []
+        group.append(slot)
+    yield group
+
+
+def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Return dense gradients in float64, to be written over.
+
+    Several may lie in the same memory, so that they are copied.
+    """
+    if not loss.requires_grad:
+        return [None] * len(parameters)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in found]
+    alone = len(dense) == 1
+    return [
+        each if each is None else (each if alone else each.clone()).double().contiguous()
+        for each in dense
+    ]
+
+
+# --- rounding ---------------------------------------------------------------------------------
+
+
+# Of these examples, by their numbers: their gradients, and (parameters, B) factors of the clip.
+RunClipped = Callable[[list[int]], tuple[list[PerExampleGradient], Tensor]]
+
+
+def largest_move(run: RunClipped, count: int, rows: int) -> float:
+    """Return the largest change of an example's clipped gradient when it moves, an L2 norm.
+
+    It moves by a row, and by a row into a pass that is one example shorter.
+
+    Args:
+        run: computes a pass.
+        count: number of examples.
+        rows: of a pass.
+    """
+    largest = 0.0
+    for start in range(0, count, max(2, rows)):
+        here = list(range(start, min(count, start + max(2, rows))))
+        before = run(here)
+        for order in ([here[-1], *here[:-1]], here[1:]):
+            after = run(order)
+            for place, example in enumerate(order):
+                change = _change(before, example - start, after, place)
+                largest = max(largest, change if math.isfinite(change) else 0.0)
+    return largest
+
+
+def _change(
+    before: tuple[list[PerExampleGradient], Tensor],
+    place: int,
+    after: tuple[list[PerExampleGradient], Tensor],
+    moved_to: int,
+) -> float:
+    squared = 0.0
+    for slot, (one, other) in enumerate(zip(before[0], after[0], strict=True)):
+        if one.squared_norms() is not None and other.squared_norms() is not None:
+            first = before[1][slot, place] * one.of_example(place)
+            second = after[1][slot, moved_to] * other.of_example(moved_to)
+            squared += float((first - second).square().sum())
+    return math.sqrt(squared)

@@ -1,0 +1,127 @@
+"""Cut keyed blocks of records into passes of the model, by one of two layouts.
+
+`standard`: a block's records run in the order of their hashes, in passes of one length; its last
+pass has the records that are left. One record more moves others of its block by a row, and may put
+one into another pass. That this changes a record's clipped gradient by little is assumed
+(`dpdist.gradients.clipping.assumed_move`), and the clip leaves room for it.
+
+`fixed-row`: every record has a row that follows from its id and the step's key. All passes have one
+length; empty rows repeat a record and count for nothing. One record more changes in which pass the
+others of its row run and beside whom, never their rows. That is slower: a block takes as many
+passes as its fullest row has records.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from dpdist.gradients.sampling import Blocks, keyed_hash, usual_members
+from dpdist.randomness.keys import derive_key
+
+Rounding = Literal["standard", "fixed-row"]
+
+_PASS_COST = 4.0  # what a pass costs besides its rows, in rows, where many short ones are needed
+
+
+def rows_per_pass(blocks: Blocks, most: int, rounding: Rounding = "standard") -> int:
+    """Return the rows of a pass, from a block's capacity and these arguments alone.
+
+    Args:
+        blocks: of the step.
+        most: rows that a pass may have.
+        rounding: `standard` takes a block's capacity, or an equal part of it where that is above
+            `most`; `fixed-row` the length of about the least work to be expected.
+    """
+    if rounding == "standard":
+        return math.ceil(blocks.capacity / math.ceil(blocks.capacity / most))
+    return _fixed_rows(blocks.capacity, most)
+
+
+def rows_per_batch(
+    blocks: Blocks, members: float, rows: int, rounding: Rounding = "standard"
+) -> float:
+    """Return how many rows the passes over a batch have on average.
+
+    Args:
+        blocks: of the step.
+        members: expected number of records in the batch.
+        rows: of a pass.
+        rounding: layout of the passes.
+    """
+    if rounding == "standard":
+        return members
+    return blocks.count * rows * _fullest_row(members / blocks.count, rows)
+
+
+def iter_passes(
+    blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
+) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
+    """Yield the passes over a batch.
+
+    Args:
+        blocks: of the step.
+        key: 32 bytes of the step.
+        ids: int64 (n,), distinct ids of the records.
+        rows: of a pass.
+        rounding: layout of the passes.
+
+    Yields:
+        Positions in `ids`, one for each row of the pass, and which rows count.
+    """
+    for block in blocks.split(key, ids):
+        if rounding == "standard":
+            for start in range(0, len(block), rows):
+                members = block[start : start + rows]
+                yield members, slice(len(members))
+        else:
+            yield from _fixed_row_passes(block, hash_rows(key, ids[block]), rows)
+
+
+def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
+    """Return the hashes (n,) that choose the rows of records with these ids."""
+    return keyed_hash(derive_key(key, "rows"), ids)
+
+
+def _fixed_row_passes(
+    block: np.ndarray, hashes: np.ndarray, rows: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield passes in which each member stands in the row that its hash names."""
+    row = (hashes % np.uint64(rows)).astype(np.int64)
+    turn = np.empty(len(block), np.int64)  # in which pass of its row a member runs
+    for one in np.unique(row):
+        mine = np.flatnonzero(row == one)
+        turn[mine] = np.arange(len(mine))
+    for number in range(int(turn.max(initial=-1)) + 1):
+        mine = np.flatnonzero(turn == number)
+        members = np.repeat(block[mine[:1]], rows)  # empty rows repeat one that the model takes
+        members[row[mine]] = block[mine]
+        yield members, np.sort(row[mine])
+
+
+def _fullest_row(members: float, rows: int) -> float:
+    """Return how many records the fullest of `rows` rows has on average.
+
+    A Poisson number of them, of mean `members`, go into rows by their hashes.
+    """
+    mean = members / rows
+    counts = np.arange(1, int(mean + 12 * math.sqrt(mean)) + 40)
+    chances = np.exp(np.append(0.0, np.cumsum(np.log(mean / counts))) - mean)
+    return float((1 - np.cumsum(chances).clip(max=1) ** rows).sum())
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_rows(capacity: int, most: int) -> int:
+    members = usual_members(capacity)
+    largest = math.ceil(capacity / math.ceil(capacity / most))
+    lengths = {first << power for first in (2, 3) for power in range(capacity.bit_length())}
+    lengths = {1, largest} | {length for length in lengths if length <= min(most, capacity)}
+    # Rounded: the same choice on every machine.
+    return min(
+        sorted(lengths, reverse=True),
+        key=lambda rows: round(_fullest_row(members, rows) * (rows + _PASS_COST), 4),
+    )
