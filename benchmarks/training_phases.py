@@ -81,15 +81,15 @@ class PhaseTimer:
         one.divergence.check = self.wrap("check", one.divergence.check)
         if one.monitor is not None:
             one.monitor.record_step = self.wrap("write", one.monitor.record_step)
-        total, meet = self.wrap("sum", of.sharing.sum_rows), of.reducer.all_reduce
-        of.sharing.all_leaf_digests = self.wrap("digest", of.sharing.all_leaf_digests)
+        total, meet = self.wrap("sum", of.reducer.sum_rows), of.reducer.all_reduce
+        private_step.leaf_digests = self.wrap("digest", private_step.leaf_digests)
         waits = self.wrap("waiting", meet)
 
         def summed(*arguments: Any) -> Any:
             waits(torch.zeros(1))
             return total(*arguments)
 
-        of.sharing.sum_rows = summed
+        of.reducer.sum_rows = summed
         whole = self.wrap("step", one._step)
 
         def step(number: int, todo: Any) -> None:
