@@ -582,7 +582,6 @@ class Facts:
         return lines
 
     @property
-    @property
     def _rounding_note(self) -> str:
         """Return what the guarantee assumes of floating point."""
         resources = self.recipe.resources
