@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.training import KEY, make
 from torch import nn
 
@@ -299,6 +300,44 @@ def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
         describe_seen(first.run.model_folder, private, "digits", "model.initial")
     with pytest.raises(UserError):
         check_pretrained(recipe, private, "recipe")
+
+
+def test_a_budget_over_both_stages_states_no_less(tmp_path):
+    charged = {"privacy": {**PRIVATE, "budget": str(tmp_path / "budgets")}}
+    t = training(tmp_path / "first", **charged)
+    t.run_all()
+    second = training(tmp_path / "second", t.model, began_with=t.run, **charged)
+    second.run_all()
+    facts = dpdist.read_facts(second.run)
+    assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon, rel=1e-6)
+
+
+@pytest.mark.long
+def test_a_search_is_a_first_stage(tmp_path):
+    inputs = torch.rand(COUNT, WIDTH)
+    labels = (inputs.sum(1) > WIDTH / 2).long()
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        return PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=config["lr"]), config.data,
+            loss="cross-entropy", privacy=config.privacy, batch_size=12, steps=2,
+            folder=config.folder,
+        )  # fmt: skip
+
+    search = dpdist.tune(
+        train, {"lr": {"choice": [0.1, 0.5]}}, data=(inputs[:40], labels[:40]),
+        law={"name": "fixed", "runs": 2}, score={"public": (inputs[40:], labels[40:])},
+        privacy={"noise_multiplier": 4.0, "delta": 1e-3}, folder=tmp_path / "search",
+        executor="local",
+    )  # fmt: skip
+    model = nn.Linear(WIDTH, 2)
+    model.load_state_dict(load_file(search.best.model_folder / "model.safetensors"))
+    with pytest.raises(UserError, match="began_with"):
+        training(tmp_path / "second", model)
+    second = training(tmp_path / "second", model, began_with=search.best)
+    assert second.guarantee.epsilon == pytest.approx(search.guarantee.epsilon)
+    assert second.step().epsilon > search.guarantee.epsilon
 
 
 def test_a_run_does_not_begin_with_itself(first):

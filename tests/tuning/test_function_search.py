@@ -535,6 +535,7 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
     result = dpdist.SearchResult(run)
     best = max(result.trials, key=lambda trial: trial.scores[-1])
     assert best.chosen and result.config == best.values
+    assert "NOT PRIVATE" in str(result.guarantee)
     settings = [read_settings(search.folder, number)["values"] for number in range(3)]
     assert [trial.values for trial in result.trials] == settings
     search.make_loadable()
