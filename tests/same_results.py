@@ -25,9 +25,8 @@ sides use one thread for each process, and `--jobs` cases at a time (default: 2)
 
 Which old version: `BASE_2`, a commit. Make BASE from a checkout of it. That commit changed bits
 once: the clip's slack is 2^-8, and a block's last pass has the records that are left, so every
-clipped gradient has other bits than before it. Across it only plans, events, epsilon, sampled ids
-and the
-certificate tables of a given model are the same. Every later version equals it bit for bit.
+clipped gradient has other bits than before. Across it only plans, events, epsilon, sampled ids and
+the certificate tables of a given model are the same. Every later version equals it bit for bit.
 """
 
 from __future__ import annotations
