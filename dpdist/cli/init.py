@@ -121,8 +121,6 @@ def init_command(
             scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
             files = sorted(path for path in Path(aside).iterdir() if path.is_file())
             _write_recipe(found, name, output, scaled, files, model)
-        for file in sources.made_before - {file.name for file in files}:
-            (folder / file).unlink()
     else:
         found = discovery.inspect_folder(folder, chosen)
         scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
@@ -208,9 +206,7 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
 
 
 def _tell_sources(folder: Path, sources: FoundSources) -> None:
-    """Print which sources Parquet was made anew of, and which are not read."""
-    if sources.changed:
-        typer.echo(f"made anew: {', '.join(sources.changed)} changed since Parquet was made of it")
+    """Print which sources are not read."""
     if sources.unread:
         typer.echo(
             f"not read: {', '.join(sources.unread)}: Parquet lies in {folder} that dpdist init did "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv as text_csv
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from dpdist.data.parquet import (
     FORMATS,
     PICTURES,
     Sources,
+    check_sources,
     classes_in,
     decode_picture,
     image_bytes,
@@ -600,16 +600,12 @@ class FoundSources:
     """Files and folders of which Parquet is to be made, or which are not read.
 
     csv: SPLIT.csv or SPLIT.jsonl, training first. pictures: names of the folders SPLIT/ that hold
-    SPLIT/CLASS/picture. changed: those of another content than Parquet that lies there was made of,
-    which is made anew. unread: those that are not read, as Parquet of other origin lies there.
-    made_before: names of the Parquet files that `dpdist init` made, and that are made anew.
+    SPLIT/CLASS/picture. unread: those that are not read, as Parquet of other origin lies there.
     """
 
     csv: tuple[Path, ...] = ()
     pictures: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    made_before: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -617,41 +613,25 @@ class FoundSources:
 
 
 def find_sources(folder: Path) -> FoundSources:
-    """Return of what the Parquet files of a folder are to be made; nothing where those that lie
-    there are read as they are.
+    """Return of what the Parquet files of a folder are to be made; nothing where some lie there,
+    which are read as they are.
 
-    Raises UserError for sources that changed and hold nothing any more.
+    Raises UserError where these were made of sources that changed since.
     """
     if not folder.is_dir():
         return FoundSources()
-    kept = Sources.read(folder)
     every = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
     seen = [path for path in every if not any(part.startswith(".") for part in path.parts)]
-    own = [path for path in seen if kept.made(folder, str(path))]
-    beside = any(len(path.parts) == 1 and path not in own for path in seen)
+    found, there = FoundSources(tuple(csv_splits(folder))), any(len(p.parts) == 1 for p in seen)
     pictures = tuple(n for n in (*TRAIN, *TEST) if classes_in(folder / n))
-    found = FoundSources(tuple(csv_splits(folder)))
     if not found.csv and set(pictures) & {*TRAIN}:
-        found, beside = FoundSources(pictures=pictures), len(own) < len(seen)
-    if beside:
-        for name, made in kept.outdated(folder):
-            raise UserError(
-                f"{folder}: {made} must be as {name} is, which changed since; move all Parquet "
-                "files away, of which `dpdist init` made only some, and run it again"
-            )
-        return FoundSources(unread=found.names)
-    if not own:
+        found, there = FoundSources(pictures=pictures), bool(seen)
+    if not there:
         return found
-    changed = tuple(kept.changed(folder, found.names))
-    if changed and not found.names:
-        raise UserError(
-            f"{folder / changed[0]}: must hold what {', '.join(map(str, own))} was made of, and "
-            "holds nothing that could be read; put it back, or remove both"
-        )
-    current = not changed and len(own) == len(kept.files)
-    if current:
-        return FoundSources()
-    return replace(found, changed=changed, made_before=frozenset(map(str, own)))
+    check_sources(folder)
+    kept = Sources.read(folder)
+    unread = (n for n in found.names if not kept.made(folder, f"{Path(n).stem}.parquet"))
+    return FoundSources(unread=tuple(unread))
 
 
 def csv_splits(folder: Path) -> list[Path]:
@@ -699,7 +679,10 @@ def inspect_csv_folder(
         found = inspect_folder(staging_folder, chosen)
         _check_texts(found, staging_folder.resolve(), splits)
     except UserError as error:
-        raise UserError(_by_line(str(error), folder, staging_folder, splits)) from error
+        told, place, written = str(error), folder.resolve(), staging_folder.resolve()
+        for path in splits:
+            told = told.replace(f"{written / path.stem}.parquet", str(place / path.name))
+        raise UserError(told.replace(str(written), str(place))) from error
     Sources.write(folder, stamps, staging_folder)
     return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
 
@@ -721,38 +704,6 @@ def _check_texts(found: DiscoveredDataset, made: Path, splits: Sequence[Path]) -
 
 
 _NO_VALUE = "must have a value, got none"
-
-
-def _by_line(told: str, folder: Path, staging_folder: Path, splits: Sequence[Path]) -> str:
-    """Return a complaint about Parquet files in a folder aside as one about what they were made of,
-    by line in place of row."""
-    written, place = staging_folder.resolve(), folder.resolve()
-    for path in splits:
-        made = re.escape(f"{written / path.stem}.parquet")
-
-        def by_line(match: re.Match[str], source: Path = path) -> str:
-            return f"{place / source.name}: line {_line_of(source, int(match[1]))}"
-
-        told = re.sub(made + r" (?:from )?row (\d+)", by_line, told)
-        told = told.replace(f"{written / path.stem}.parquet", str(place / path.name))
-    return told.replace(str(written), str(place))
-
-
-def _line_of(path: Path, row: int) -> int:
-    """Return the line that a row begins at, as texts may hold several lines, and empty ones count
-    for none."""
-    if path.suffix == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader, ended, rows = text_csv.reader(file), 0, -1  # of the names
-            try:
-                for cells in reader:
-                    if cells and rows == row:
-                        return ended + 1
-                    rows, ended = rows + bool(cells), reader.line_num
-            except (text_csv.Error, UnicodeDecodeError):
-                pass
-        return row + 2
-    return row + 1
 
 
 def _check_utf8(path: Path) -> None:
@@ -800,7 +751,7 @@ def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
     for place, name in enumerate(found.column_names):
         if found[name].null_count:
             row = int(np.flatnonzero(found[name].is_null().to_numpy())[0])
-            raise data_error(path, _NO_VALUE, line=_line_of(path, row), column=name)
+            raise data_error(path, _NO_VALUE, row=row, column=name)
         if _is_text(found[name].type) and pc.any(pc.equal(found[name], name)).as_py():
             raise data_error(path, NAMED_BY_VALUES.format(place + 1))
     return found
@@ -831,7 +782,7 @@ def _csv_error(path: Path, types: dict[str, pa.DataType], error: Exception) -> U
     for name, kind in types.items():
         if name in table.column_names and (row := _first_misfit(table[name], kind)) is not None:
             rule = f"must be {kind}, as in the training split, got another value"
-            return data_error(path, rule, line=_line_of(path, row), column=name)
+            return data_error(path, rule, row=row, column=name)
     return data_error(path, "cannot be read as CSV", cause=error)
 
 

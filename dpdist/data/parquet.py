@@ -339,18 +339,15 @@ class Sources:
         of_files = {name: [_stamp(made, name), _content(made, name)] for name in files}
         write_json(made / SOURCES_FILE, {"sources": digests, "files": of_files})
 
-    def changed(self, folder: Path, names: Sequence[str] = ()) -> list[str]:
-        """The sources of other content than Parquet was made of. One that is not there any more
-        says nothing. names: of sources that are there, whether Parquet was made of them or not."""
-        present = [name for name in self.sources if (folder / name).exists()]
-        every = dict.fromkeys([*present, *names])
-        return [name for name in every if not _is_same(folder, name, self.sources.get(name))]
-
     def outdated(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """Yield the names of sources that changed, and of the Parquet files made of them."""
-        for name in self.changed(folder):
+        """Yield the names of sources that changed, and of the Parquet files made of them.
+
+        A source that is not there any more says nothing.
+        """
+        for name, said in self.sources.items():
             made = f"{Path(name).stem}.parquet"
-            if self.made(folder, made):
+            changed = (folder / name).exists() and not _is_same(folder, name, said)
+            if changed and self.made(folder, made):
                 yield name, made
 
     def made(self, folder: Path, name: str) -> bool:
@@ -364,10 +361,12 @@ def check_sources(folder: Path) -> None:
 
     A record that was taken out of its source would be trained on.
     """
-    for name, made in Sources.read(folder).outdated(folder):
+    kept = Sources.read(folder)
+    for name, made in kept.outdated(folder):
+        own = ", ".join(file for file in kept.files if kept.made(folder, file))
         raise UserError(
-            f"{folder}: {made} must be as {name} is, which changed since; run `dpdist init "
-            f"{folder} --output NEW.yaml` to make it anew (or move {name} away to keep to {made})"
+            f"{folder}: {made} must be as {name} is, which changed since; remove {own} and "
+            f"run `dpdist init {folder} --output NEW.yaml` (or move {name} away to keep to {made})"
         )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from support.local_execution import call
 
 from dpdist.cluster.cluster_file import Needs, check_file, iter_strings, templates
 from dpdist.core.errors import ClusterError, UserError
@@ -51,7 +50,7 @@ def filled(name: str) -> list[dict]:
 def complaints(documents: list[dict], tmp_path: Path, needs: Needs | None = None) -> list[str]:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump_all(documents))
-    return check_file(path, VERSION, needs)[0]
+    return check_file(path, needs)[0]
 
 
 def change(document, key: str, value) -> None:
@@ -76,7 +75,7 @@ def test_all_templates_come_along():
 def test_a_template_lacks_nothing_but_what_is_to_be_filled_in(name, tmp_path):
     path = tmp_path / "template.yaml"
     path.write_text(templates()[name])
-    found, _ = check_file(path, VERSION)
+    found, _ = check_file(path)
     assert found and all(": fill in " in text for text in found)
     assert complaints(filled(name), tmp_path) == []
 
@@ -149,101 +148,12 @@ BAD_RAY_UP = {
         "worker_start_ray_commands[1]: RAY_AUTH_MODE is not set",
     ),
     "no token file": (("local", "file_mounts", {}), "file_mounts: no token reaches the hosts"),
-    "another Ray image": (
-        ("aws", "docker/image", "rayproject/ray:2.44.0-py311-gpu"),
-        "docker.image: rayproject/ray:2.44.0-py311-gpu is Ray 2.44.0 on py311; here it is",
-    ),
-    "another Python": (
-        ("aws", "docker/image", f"rayproject/ray:{RAY}-py310-gpu"), "on py310; here it is",
-    ),
-    "floating image": (
-        ("aws", "docker/image", "rayproject/ray:latest"), "docker.image: rayproject/ray:latest",
-    ),
-    "images differ": (
-        ("gcp", "docker/worker_image", f"registry.example.org/me/ray:{RAY}-{PYTHON}"),
-        None,
-    ),
-    "really different images": (
-        ("gcp", "docker/worker_image", "registry.example.org/other:7"), "head and workers differ",
-    ),
-    "another Ray by pip": (
-        ("local", "head_setup_commands", ["pip install 'ray[default]==2.9.0'"]),
-        "head_setup_commands: installs Ray 2.9.0, here it is",
-    ),
-    "no dpdist": (("gcp", "setup_commands", []), "worker_setup_commands: (with setup_commands)"),
-    "dpdist on the head only": (
-        ("gcp", "setup_commands", []), "head_setup_commands: (with setup_commands) installs no",
-    ),
-    "another dpdist": (
-        edited("aws", "setup_commands/0", "dpdist-0.1.0-py3", "dpdist-0.0.9-py3"),
-        "installs dpdist 0.0.9, here it is 0.1.0",
-    ),
-    "a branch": (
-        ("aws", "setup_commands/0",
-         "pip install -c ~/dpdist/constraints.txt git+https://forge.example.org/me/dpdist.git"),
-        "follows a branch; pin @v0.1.0",
-    ),
-    "a named branch": (
-        ("aws", "setup_commands/0",
-         "pip install -c ~/constraints.txt git+https://forge.example.org/me/dpdist.git@main"),
-        "installs dpdist main, here it is 0.1.0",
-    ),
-    "a pinned tag": (
-        ("aws", "setup_commands/0",
-         "pip install -c ~/constraints.txt git+https://forge.example.org/me/dpdist.git@v0.1.0"),
-        None,
-    ),
-    "no constraints": (
-        edited("aws", "setup_commands/0", "-c ~/dpdist/constraints.txt ", ""),
-        "installs dpdist without -c constraints.txt",
-    ),
-    "head and workers install different things": (
-        ("local", "worker_setup_commands",
-         ["pip install -c constraints.txt dpdist==0.1.0"]),
-        "setup_commands: the head installs",
-    ),
-    "no runs folder": (
-        edited("local", START["worker"], "DPDIST_RUNS=/mnt/dpdist/runs ", ""),
-        "worker_start_ray_commands[1]: put DPDIST_RUNS=",
-    ),
-    "runs in two places": (
-        edited("local", START["worker"], "=/mnt/dpdist/runs", "=/mnt/dpdist/x"),
-        "worker_start_ray_commands[1]: DPDIST_RUNS differs",
-    ),
-    "nothing mounted": (
-        ("aws", "initialization_commands", []),
-        "head_setup_commands: nothing mounts or checks the shared storage of DPDIST_RUNS=/mnt",
-    ),
-    "mounted elsewhere": (
-        edited("local", "setup_commands/0", "/mnt/dpdist", "/mnt/other"),
-        "nothing mounts or checks the shared storage",
-    ),
-    "container without it": (
-        ("aws", "docker/run_options", []),
-        "docker.run_options: the container of the head does not see /mnt/dpdist/runs",
-    ),
-    "more GPUs than the machine has": (
-        ("aws", "available_node_types/gpu/resources", {"CPU": 4, "GPU": 8}),
-        "available_node_types.gpu.resources.GPU: g5.xlarge has 1 GPUs, not 8",
-    ),
-    "an old GPU": (
-        ("aws", "available_node_types/gpu/node_config/InstanceType", "p3.2xlarge"),
-        "no longer supports its GPU",
-    ),
-    "a key": (
-        ("aws", "setup_commands/0", "export AWS_ACCESS_KEY_ID=AKIAABCDEFGHIJKLMNOP"),
-        "setup_commands[0]: holds an AWS access key",
-    ),
     "a token": (
         edited(
             "local", START["head"], "RAY_AUTH_MODE=token",
             "RAY_AUTH_TOKEN=0123 RAY_AUTH_MODE=token",
         ),
         "head_start_ray_commands[1]: holds a Ray token",
-    ),
-    "a password in an address": (
-        ("local", "setup_commands/0", "pip install --index-url https://me:secret@pypi.example.org/"),
-        "setup_commands[0]: holds credentials in an address",
     ),
 }  # fmt: skip
 
@@ -255,44 +165,17 @@ def test_each_fault_of_a_cluster_file_is_named(case, tmp_path):
     documents = copy.deepcopy(filled(name))
     change(documents[0], key, value)
     found = complaints(documents, tmp_path)
-    if expected is None:
-        assert found == []
-    else:
-        assert any(expected in text for text in found), found
+    assert any(expected in text for text in found), found
 
 
 HEAD = "1/spec/headGroupSpec/"
 WORKER = "1/spec/workerGroupSpecs/0/"
 CONTAINER = "template/spec/containers/0/"
 BAD_KUBERAY = {
-    "another Ray": (("1/spec/rayVersion", "2.44.0"), "[1].RayCluster.spec.rayVersion: is 2.44.0"),
-    "wrong API": (("1/apiVersion", "ray.io/v1alpha1"), "[1].apiVersion: must be ray.io/v1"),
     "no token": (("1/spec/authOptions", DELETE), "token authentication is off"),
     "token off": (("1/spec/authOptions", {"mode": "disabled"}), "token authentication is off"),
     "open service": ((HEAD + "serviceType", "LoadBalancer"), "LoadBalancer opens the dashboard"),
     "no workers": (("1/spec/workerGroupSpecs", []), "needs headGroupSpec and workerGroupSpecs"),
-    "plain image": (
-        (HEAD + CONTAINER + "image", f"rayproject/ray:{RAY}-{PYTHON}"), "has no dpdist in it",
-    ),
-    "images differ": (
-        (WORKER + CONTAINER + "image", "registry.example.org/me/dpdist:0.2.0"), "differ",
-    ),
-    "floating image": (
-        (WORKER + CONTAINER + "image", "registry.example.org/me/dpdist"), "names no version",
-    ),
-    "no runs": ((WORKER + CONTAINER + "env", []), "give DPDIST_RUNS, a folder on the shared"),
-    "runs beside the volume": (
-        (WORKER + CONTAINER + "env", [{"name": "DPDIST_RUNS", "value": "/tmp/runs"}]),
-        "DPDIST_RUNS=/tmp/runs is on no volume that all pods share",
-    ),
-    "a volume of one pod": (
-        (HEAD + "template/spec/volumes", [{"name": "runs", "emptyDir": {}}]),
-        "is on no volume that all pods share",
-    ),
-    "a claim of one host": (
-        ("0/spec/accessModes", ["ReadWriteOnce"]),
-        "[0].PersistentVolumeClaim.spec.accessModes: must hold ReadWriteMany",
-    ),
     "no cluster": (("1/kind", "Pod"), "there is no RayCluster and no RayJob"),
     "a secret": (
         ("0", {"apiVersion": "v1", "kind": "Secret", "stringData": {"auth_token": "x"}}),
@@ -396,12 +279,6 @@ def test_a_token_from_a_secret_is_good_and_a_literal_one_is_not(tmp_path):
     assert any("must come from a secret" in text for text in complaints(documents, tmp_path))
 
 
-def test_a_job_must_run_dpdist(tmp_path):
-    documents = filled("rayjob")
-    documents[1]["spec"]["entrypoint"] = "python x.py"
-    assert any("spec.entrypoint: must run dpdist" in t for t in complaints(documents, tmp_path))
-
-
 @pytest.mark.parametrize("name", ["aws", "gcp", "kuberay"])
 def test_a_recipe_must_fit(name, tmp_path):
     """Eight hosts with one GPU each: eight one-GPU workers fit, nine or two GPUs each do not."""
@@ -413,35 +290,6 @@ def test_a_recipe_must_fit(name, tmp_path):
     assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 64, 0)))
 
 
-@pytest.mark.parametrize("name", ["aws", "local", "kuberay"])
-def test_data_beside_the_shared_storage_are_noted(name, tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump_all(filled(name)))
-    for root, good in (("/mnt/dpdist/data", True), (None, True), ("/home/me/data", False),
-                       ("data", False)):  # fmt: skip
-        _, notes = check_file(path, VERSION, Needs(1, 1, 0, root))
-        said = [note for note in notes if f"data.root, {root}, must lie on the storage" in note]
-        assert len(said) == (not good), (root, notes)
-
-
-def test_files_that_ray_up_would_miss_are_named(tmp_path, monkeypatch):
-    """Relative to the directory of the call, as Ray reads them, not to the cluster file."""
-    (tmp_path / "here" / "dist").mkdir(parents=True)
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump_all(filled("aws")))
-    (tmp_path / "constraints.txt").touch()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    printed = call("cluster", "check", tmp_path / "c.yaml").stdout
-    assert "file_mounts: constraints.txt is not there" in printed
-    assert "whl is not there" in printed and "`pip wheel --no-deps -w dist .` makes it" in printed
-    assert "~/.ray/auth_token is not there" in printed
-    assert printed.endswith("good, once the files that are not there are\n")
-    (tmp_path / ".ray").mkdir()
-    for name in ("constraints.txt", "dist/dpdist-0.1.0-py3-none-any.whl", "../.ray/auth_token"):
-        Path(name).touch()
-    assert call("cluster", "check", tmp_path / "c.yaml").stdout.endswith("c.yaml: good\n")
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [("a: [", "cannot be read as YAML"), ("", "holds no mapping"), ("- 1", "holds no mapping"),
@@ -451,9 +299,9 @@ def test_what_is_no_cluster_file_is_refused(content, expected, tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(content)
     with pytest.raises((ClusterError, UserError), match=expected):
-        check_file(path, VERSION)
+        check_file(path)
     with pytest.raises(UserError, match="no such file"):
-        check_file(tmp_path / "none.yaml", VERSION)
+        check_file(tmp_path / "none.yaml")
 
 
 def test_versions_in_the_files_are_the_pinned_ones():

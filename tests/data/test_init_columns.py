@@ -30,7 +30,7 @@ from dpdist.data.record_hashes import hash_groups
 from dpdist.privacy.plan import GroupUnit
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import load_recipe, parse_recipe, resolve_recipe
+from dpdist.runs.recipe import load_recipe, resolve_recipe
 from dpdist.training.job import check_trainable
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -104,13 +104,6 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
     assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
 
 
-def test_a_recipe_without_ranges_is_written_as_before():
-    raw = {"name": "x", "data": {"name": "digits"}, "model": {"name": "linear"},
-           "privacy": {"epsilon": 3, "delta": 1e-4},
-           "training": {"batch_size": 5, "steps": 1, "learning_rate": 1}}  # fmt: skip
-    assert "ranges" not in parse_recipe(raw, "x").to_yaml()
-
-
 def test_ranges_are_asked_for_at_a_terminal(monkeypatch):
     write_csv()
     monkeypatch.setattr("dpdist.cli.init._at_terminal", lambda: True)
@@ -155,7 +148,7 @@ def test_a_csv_with_holes_or_other_columns_is_refused():
     with pytest.raises(UserError, match=r"test\.csv: must have the columns patient_id, number"):
         said("scans", "--label", "ill")
     Path("scans/train.csv").write_text("a,ill\n1,0\n,1\n")
-    with pytest.raises(UserError, match=r"train\.csv: line 3: column 'a' must have a value"):
+    with pytest.raises(UserError, match=r"train\.csv row 1: column 'a' must have a value"):
         said("scans")
 
 
@@ -448,25 +441,33 @@ def checked(recipe: str) -> str:
     return done.stdout
 
 
+def remove_parquet(folder: Path) -> None:
+    for path in folder.glob("*.parquet"):
+        path.unlink()
+
+
 def test_a_record_that_was_taken_out_of_csv_is_not_trained_on():
     folder = write_rows("st", "age,pid,ill", "N.5,pN,1")
     said("st", "--label", "ill", "--group", "pid")
     assert "st/train: 30 groups" in checked("st.yaml")
     train = folder / "train.csv"
     train.write_text("\n".join(train.read_text().splitlines()[:-5]) + "\n")
-    stale = r"st: train\.parquet must be as train\.csv is, which changed since; run `dpdist init "
+    stale = r"st: train\.parquet must be as train\.csv is, which changed since; remove "
     with pytest.raises(UserError, match=stale):
         checked("st.yaml")
     with pytest.raises(UserError, match=stale):
         check_trainable(resolve_recipe("st.yaml"), "st.yaml")
     with pytest.raises(UserError, match=stale):
         dpdist.as_records(folder / "train.parquet", inputs="age", target="ill")
+    with pytest.raises(UserError, match=stale):
+        said("st", "--label", "ill", "--group", "pid", "--output", "st2.yaml")
+    remove_parquet(folder)
     out = said("st", "--label", "ill", "--group", "pid", "--output", "st2.yaml")
-    assert "25 training and 6 test records" in out and "made anew: train.csv changed" in out
+    assert "25 training and 6 test records" in out
     for recipe in ("st.yaml", "st2.yaml"):
         assert "st/train: 25 groups" in checked(recipe)
     train.touch()  # of the same content at another time
-    assert "made anew" not in said("st", "--label", "ill", "--output", "st3.yaml")
+    said("st", "--label", "ill", "--output", "st3.yaml")
     train.unlink()  # what is not there says nothing
     assert "st/train: 25 groups" in checked("st.yaml")
     (folder / "dpdist-sources.json").write_text("{")
@@ -484,6 +485,7 @@ def test_a_run_on_records_that_changed_does_not_go_on():
     write_rows("st", "age,ill", "N.5,1", train={0: "9.25,0"}, test={0: "8.25,0"})
     with pytest.raises(UserError, match=r"must be as train\.csv is"):
         train(made, run)
+    remove_parquet(Path("st"))
     said("st", "--label", "ill", "--features", "age", "--output", "st2.yaml")
     with pytest.raises(UserError, match="has changed since this run was begun"):
         train(made, run)
@@ -495,7 +497,7 @@ def test_parquet_that_init_did_not_make_is_never_replaced():
     own = pa.table({"age": [1.5, 2.5], "ill": [0, 1]})
     pq.write_table(own, folder / "train.parquet")
     write_rows("st", "age,ill", "N.25,1", test={0: "7.5,0"})
-    partly = r"test\.parquet must be as test\.csv is, .* move all Parquet files away"
+    partly = r"test\.parquet must be as test\.csv is, .*; remove test\.parquet and run"
     with pytest.raises(UserError, match=partly):
         said("st", "--label", "ill", "--output", "st2.yaml")
     pq.write_table(own, folder / "test.parquet")
@@ -522,9 +524,9 @@ def test_a_source_that_changes_while_it_is_read_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("value", ["", " ", "NA", '""'])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_group_without_a_name_is_refused_by_its_line(value, split):
+def test_a_group_without_a_name_is_refused_by_its_row(value, split):
     write_rows("st", "pid,age,ill", "pN,N.5,1", **{split: {3: f"{value},7.5,1"}})
-    with pytest.raises(UserError, match=rf"{split}\.csv: line 5: .*'pid' must .*, got none"):
+    with pytest.raises(UserError, match=rf"{split}\.csv row 3: .*'pid' must .*, got none"):
         said("st", "--label", "ill", "--group", "pid")
 
 
@@ -557,13 +559,13 @@ def test_a_person_whose_name_has_a_blank_behind_it_is_not_two():
 
 @pytest.mark.parametrize("value", ["", " "])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_empty_labels_and_texts_of_csv_are_refused_by_their_line(value, split):
+def test_empty_labels_and_texts_of_csv_are_refused_by_their_row(value, split):
     blank = {split: {3: f"7.5,{value},hello", 2: '7.5,a,"two\nlines"'}}
     write_rows("st", "age,kind,note", "N.5,a,say N", **blank)
-    with pytest.raises(UserError, match=rf"{split}\.csv: line 6: column 'kind' must have a value"):
+    with pytest.raises(UserError, match=rf"{split}\.csv row 3: column 'kind' must have a value"):
         said("st", "--label", "kind")
     write_rows("st", "kind,note", "a,say N", **{split: {3: f"a,{value}"}})
-    with pytest.raises(UserError, match=rf"{split}\.csv: line 5: column 'note' must have a value"):
+    with pytest.raises(UserError, match=rf"{split}\.csv row 3: column 'note' must have a value"):
         said("st", "--label", "kind")
 
 
