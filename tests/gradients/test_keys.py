@@ -56,6 +56,14 @@ def test_labels_are_separated():
     assert derive_key(KEY, "a", "b") == derive_key(KEY, "a", "b")
 
 
+def test_a_derived_key_is_a_keyed_digest_of_its_labels():
+    """A run that is continued, or replayed from its ledger, derives the keys that it had."""
+    mac = hashlib.blake2b(key=KEY, digest_size=32, person=b"dpdist.derive")
+    for kind, raw in ((b"s", b"noise"), (b"i", b"-1"), (b"s", b""), (b"i", b"300")):
+        mac.update(kind + len(raw).to_bytes(8, "little") + raw)
+    assert derive_key(KEY, "noise", -1, "", 300) == mac.digest()
+
+
 def test_seeds_equal_modulo_2_32_do_not_collide():
     """torch's generator gives one stream for both; ours must not."""
     first = torch.randn(4, generator=torch.Generator().manual_seed(5))
@@ -276,6 +284,7 @@ def test_the_continuation_of_a_rare_word_has_a_key_of_its_own():
 
 def test_no_entries_are_no_noise():
     assert standard_normal(KEY, 3, 0).shape == (0,)
+    assert stream_words(KEY, 3, 0).dtype == np.uint64
     assert add_noise(np.empty(0), KEY, 1.0).shape == (0,)
 
 
