@@ -127,13 +127,11 @@ def test_identity_of_data_and_recipe_know_the_groups(root, tmp_path):
     assert recipe_of(root).experiment_settings["privacy.unit"] == "group"
 
 
-# --- old recipes --------------------------------------------------------------------------------
+# --- plans of records ---------------------------------------------------------------------------
 
 
-def test_recipes_and_plans_of_records_are_what_they_were(root):
+def test_plans_of_records_say_nothing_of_groups(root):
     plain = recipe_of(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
-    assert not {"unit", "max_records_per_group"} & set(plain.model_dump()["privacy"])
-    assert "unit" not in plain.to_yaml()
     plan = plan_with_noise(plain, 60, 1.0)
     assert "group" not in plan.to_dict() and "group" not in plan.guarantee().to_dict()
     mine = plan_with_noise(recipe_of(root), 60, 1.0)
