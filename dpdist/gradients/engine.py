@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
@@ -249,8 +250,12 @@ class GradientEngine:
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
         self.records_per_example, self.changed_blocks = 1, 1
         self.rounding: Rounding = "standard"
-        self._channels_last = self.parameters[0].device.type == "cpu" and any(
-            isinstance(module, nn.Conv2d) for module in model.modules()
+        kinds = {type(module) for module in model.modules()}
+        # torch's InstanceNorm gives a single record in that format a wrong gradient.
+        self._channels_last = (
+            self.parameters[0].device.type == "cpu"
+            and any(issubclass(kind, nn.Conv2d) for kind in kinds)
+            and not any(issubclass(kind, _InstanceNorm) for kind in kinds)
         )
         self._checked = isolate  # nothing to look for then
         self._screened: tuple[Inputs, Tensor] | None = None

@@ -223,6 +223,21 @@ def test_only_the_last_pass_of_a_block_is_shorter():
         assert rows == expected
 
 
+def test_a_pass_of_one_record_gives_the_same_sum():
+    """torch's InstanceNorm gives a single record in channels-last format a wrong gradient."""
+    inputs, targets, ids = images(7)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 3, 6),
+        nn.Flatten(),
+    )  # fmt: skip
+    whole, alone = (
+        GradientEngine(model, cross_entropy, clipping=FlatClipping(9.0), micro_batch=rows)
+        .clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat
+        for rows in (7, 1)
+    )  # fmt: skip
+    torch.testing.assert_close(alone, whole, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_that_fill_up_count_for_nothing():
     """A block of one record, which is not finite: counted once, and the sum is exactly zero."""
     inputs, targets, ids = images(3)
