@@ -22,6 +22,7 @@ from dpdist.privacy import accounting
 from dpdist.privacy.accounting import compose_rdp, compute_epsilon, delta_profile
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.pld import (
+    CountsDpEvent,
     UnsupportedMechanismError,
     WorstOfDpEvent,
     compose_pld,
@@ -365,6 +366,23 @@ def test_a_search_that_costs_nearly_nothing_has_a_bound_by_rdp():
     assert bound(search) < bound(twice) < 0.02
     assert bound(GAUSS) < bound(dpa.ComposedDpEvent([GAUSS, search])) < bound(GAUSS) + 0.3
     assert bound(WorstOfDpEvent([search, GAUSS])) == bound(GAUSS)
+
+
+@pytest.mark.parametrize("neighbours", BOTH)
+def test_a_floor_under_profiles_has_no_bound_by_rdp(neighbours):
+    """A Renyi curve knows nothing of the floor: its bound would be too low."""
+    floored = WorstOfDpEvent([GAUSS], 1e-7)
+    compose_rdp(WorstOfDpEvent([GAUSS]), neighbours, accounting.QUICK_ORDERS)
+    for event in (floored, dpa.SelfComposedDpEvent(floored, 2), dpa.ComposedDpEvent([floored])):
+        with pytest.raises(UnsupportedMechanismError):
+            compose_rdp(event, neighbours, accounting.QUICK_ORDERS)
+
+
+def test_a_replaced_record_moves_counts_by_the_root_of_two():
+    for neighbours, scale in ((BOTH[0], 1.0), (BOTH[1], math.sqrt(2))):
+        counts = compose_rdp(CountsDpEvent(3.0), neighbours, accounting.QUICK_ORDERS)
+        gauss = compose_rdp(dpa.GaussianDpEvent(3.0 / scale), BOTH[0], accounting.QUICK_ORDERS)
+        assert counts.get_epsilon(1e-5) == pytest.approx(gauss.get_epsilon(1e-5), rel=1e-9)
 
 
 @pytest.mark.whole
