@@ -16,7 +16,13 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Section, collect_conditions, iter_unused_options
 from dpdist.methods.base import Method
 from dpdist.methods.registry import METHODS
-from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, parse_recipe, refuse_unused
+from dpdist.runs.recipe import (
+    built_in_recipes,
+    load_recipe,
+    paper_recipes,
+    parse_recipe,
+    refuse_unused,
+)
 
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 OPEN = {"noise_multiplier": 0.0, "delta": 1e-4, "clipping": "none"}
@@ -223,7 +229,9 @@ def test_every_condition_has_a_case():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", sorted(RECIPES_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*built_in_recipes(), *paper_recipes()], ids=lambda path: path.stem
+)
 def test_recipes_that_come_along_say_nothing_in_vain(path):
     refuse_unused(load_recipe(path), str(path))
 

@@ -61,10 +61,13 @@ def test_every_page_is_on_a_shelf_once(pages):
     index = (ROOT / tools.INDEX).read_text()
     shelves = tools.shelves(index)
     listed = [path for entries in shelves.values() for _, path in entries]
-    assert sorted(listed) == sorted({page.path for page in pages} - {tools.INDEX})
+    beside = {page.path for page in pages if page.path.startswith(tools.BESIDE)}
+    beside -= {f"{folder}/README.md" for folder in tools.BESIDE}
+    assert sorted(listed) == sorted({page.path for page in pages} - {tools.INDEX} - beside)
     folders = {"docs/tutorials": "Tutorials", "examples": "Tutorials", "docs/how-to": "How-to",
                "docs/explanation": "Explanation", "docs/reference": "Reference",
-               "docs/evidence": "Evidence", ".": "The project"}  # fmt: skip
+               "docs/evidence": "Evidence", ".": "The project", "papers": "The project",
+               "benchmarks": "The project"}  # fmt: skip
     for shelf, entries in shelves.items():
         assert entries and {folders[str(Path(path).parent)] for _, path in entries} == {shelf}
     for title, path in (entry for entries in shelves.values() for entry in entries):

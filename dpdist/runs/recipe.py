@@ -53,6 +53,8 @@ from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
+# Of a checkout, where the folder above is a link: recipes that reproduce papers. Elsewhere no such.
+PAPERS_FOLDER = RECIPES_FOLDER.resolve().parent / "papers"
 _MAX_ERRORS = 20
 _S = TypeVar("_S", bound=Section)
 
@@ -324,14 +326,28 @@ class ScriptedRecipe(Recipe):
         return self.script
 
 
+def built_in_recipes() -> list[Path]:
+    """Return the recipes that come with dpdist."""
+    return sorted(RECIPES_FOLDER.glob("*.yaml"))
+
+
+def paper_recipes() -> list[Path]:
+    """Return the recipes of papers/, which a checkout has; elsewhere none."""
+    return sorted(PAPERS_FOLDER.glob("*/recipes/*.yaml"))
+
+
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe, given as a path or as the name of one that comes with dpdist."""
+    """Return the path of a recipe, given as a path or by the name of one that comes with dpdist.
+
+    In a checkout the recipes of the papers have names, too.
+    """
     path = validate_path(name)
     if path.suffix in (".yaml", ".yml") and exists_as_non_folder(path):
         return path
-    built_in = RECIPES_FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
-    if built_in.exists() and path.parent in (Path("."), Path("recipes")):
-        return built_in
+    if path.parent in (Path("."), Path("recipes")):
+        known = {each.stem: each for each in (*paper_recipes(), *built_in_recipes())}
+        if (found := known.get(path.name.removesuffix(".yaml"))) is not None:
+            return found
     raise UserError(
         f"{name}: no such recipe file; `dpdist recipes` lists those that come with dpdist"
     )
@@ -341,7 +357,8 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and validate a recipe file; its name is the file's unless it says so.
 
     Relative paths in the file begin at its folder, so that the recipe names the same budget and
-    the same data from any directory; those of a recipe that comes with dpdist at the current one.
+    the same data from any directory; those of a recipe that comes with dpdist, or is one of
+    papers/, at the current one.
     `changes` maps dotted keys to values (from the command line), whose paths begin at the current
     directory, too.
 
@@ -362,7 +379,10 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     raw.setdefault("name", path.stem)
     moved = dict[str, str]()
     folder = path.absolute().parent
-    if folder.resolve() == RECIPES_FOLDER.resolve():
+    if {RECIPES_FOLDER.resolve(), PAPERS_FOLDER} & {
+        folder.resolve(),
+        folder.resolve().parent.parent,
+    }:
         folder = Path.cwd()  # nobody keeps data beside the code
     found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder, "", moved)
     for changed in changes or ():
