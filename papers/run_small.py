@@ -40,7 +40,7 @@ from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.data.parquet import split_files
 from dpdist.evaluation import load_model
-from dpdist.methods.dpal import ACCURACY_FILE
+from dpdist.papers.stobatch.dpal import ACCURACY_FILE
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts

@@ -15,7 +15,7 @@ import dpdist.methods
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Section, collect_conditions, iter_unused_options
 from dpdist.methods.base import Method
-from dpdist.methods.registry import METHODS
+from dpdist.methods.registry import installed_methods
 from dpdist.runs.recipe import (
     built_in_recipes,
     load_recipe,
@@ -209,6 +209,7 @@ def sections() -> list[type[Section]]:
     for package in (dpdist.config, dpdist.methods):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    installed_methods()
     found, grown = [Section], 0
     while grown < len(found):
         found += [each for each in found[grown].__subclasses__() if each not in found]
@@ -220,7 +221,7 @@ def test_every_condition_has_a_case():
     """And names options that there are."""
     keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
     stated = [condition for kind in sections() for condition in collect_conditions(kind)]
-    stated += [need for method in METHODS for need in method.recipe_conditions]
+    stated += [need for method in installed_methods() for need in method.recipe_conditions]
     assert len(stated) > 20
     for condition in stated:
         assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.description

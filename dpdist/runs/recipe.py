@@ -44,7 +44,8 @@ from dpdist.core.files import (
     read_yaml,
     validate_path,
 )
-from dpdist.methods.registry import DEFAULT, AnyMethod
+from dpdist.methods.base import Method
+from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
 from dpdist.privacy.phases import ClassRates, GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
@@ -416,6 +417,8 @@ def _anchor_paths(
         kinds = [each.model_fields[key].annotation for each in sections if key in each.model_fields]
         dotted = f"{where}.{key}" if where else str(key)
         nested = [each for kind in kinds for each in _nested_sections(kind)]
+        if dotted == "method" and isinstance(inner, dict):
+            nested = _method_named(inner.get("name"))
         # A folder stands for its section, and a file of counts for the counts.
         short = key == "class_counts" or any(issubclass(each, PretrainedRecipe) for each in nested)
         if any(_takes_path(kind, inner) for kind in kinds) or (short and isinstance(inner, str)):
@@ -423,6 +426,14 @@ def _anchor_paths(
         else:
             found[key] = _anchor_paths(inner, nested, folder, dotted, moved)
     return found
+
+
+def _method_named(name: object) -> list[type[BaseModel]]:
+    """Return the class of a method; none for a name that leads nowhere."""
+    try:
+        return [find_method(name)] if isinstance(name, str) else []
+    except ValueError:
+        return []  # the validation says so
 
 
 def _takes_path(annotation: Any, value: object) -> bool:
@@ -672,7 +683,8 @@ def _known_keys(location: Sequence[Any]) -> list[str]:
 def _is_of_kind(section: type[BaseModel], tag: str) -> bool:
     fields = section.model_fields
     kind = fields.get("name", fields.get("kind", fields.get("mode")))
-    return kind is None or tag in get_args(kind.annotation)
+    # A method outside the table: only what all methods have is known here.
+    return kind is None or tag in get_args(kind.annotation) or section is Method
 
 
 _MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources")

@@ -42,7 +42,7 @@ from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.core.fields import ATTACKS
 from dpdist.evaluation import load_model
-from dpdist.methods.stobatch import StoBatch
+from dpdist.papers.stobatch.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
@@ -327,7 +327,7 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
 
     from dpdist import data
     from dpdist.gradients.engine import squared_error
-    from dpdist.methods.transdenoiser_split import MixedJacobian, remainders
+    from dpdist.papers.transdenoiser.split import MixedJacobian, remainders
 
     name = "digits" if data_root is None else "mnist"
     public = data.load(data.DataSource(name, 10, data_root), "train").select_by_hash(0.0, 0.5)

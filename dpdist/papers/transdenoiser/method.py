@@ -5,7 +5,7 @@ it:
 
 * separate-dp: DP-SGD on that loss; the input noise gets no credit. Proved.
 * no-dp: without privacy.
-* full: Algorithm 1 (`dpdist.methods.transdenoiser_split`), which is not sound. It trains here as a
+* full: Algorithm 1 (`dpdist.papers.transdenoiser.split`), which is not sound. It trains here as a
   labelled reference whose proved epsilon is infinite.
 """
 
@@ -130,4 +130,4 @@ class TransDenoiser(Method):
 
     def execution(self) -> Execution[Any]:
         """Return the training of the denoiser."""
-        return load_execution("dpdist.methods.transdenoiser_split:TransDenoiserExecution", self)
+        return load_execution("dpdist.papers.transdenoiser.split:TransDenoiserExecution", self)

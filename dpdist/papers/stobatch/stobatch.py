@@ -120,4 +120,4 @@ class StoBatch(Method):
 
     def execution(self) -> Execution[Any]:
         """Return the training on adversarial draws."""
-        return load_execution("dpdist.methods.stobatch_draws:StoBatchExecution", self)
+        return load_execution("dpdist.papers.stobatch.stobatch_draws:StoBatchExecution", self)

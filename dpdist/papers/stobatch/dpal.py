@@ -178,4 +178,4 @@ class DPAL(Method):
 
     def execution(self) -> Execution[Any]:
         """Return the training by Algorithm 1."""
-        return load_execution("dpdist.methods.dpal_training:DPALExecution", self)
+        return load_execution("dpdist.papers.stobatch.dpal_training:DPALExecution", self)

@@ -28,9 +28,9 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_per_record
 from dpdist.gradients.sampling import keyed_hash
 from dpdist.methods.base import Execution, MethodState
-from dpdist.methods.stobatch import StoBatch
 from dpdist.models import ModelSpec, attach_noise, require_split
 from dpdist.models.noise import BLOCK_NOISE_ATTRIBUTE, project_first_layer_norm
+from dpdist.papers.stobatch.stobatch import StoBatch
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.randomness.noise_location import InputNoise, ModuleNoise, NoiseLocation, NoNoise

@@ -34,8 +34,8 @@ from dpdist.gradients.hooks import Losses, run_with_values
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.methods.base import Execution, MethodState
-from dpdist.methods.transdenoiser import TransDenoiser
 from dpdist.models import DENOISER
+from dpdist.papers.transdenoiser.method import TransDenoiser
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key

@@ -238,4 +238,4 @@ class Functional(Method):
 
     def execution(self) -> Execution[Any]:
         """Return the release of the sums."""
-        return load_execution("dpdist.methods.functional_sums:FunctionalExecution", self)
+        return load_execution("dpdist.papers.stobatch.functional_sums:FunctionalExecution", self)
