@@ -23,7 +23,6 @@ from dpdist.methods.imported import Imported
 from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.methods.pate import PATE
 from dpdist.methods.private_prediction import PrivatePrediction
-from dpdist.methods.residual import ResidualPerturbation
 
 METHODS: tuple[type[Method], ...] = (
     DPSGD,
@@ -32,7 +31,6 @@ METHODS: tuple[type[Method], ...] = (
     PixelDP,
     HGMPixelDP,
     SecureSGD,
-    ResidualPerturbation,
     PrivatePrediction,
     NoisyRecordsMethod,
     PATE,

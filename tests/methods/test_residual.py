@@ -25,12 +25,12 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import ModulePerturbation
-from dpdist.methods import residual
 from dpdist.methods.base import MethodState
-from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ResidualBlock, residual_blocks
-from dpdist.privacy import claims
+from dpdist.papers.residual import claims
+from dpdist.papers.residual import method as residual
+from dpdist.papers.residual.method import ResidualPerturbation, largest_mean_norm
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import ModuleNoise, find_noise_location
 from dpdist.reports.facts import read_facts

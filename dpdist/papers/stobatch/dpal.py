@@ -93,13 +93,13 @@ class DPAL(Method):
 
     def gammas(self, batch: float) -> tuple[float, float]:
         """Return gamma and gamma_x of Theorem 4."""
-        from dpdist.privacy.claims import dpal_gammas
+        from dpdist.papers.stobatch.claims import dpal_gammas
 
         return dpal_gammas(self.encoder_sensitivity, batch, self.weight_norm)
 
     def encoder_budget(self, batch: float) -> float:
         """Return epsilon_1."""
-        from dpdist.privacy.claims import dpal_encoder_budget
+        from dpdist.papers.stobatch.claims import dpal_encoder_budget
 
         return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
 
@@ -135,7 +135,8 @@ class DPAL(Method):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
         """Return Theorem 4's claim: pure epsilon for all steps."""
-        from dpdist.privacy.claims import Claim, dpal_claim
+        from dpdist.papers.stobatch.claims import dpal_claim
+        from dpdist.privacy.claims import Claim
 
         batch = plan.step(0).expected_batch
         budget = self.encoder_budget(batch)

@@ -112,7 +112,8 @@ class TransDenoiser(Method):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Algorithm 1's claim that transformed and added noise together are worth xi_up."""
-        from dpdist.privacy.claims import Claim, transdenoiser_training_claim
+        from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
+        from dpdist.privacy.claims import Claim
 
         if self.variant != "full":
             return None

@@ -100,7 +100,8 @@ class ResidualPerturbation(Method):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
-        from dpdist.privacy.claims import Claim, residual_claim
+        from dpdist.papers.residual.claims import residual_claim
+        from dpdist.privacy.claims import Claim
 
         if not _steps_have_no_noise(plan):
             return None
