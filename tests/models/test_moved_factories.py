@@ -15,7 +15,6 @@ from dpdist.models.spec import _MODULE_ALIASES, import_factory
     [
         ("denoiser:dncnn", "dncnn"),
         ("residual:resnet_gn", "resnet-gn"),
-        ("dpal:dpal_cnn", "dpal-cnn"),
     ],
 )
 def test_a_factory_is_found_by_the_module_it_was_in(old, name):

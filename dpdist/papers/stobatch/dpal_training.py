@@ -28,9 +28,10 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.methods.base import Execution
-from dpdist.models import DPALNetwork, predicted_classes
+from dpdist.models import predicted_classes
 from dpdist.papers.stobatch.claims import dpal_encoder_sensitivity, dpal_output_sensitivity
 from dpdist.papers.stobatch.dpal import ACCURACY_FILE, DPAL
+from dpdist.papers.stobatch.network import DPALNetwork
 from dpdist.randomness.keys import derive_key, stream_words
 
 # --- hooks of a training ----------------------------------------------------------------------
