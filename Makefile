@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# They make the tables of docs/: hours to days each, and the same command continues. `gpu` needs a
-# GPU, `speed` is `make bench`.
-EXPERIMENTS := bulk canary_audits dplis flagship functional gpu grouped_units hidden many_run_audits membership \
-	papers_run pate perplexity private_prediction rare_classes residual smoothing speed splits transdenoiser
+# They make tables: hours to days each, and the same command continues. `gpu` needs a GPU, `speed`
+# is `make bench`.
+EXPERIMENTS := scaling/bulk gpu/gpu speed/speed quality/canary_audits quality/grouped_units \
+	quality/many_run_audits quality/perplexity quality/rare_classes quality/splits
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -27,7 +27,7 @@ help:
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make mutation  change five modules in small ways: do tests notice? (half an hour; docs/contributing/testing.md)"
 	@echo "make nightly what is beyond test-all: experiments, hosts, faults, mutation (hours; CONTRIBUTING.md)"
-	@echo "make bench   the table of speeds beside peers, in benchmarks/README.md (about half an hour, alone)"
+	@echo "make bench   the table of speeds beside peers, in benchmarks/results/speed.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
 	@echo "make notebook  execute the notebooks of examples/ again"
@@ -101,10 +101,10 @@ bench-tools: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,hf]"
 
 bench: bench-tools
-	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/speed/speed.py $(BENCH_ARGS)
 
 bench-all: bench-tools
-	@for script in $(filter-out $(EXPERIMENTS:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py))); do \
+	@for script in $(filter-out $(EXPERIMENTS:%=benchmarks/%.py),$(sort $(wildcard benchmarks/*/[a-z]*.py))); do \
 		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 	@echo "== left out, for hours or a machine of their own: $(EXPERIMENTS:%=%.py)"
 

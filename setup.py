@@ -10,7 +10,11 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.sdist import sdist
 
-LINKS = ("dpdist/cluster", "dpdist/recipes", "dpdist/tuning", "cluster/templates/aws.yaml")
+LINKS = (
+    "dpdist/cluster", "dpdist/recipes", "dpdist/tuning", "cluster/templates/aws.yaml",
+    *(str(link) for top in ("benchmarks", "papers") for link in Path(top).rglob("_common.py")
+      if link.is_symlink()),
+)  # fmt: skip
 
 
 class WithLinks(sdist):

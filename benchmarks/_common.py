@@ -1,6 +1,6 @@
-"""Shared by the scripts of this folder: the option --quick, and the folder that holds the data.
+"""Shared by the scripts of benchmarks/ and papers/: the option --quick, where data lie.
 
-A script runs as `python benchmarks/NAME.py`, so this file lies beside it on the path.
+A script runs as `python benchmarks/speed/NAME.py`, so a link to this file lies beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+RESULTS_FOLDER = CHECKOUT / "benchmarks" / "results"
+# Scripts take networks and measurements from one another, whichever folder they are in.
+sys.path += [str(CHECKOUT / "benchmarks" / name) for name in ("", "speed", "scaling", "gpu")]
 
 
 @cache
@@ -195,7 +198,7 @@ def describe_run() -> dict[str, Any]:
     Results, and the page that is made of them, are no changes of the code.
     """
     git = ["git", "-C", str(CHECKOUT)]
-    made = [":!benchmarks/*.jsonl", ":!benchmarks/README.md"]
+    made = [":!benchmarks/results/*", ":!papers/*.jsonl", ":!papers/**/*.jsonl"]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True)
         changed = subprocess.run([*git, "status", "--porcelain", "--", ".", *made],

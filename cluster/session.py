@@ -190,7 +190,7 @@ WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: a cluster's is known to others
 _LOCAL_ENVIRONMENT = {
     # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
-    # processes, which share the workers' cores (docs/evidence/gradients.md, the row of two
+    # processes, which share the workers' cores (benchmarks/results/gradients.md, the row of two
     # workers).
     "RAY_event_stats": "0",
     "RAY_enable_metrics_collection": "0",

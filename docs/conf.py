@@ -27,9 +27,13 @@ extensions = [
 # The sources begin at the root: README.md's links to docs/ then hold here and on GitHub.
 root_doc = "docs/index"
 exclude_patterns = [
-    each.name for each in ROOT.iterdir() if each.name not in (*pages.TOP, "docs", "examples")
+    each.name
+    for each in ROOT.iterdir()
+    if each.name not in (*pages.TOP, *pages.BESIDE, "docs", "examples")
 ]
 exclude_patterns += ["examples/runs", "docs/tools"]
+# Pages lead to measurements where they matter.
+suppress_warnings = ["toc.not_included"]
 templates_path = ["tools/templates"]
 
 myst_heading_anchors = 6

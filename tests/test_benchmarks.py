@@ -1,4 +1,4 @@
-"""Each script of benchmarks/ runs in seconds with --quick, prints its tables and leaves nothing."""
+"""Each script of benchmarks/ and papers/ runs in seconds with --quick and leaves nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.benchmarks import BENCHMARKS, SCRIPTS, load
-
-CHECKOUT = BENCHMARKS.parent
+from support.benchmarks import BENCHMARKS, CHECKOUT, PAPERS, SCRIPTS, load
 
 
 def files() -> dict[Path, int]:
     """Return when each file beside the scripts and of the docs was last written."""
-    kept = [*BENCHMARKS.rglob("*"), *(CHECKOUT / "docs").rglob("*")]
+    kept = [each for at in (BENCHMARKS, PAPERS, CHECKOUT / "docs") for each in at.rglob("*")]
     return {path: path.stat().st_mtime_ns for path in kept if "__pycache__" not in path.parts}
 
 
@@ -26,7 +24,7 @@ def quick(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a script in an empty folder, with an empty home."""
     (folder / "home").mkdir()
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"],
+        [sys.executable, str(CHECKOUT / f"{name}.py"), "--quick"],
         cwd=folder,
         env={**os.environ, "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -46,7 +44,7 @@ def runs(
         if item.path == Path(__file__) and "runs" in getattr(item, "fixturenames", ())
     ]
     pool = ThreadPoolExecutor(2)
-    homes = {name: tmp_path_factory.mktemp(name) for name in asked}
+    homes = {name: tmp_path_factory.mktemp("script") for name in asked}
     yield {name: (home, pool.submit(quick, name, home)) for name, home in homes.items()}
     pool.shutdown(cancel_futures=True)
 
@@ -70,7 +68,7 @@ def test_the_script_runs(name, before, runs):
 
 
 def test_quick_stands_for_defaults_and_writes_into_a_temporary_folder(monkeypatch):
-    common = load("_common", monkeypatch)
+    common = load("benchmarks/_common", monkeypatch)
     home = os.environ["HOME"]
 
     def parsed(*words: str) -> argparse.Namespace:
@@ -93,7 +91,7 @@ def test_quick_stands_for_defaults_and_writes_into_a_temporary_folder(monkeypatc
 
 
 def test_missing_data_end_a_script_well_unless_a_folder_was_named(tmp_path, monkeypatch, capsys):
-    common = load("_common")
+    common = load("benchmarks/_common")
     monkeypatch.setenv("DPDIST_DATA_ROOT", str(tmp_path))
     for given, code in ((None, 0), (tmp_path, 2)):
         with pytest.raises(SystemExit) as stopped:

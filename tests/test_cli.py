@@ -237,9 +237,9 @@ def test_the_readme_is_true(dpdist, tmp_path):
 
 
 def test_every_shipped_recipe_is_valid():
-    from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe
+    from dpdist.runs.recipe import built_in_recipes, load_recipe, paper_recipes
 
-    paths = sorted(RECIPES_FOLDER.glob("*.yaml"))
+    paths = [*built_in_recipes(), *paper_recipes()]
     assert len(paths) >= 2
     for path in paths:
         assert load_recipe(path).name == path.stem
@@ -548,3 +548,14 @@ def test_an_interruption_outside_a_session_is_said_too(dpdist, tmp_path, monkeyp
     monkeypatch.setattr("dpdist.runs.recipe.resolve_recipe", interrupted)
     done = dpdist("run", recipe(tmp_path), "--dry-run")
     assert (done.returncode, done.stderr) == (130, "dpdist: interrupted\n")
+
+
+def test_recipes_of_papers_are_listed_and_found_from_a_checkout(dpdist, tmp_path):
+    """By name and by path; their paths begin at the current directory, as the built-in ones' do."""
+    from dpdist.runs.recipe import find_recipe, load_recipe
+
+    own, papers = (dpdist("recipes", *words).stdout for words in ([], ["--papers"]))
+    assert "digits-stobatch " in papers and "digits-stobatch " not in own and "digits " in own
+    path = find_recipe("transdenoiser-mnist")
+    assert path.parts[-4:] == ("papers", "transdenoiser", "recipes", "transdenoiser-mnist.yaml")
+    assert load_recipe(path).model.classifier.folder == Path.cwd() / "public/mnist-half-tf-cnn"

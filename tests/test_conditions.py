@@ -15,8 +15,14 @@ import dpdist.methods
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Section, collect_conditions, iter_unused_options
 from dpdist.methods.base import Method
-from dpdist.methods.registry import METHODS
-from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, parse_recipe, refuse_unused
+from dpdist.methods.registry import installed_methods
+from dpdist.runs.recipe import (
+    built_in_recipes,
+    load_recipe,
+    paper_recipes,
+    parse_recipe,
+    refuse_unused,
+)
 
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 OPEN = {"noise_multiplier": 0.0, "delta": 1e-4, "clipping": "none"}
@@ -203,6 +209,7 @@ def sections() -> list[type[Section]]:
     for package in (dpdist.config, dpdist.methods):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    installed_methods()
     found, grown = [Section], 0
     while grown < len(found):
         found += [each for each in found[grown].__subclasses__() if each not in found]
@@ -214,7 +221,7 @@ def test_every_condition_has_a_case():
     """And names options that there are."""
     keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
     stated = [condition for kind in sections() for condition in collect_conditions(kind)]
-    stated += [need for method in METHODS for need in method.recipe_conditions]
+    stated += [need for method in installed_methods() for need in method.recipe_conditions]
     assert len(stated) > 20
     for condition in stated:
         assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.description
@@ -223,7 +230,9 @@ def test_every_condition_has_a_case():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", sorted(RECIPES_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*built_in_recipes(), *paper_recipes()], ids=lambda path: path.stem
+)
 def test_recipes_that_come_along_say_nothing_in_vain(path):
     refuse_unused(load_recipe(path), str(path))
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` needs torch and the wheels that its head names, no Ray; parts end alone."""
+"""`benchmarks/gpu/gpu.py` needs torch and what its head names, no Ray; parts end alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from support.benchmarks import BENCHMARKS, load
 from support.threads import new_settings_after
 
+GPU = BENCHMARKS / "gpu"
 # What the wheels of the head bring along, torch's own included, by module.
 NEEDED = {
     "torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
@@ -61,7 +62,7 @@ def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
     results = tmp_path / "gpu.jsonl"
     parts = ["check-*", "noise-speed", "certify-*", "step-cnn", "step-gpt2-small-lora"]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, ",".join(NEEDED), str(BENCHMARKS / "gpu.py"), "--quick",
+        [sys.executable, "-c", ALONE, ",".join(NEEDED), str(GPU / "gpu.py"), "--quick",
          "--results", str(results), "--only", *parts],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
@@ -78,7 +79,7 @@ def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
     results = tmp_path / "gpu.jsonl"
-    command = [sys.executable, "-c", SIMULATED, str(BENCHMARKS), str(results)]
+    command = [sys.executable, "-c", SIMULATED, str(GPU), str(results)]
     done = subprocess.run(
         [*command, "check-*", "noise-speed", "certify-cifar10", "memory"],
         cwd=tmp_path,
@@ -96,7 +97,7 @@ def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) -> None:
-    script = load("gpu", monkeypatch)
+    script = load("benchmarks/gpu/gpu", monkeypatch)
 
     def hang(device: object, quick: bool) -> dict[str, int]:
         while True:

@@ -1,4 +1,4 @@
-"""The page of the papers is what its generator prints; what it names exists and makes a plan."""
+"""The pages of the papers are what their generator prints; what they name makes a plan."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from support.benchmarks import load as load_benchmark
 
 from dpdist.core.errors import UserError
 from dpdist.data.parquet import split_files
-from dpdist.runs.recipe import RECIPES_FOLDER, make_plan
+from dpdist.runs.recipe import built_in_recipes, make_plan, paper_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "evidence" / "papers.md"
+PAPERS = ROOT / "papers"
+WRITE = "python papers/tables.py --write"
 RECORDS = {
     "mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000, "idc": 39_952, "digits": 1_439,
     "docstrings": 40_000, "svhn": 73_257,
 }  # fmt: skip
 
-papers = vars(load_benchmark("papers"))
+papers = vars(load_benchmark("papers/tables"))
 ABOUT: dict[str, dict[str, Any]] = {name: papers["published"](name) for name in papers["PAPERS"]}
 ITEMS = [(paper, item) for paper, about in ABOUT.items() for item in about["items"]]
 ROWS = [(paper, item, row) for paper, item in ITEMS for row in item.get("rows", [])]
-MEASURED = papers["lines_of"]("papers/measured.jsonl")
+MEASURED = [line for name in ABOUT for line in papers["lines_of"](f"{name}/measured.jsonl")]
 WITH_RECIPES = [
     *((row["recipe"], row.get("change")) for _, _, row in ROWS if "recipe" in row),
     *((name, None) for _, item in ITEMS for name in item.get("recipes", [])),
@@ -38,17 +39,19 @@ WITH_RECIPES = [
 ]
 
 
-def test_the_page_is_what_the_generator_prints():
-    assert PAGE.read_text() == papers["page"](), "python benchmarks/papers.py --write"
+def test_the_pages_are_what_the_generator_prints():
+    made = papers["pages"]()
+    assert {name: (PAPERS / name).read_text() for name in made} == made, WRITE
 
 
 def test_the_pictures_are_what_the_generator_draws():
     drawn = papers["pictures"]()
-    there = {path.name: path.read_text() for path in papers["PICTURES"].glob("papers-*.svg")}
-    assert there == drawn, "python benchmarks/papers.py --write"
+    assert {name: (PAPERS / name).read_text() for name in drawn} == drawn, WRITE
     _, item = next(each for each in ITEMS if each[1]["id"] == "Figure 3" and each[0] == "dplis")
     points = sum(len(one.cells) for one in papers["results"]("dplis", item))
-    assert drawn[item["pictures"][0]["file"]].count("<circle") == points > 8  # each mean is there
+    assert (
+        drawn[f"dplis/pictures/{item['pictures'][0]['file']}"].count("<circle") == points > 8
+    )  # each mean is there
 
 
 @pytest.mark.long
@@ -76,7 +79,7 @@ def test_heads_of_recipes_say_what_is_proved():
     """The epsilon that a recipe asks for, or that of its noise, to the last digit that is told."""
     proved: dict[Any, float] = {}
     told = 0
-    for path in sorted(RECIPES_FOLDER.glob("*.yaml")):
+    for path in [*built_in_recipes(), *paper_recipes()]:
         head, recipe = path.read_text().splitlines()[0], papers["recipe_of"](path.stem)
         said = re.search(r"([\d.]*\d) proved", head)
         said = said or re.search(r"(?<!its )epsilon ([\d.]*\d)", head)
@@ -124,7 +127,7 @@ def test_the_steps_of_each_budget_spend_what_is_printed():
             a_round = budget["records"] // batch  # the authors' epoch
             whole = spent(batch / budget["records"], noise, round(steps / a_round) * a_round)
             assert whole == pytest.approx(epsilon, abs=0.01), (name, epsilon)
-    small = vars(load_benchmark("dplis"))
+    small = vars(load_benchmark("papers/dplis/run"))
     for epsilon, steps in small["BUDGETS"].items():
         assert spent(64 / RECORDS["digits"], 1.1, steps) == pytest.approx(epsilon, abs=0.012)
 
@@ -168,7 +171,7 @@ def test_intervals():
 
 @pytest.mark.long
 def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypatch):
-    benchmark = vars(load_benchmark("dplis"))
+    benchmark = vars(load_benchmark("papers/dplis/run"))
     module = benchmark["main"].__globals__
     monkeypatch.setitem(module, "BUDGETS", {1.2: 2, 1.3: 4})
     rows = {"none": {"name": "dp-sgd"}, "R = 10": module["smoothed"](10)}
@@ -189,7 +192,7 @@ def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypa
 @pytest.mark.slow
 def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
     """With a name of its own; with epsilon as given, so noise is not sought here."""
-    script = vars(load_benchmark("papers_run"))
+    script = vars(load_benchmark("papers/run_small"))
     found = script["cells"]()
     known = {(paper, item["id"]) for paper, item in ITEMS}
     assert len({script["run_name"](part) for part in found}) == len(found) > 20
@@ -225,7 +228,7 @@ def test_rows_are_compared_image_by_image():
 
 
 def test_test_images_are_thinned_and_training_records_are_not(tmp_path):
-    script, common = vars(load_benchmark("papers_run")), load_benchmark("_common")
+    script, common = vars(load_benchmark("papers/run_small")), load_benchmark("benchmarks/_common")
     for name in ("cifar10", "mnist"):
         common.make_images(tmp_path / "data", name, 6, 40)
     root = script["with_fewer_tests"](tmp_path / "data", tmp_path / "fewer")

@@ -1,4 +1,4 @@
-"""Each command that docs/evidence prints is one that its parser takes, and names what there is."""
+"""Each command that pages of papers and benchmarks print is one that its parser takes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from markdown_it import MarkdownIt
+from support.benchmarks import SCRIPTS
 from support.benchmarks import load as load_benchmark
 from typer.core import TyperGroup
 
@@ -24,11 +25,18 @@ from dpdist.audits.membership_findings import ATTACKS as MEMBERSHIP_ATTACKS
 from dpdist.cli.main import app
 from dpdist.cli.options import parse_numbers
 from dpdist.core.errors import UserError
-from dpdist.runs.recipe import RECIPES_FOLDER, Recipe, find_recipe, load_recipe, parse_changes
+from dpdist.runs.recipe import (
+    Recipe,
+    built_in_recipes,
+    find_recipe,
+    load_recipe,
+    paper_recipes,
+    parse_changes,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-EVIDENCE = ROOT / "docs" / "evidence"
-RECIPES = {path.stem for path in RECIPES_FOLDER.glob("*.yaml")}
+PAGES = [*sorted((ROOT / "papers").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
+RECIPES = {path.stem for path in (*built_in_recipes(), *paper_recipes())}
 # Runs that a page names itself, and files that a page writes down.
 RUNS = {"mnist-noise-only", "mnist-small", "begun"}
 PLACEHOLDERS = {"RUN", "RECIPE", "nothing"}
@@ -61,7 +69,7 @@ def commands(text: str) -> Iterator[str]:
 
 
 PRINTED = {
-    path.name: sorted(set(commands(path.read_text()))) for path in sorted(EVIDENCE.glob("*.md"))
+    path.relative_to(ROOT).as_posix(): sorted(set(commands(path.read_text()))) for path in PAGES
 }
 
 
@@ -130,7 +138,9 @@ def _match(patterns: Iterable[str], names: Iterable[str]) -> None:
 def _dplis(script: ModuleType, given: argparse.Namespace) -> None:
     _match(given.sweeps.split(","), script.SWEEPS)
     if given.item is not None:
-        tables = {item["id"]: item for item in script_named("papers").published("dplis")["items"]}
+        tables = {
+            item["id"]: item for item in script_named("papers/tables").published("dplis")["items"]
+        }
         assert "at" in tables[given.item], given.item
         rows = [row["row"] for row in tables[given.item]["rows"]]
         _match([given.row] if given.row not in (None, "ROW") else [], rows)
@@ -142,24 +152,24 @@ def _smoothing(_: ModuleType, given: argparse.Namespace) -> None:
 
 # By script: whether the parts that a command names exist.
 PARTS: dict[str, Callable[[ModuleType, argparse.Namespace], None]] = {
-    "dplis": _dplis,
-    "smoothing": _smoothing,
-    "functional": lambda script, given: _match(
+    "papers/dplis/run": _dplis,
+    "papers/dplis/smoothing": _smoothing,
+    "papers/stobatch/run": lambda script, given: _match(
         [*given.rows.split(","), *given.attacks.split(",")], [*script.ROWS, *script.ATTACKS]
     ),
-    "hidden": lambda script, given: _match(given.only, script.rows()),
-    "transdenoiser": lambda script, given: _match(
+    "papers/secure-sgd/run": lambda script, given: _match(given.only, script.rows()),
+    "papers/transdenoiser/run": lambda script, given: _match(
         [*given.only, *given.attacks.split(",")],
         [*(name for row in script.rows(given.repeats) for name in row.runs()), *script.ATTACKS],
     ),
-    "flagship": lambda script, given: _match(
+    "papers/dp-cert/run": lambda script, given: _match(
         given.only, [name for row in script.ROWS for name in row.runs()]
     ),
-    "membership": lambda script, given: _match(
+    "papers/residual/membership": lambda script, given: _match(
         [*given.recipes.split(","), *re.split("[,;]", given.attacks)],
         [*RECIPES, *MEMBERSHIP_ATTACKS],
     ),
-    "residual": lambda script, given: _match(
+    "papers/residual/run": lambda script, given: _match(
         [*given.tasks.split(","), *given.data.split(",")],
         ["shadow", "audit", "inside", *script.ROWS],
     ),
@@ -180,8 +190,8 @@ def check_script(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """
     path, *rest = words
     assert (ROOT / path).is_file(), path
-    folder, name = Path(path).parent, Path(path).stem
-    if str(folder) != "benchmarks" or not rest:
+    name = Path(path).with_suffix("").as_posix()
+    if name not in SCRIPTS or not rest:
         return
     script, parse = script_named(name), argparse.ArgumentParser.parse_args
 
@@ -235,10 +245,10 @@ def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkey
         ("dpdist certify digits --at attacked:pgd", "--at"),
         ("dpdist membership digits --attack shadows", "shadows"),
         ("dpdist run digits --data-root DATA, with 4", "unexpected extra argument"),
-        ("python benchmarks/hidden.py --only hgm-5", "hgm-5"),
-        ("python benchmarks/hidden.py --only hgm-4, and 2", "none of"),
-        ("python benchmarks/hidden.py --seed one", "2"),
-        ("python benchmarks/dplis.py --item 'Table 2' --row 'MNIST MLP'", "MNIST MLP"),
+        ("python papers/secure-sgd/run.py --only hgm-5", "hgm-5"),
+        ("python papers/secure-sgd/run.py --only hgm-4, and 2", "none of"),
+        ("python papers/secure-sgd/run.py --seed one", "2"),
+        ("python papers/dplis/run.py --item 'Table 2' --row 'MNIST MLP'", "MNIST MLP"),
         ("python benchmarks/shown.py", "benchmarks/shown.py"),
         ("make audits", "make audits"),
     ],

@@ -12,7 +12,7 @@ from support.optional_extras import needs_hf
 from dpdist import data, models
 from dpdist.data import registry
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe
+from dpdist.runs.recipe import built_in_recipes, load_recipe, paper_recipes
 from dpdist.training.collectives import Reducer
 from dpdist.training.ensembles import TeacherEnsemble
 from dpdist.training.job import prepare
@@ -71,7 +71,7 @@ LARGE = {
 }  # fmt: skip
 PATHS = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LARGE else [])
-    for path in sorted(RECIPES_FOLDER.glob("*.yaml"))
+    for path in [*built_in_recipes(), *paper_recipes()]
 ]
 
 

@@ -47,7 +47,7 @@ def test_no_refusal_loads_torch_or_ray(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'speed'}"},
         capture_output=True,
         text=True,
     )

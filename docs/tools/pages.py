@@ -23,6 +23,7 @@ from tools import commands, python_api, recipe_keys, run_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+BESIDE = ("benchmarks", "papers")  # whose pages are on the site, and on no shelf but their README
 INDEX = "docs/index.md"
 SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Evidence", "Contributing",
            "The project")  # fmt: skip
@@ -52,6 +53,7 @@ def sources(root: Path = ROOT) -> list[Path]:
     """Return every page of the site."""
     top = [root / name for name in TOP]
     inside = [*(root / "docs").rglob("*.md"), *(root / "examples").glob("*.ipynb")]
+    inside += [path for folder in BESIDE for path in (root / folder).rglob("*.md")]
     return [path for path in [*top, *sorted(inside)] if path.exists()]
 
 

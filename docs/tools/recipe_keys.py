@@ -28,7 +28,7 @@ from dpdist.config.sections import AuditOptions
 from dpdist.core import fields
 from dpdist.core.fields import collect_conditions
 from dpdist.methods.base import Method
-from dpdist.methods.registry import METHODS
+from dpdist.methods.registry import installed_methods
 from dpdist.runs.recipe import Recipe
 
 
@@ -358,7 +358,7 @@ def methods_page() -> str:
             if not issubclass(each, Method):
                 list(keys(each, f"{name}.", told, ()))
     parts = []
-    for each in METHODS:
+    for each in installed_methods():
         name = each.model_fields["name"].default
         told_here = {known: at for known, at in told.items() if not issubclass(known, Method)}
         found = list(keys(each, "method.", told_here, ("name",)))
@@ -380,7 +380,7 @@ def certificates_page() -> str:
 def all_keys() -> Iterator[tuple[type[BaseModel], str]]:
     """Yield every section of a recipe and each of its fields, once."""
     seen: set[type[BaseModel]] = set()
-    todo: list[type[BaseModel]] = [Recipe, *METHODS]
+    todo: list[type[BaseModel]] = [Recipe, *installed_methods()]
     while todo:
         section = todo.pop(0)
         if section in seen:

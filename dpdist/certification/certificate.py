@@ -15,7 +15,7 @@ smoothing at Mahalanobis length (d^T W^T S^-1 W d)^(1/2). With Delta the L2 norm
     d^T W^T S^-1 W d <= |d|^2 / (s^2 + (r / Delta)^2),
 
 with equality for some d, so both noises certify what noise of s^2 + (r / Delta)^2 on the input
-alone would: sizes add in quadrature. Proof in docs/evidence/certification.md. Where the second
+alone would: sizes add in quadrature. Proof in docs/explanation/proofs.md. Where the second
 noise is not Gaussian, or not behind an affine first layer, the larger of the two sizes holds and no
 more; for a product of two passes with one noise each, the harmonic sum. kappa + phi, as DPAL's
 Proposition 1 has it, holds for neither.

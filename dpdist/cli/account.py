@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -652,9 +653,7 @@ def _show_mixed(
 @account_app.command("claims")
 def claims_command(as_json: PrintJson = False) -> None:
     """What each published system claims, what is proved, and why they differ."""
-    from dpdist.privacy.claims import published_claims
-
-    claims = published_claims()
+    claims = [claim for found in entry_points(group="dpdist.claims") for claim in found.load()()]
     if as_json:
         console.print_json([claim.to_dict() for claim in claims])
         return

@@ -121,9 +121,10 @@ def parse_numbers(
 
 def _complete_recipe_name(incomplete: str) -> list[str]:
     """Names of recipes that come along, for the shell to complete."""
-    from dpdist.runs.recipe import RECIPES_FOLDER
+    from dpdist.runs.recipe import built_in_recipes, paper_recipes
 
-    return sorted(path.stem for path in RECIPES_FOLDER.glob(f"{incomplete}*.yaml"))
+    names = [path.stem for path in (*built_in_recipes(), *paper_recipes())]
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:

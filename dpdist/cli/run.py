@@ -468,13 +468,22 @@ recipes_app = typer.Typer(
 
 
 @recipes_app.callback()
-def list_recipes(context: typer.Context) -> None:
+def list_recipes(
+    context: typer.Context,
+    papers: Annotated[
+        bool, typer.Option("--papers", help="Those that reproduce papers, from a checkout.")
+    ] = False,
+) -> None:
     """List the recipes that come with dpdist, each with the first line of its comment."""
     if context.invoked_subcommand is not None:
         return
-    from dpdist.runs.recipe import RECIPES_FOLDER
+    from dpdist.runs.recipe import built_in_recipes, paper_recipes
 
-    paths = sorted(RECIPES_FOLDER.glob("*.yaml"))
+    paths = paper_recipes() if papers else built_in_recipes()
+    if not paths:
+        raise UserError(
+            "--papers: the recipes of the papers are in a checkout of dpdist, in papers/"
+        )
     width = max((len(path.stem) for path in paths), default=0)
     for path in paths:
         first = path.read_text().split("\n", 1)[0]

@@ -82,7 +82,7 @@ class SpreadingRecipe(Section):
             that a wrong one is overruled.
         equal_classes: Divide each class's scores by their sum, which takes classes for equally
             common: a class that is ten times rarer than others is then given to many of them
-            (docs/evidence/pate.md has figures).
+            (papers/pate/README.md has figures).
     """
 
     features: Literal["inputs", "scattering"] = "inputs"

@@ -1,65 +1,88 @@
 """The registry of methods. A new one is a file in this folder, and its class's line in the table.
 
-A user's own method needs no line: a recipe names it as package.module:Class.
+A user's own method needs no line: a recipe names it as package.module:Class, or by the name of an
+entry point in the group dpdist.methods. Methods that only reproduce a paper are found like that, in
+dpdist.papers, and are imported when a recipe names them.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag
+from pydantic_core import PydanticCustomError
 
 from dpdist.core.fields import validate_section
 from dpdist.core.files import error_text, quoted
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD, DPlis, InputNoiseMethod
-from dpdist.methods.dpal import DPAL
-from dpdist.methods.functional import Functional
 from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
 from dpdist.methods.imported import Imported
 from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.methods.pate import PATE
 from dpdist.methods.private_prediction import PrivatePrediction
-from dpdist.methods.residual import ResidualPerturbation
-from dpdist.methods.stobatch import StoBatch
-from dpdist.methods.transdenoiser import TransDenoiser
 
 METHODS: tuple[type[Method], ...] = (
     DPSGD,
     DPlis,
-    Functional,
     InputNoiseMethod,
     PixelDP,
     HGMPixelDP,
     SecureSGD,
-    TransDenoiser,
-    ResidualPerturbation,
     PrivatePrediction,
     NoisyRecordsMethod,
     PATE,
-    StoBatch,
-    DPAL,
     Imported,
 )
 
 _USER_METHOD = "package.module:Class"
+_GROUP = "dpdist.methods"
+_TABLE = {method.model_fields["name"].default: method for method in METHODS}
 
 
-def _load_user_method(value: Any) -> Any:
-    """A method of one's own, whose class is imported as a recipe's model factory is."""
+def installed_methods() -> tuple[type[Method], ...]:
+    """Return the methods of the table, and those that entry points name: of papers, and others'."""
+    names = sorted({each.name for each in entry_points(group=_GROUP)})
+    return (*METHODS, *map(find_method, names))
+
+
+def find_method(name: str) -> type[Method]:
+    """Return the class of a method; one that is not in the table is imported only now.
+
+    Args:
+        name: in the table, of an entry point in the group dpdist.methods, or package.module:Class.
+
+    Raises ValueError for a name that is none of these, or leads to no method.
+    """
+    if name in _TABLE:
+        return _TABLE[name]
+    location = name
+    if ":" not in name:
+        found = {each.name: each.value for each in entry_points(group=_GROUP)}
+        if name not in found:
+            known = [f"'{each}'" for each in sorted(_TABLE.keys() | found.keys())]
+            expected = ", ".join([*known, f"or {_USER_METHOD}"])
+            raise PydanticCustomError(
+                "union_tag_invalid", "unknown", {"expected_tags": expected, "tag": name}
+            )
+        location = found[name]
+    module, _, attribute = location.partition(":")
+    try:
+        method = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise ValueError(f"cannot import {quoted(location)}: {error_text(error)}") from error
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ValueError(f"{quoted(location)} must be a class made from dpdist.methods.base.Method")
+    return method
+
+
+def _load_by_name(value: Any) -> Any:
+    """A method outside the table, whose class is imported as a recipe's model factory is."""
     if isinstance(value, Method):
         return value
-    module, _, name = value["name"].partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's module does when it is imported
-        raise ValueError(f"cannot import {quoted(value['name'])}: {error_text(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ValueError(
-            f"{quoted(value['name'])} must be a class made from dpdist.methods.base.Method"
-        )
-    return validate_section(found, value)
+    return validate_section(find_method(value["name"]), value)
 
 
 def _entry(value: Any) -> str | None:
@@ -67,7 +90,7 @@ def _entry(value: Any) -> str | None:
     given = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if given is None or not isinstance(given, str):
         return None
-    return _USER_METHOD if ":" in given else given
+    return given if given in _TABLE else _USER_METHOD
 
 
 DEFAULT = DPSGD()
@@ -78,9 +101,7 @@ else:
     AnyMethod = Annotated[
         Union[  # its members are counted at run time
             *(Annotated[m, Tag(m.model_fields["name"].default)] for m in METHODS),
-            Annotated[
-                SerializeAsAny[Method], BeforeValidator(_load_user_method), Tag(_USER_METHOD)
-            ],
+            Annotated[SerializeAsAny[Method], BeforeValidator(_load_by_name), Tag(_USER_METHOD)],
         ],
         Discriminator(_entry),
     ]

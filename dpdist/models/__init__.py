@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         softmax_scores,
     )
     from dpdist.models.weights import Adapter, base_digest, base_dtype, without_adapters
-    from dpdist.models.zoo import DPALNetwork, residual_blocks
+    from dpdist.models.zoo import residual_blocks
 
 __all__ = [
     "CLASSIFIER",
@@ -68,7 +68,6 @@ __all__ = [
     "ZOO",
     "Adapter",
     "BlockNoise",
-    "DPALNetwork",
     "ModelSpec",
     "NextTokenLogits",
     "PatchFeatures",
@@ -139,7 +138,7 @@ _WITH_TORCH = {
         "softmax_scores",
     ),
     "weights": ("Adapter", "base_digest", "base_dtype", "without_adapters"),
-    "zoo": ("DPALNetwork", "residual_blocks"),
+    "zoo": ("residual_blocks",),
 }
 
 

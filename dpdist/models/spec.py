@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # --- architectures by name --------------------------------------------------------------------
 
 
-# Modules are those of this package.
+# Modules are those of this package, but where a network is of one paper.
 ZOO: Mapping[str, str] = {
     "linear": "zoo:linear",
     "mlp": "zoo:mlp",
@@ -50,7 +50,7 @@ ZOO: Mapping[str, str] = {
     "conv-autoencoder": "zoo:conv_autoencoder",
     "dncnn": "zoo:dncnn",
     "unet": "zoo:unet",
-    "dpal-cnn": "zoo:dpal_cnn",
+    "dpal-cnn": "dpdist.papers.stobatch.network:dpal_cnn",
     "patches": "features:patches",
     "scattering": "features:scattering",
     "torchvision": "zoo:torchvision_classifier",
@@ -110,7 +110,9 @@ def import_factory(name: str) -> Callable[..., Any]:
     check_name(name)
     if name.startswith(f"{SCRIPT}:"):
         return _given(name)
-    module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
+    module, _, attribute = ZOO.get(name, name).partition(":")
+    if name in ZOO and "." not in module:
+        module = f"{__package__}.{module}"
     try:
         result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return result

@@ -271,16 +271,6 @@ def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
     return scale
 
 
-def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:
-    """Return DPAL's Delta_R = d (beta + 2) as printed: 25 * (14^2 + 2) = 4,950 on MNIST."""
-    return inputs * (hidden + 2)
-
-
-def dpal_output_sensitivity(last_hidden: int) -> int:
-    """Return DPAL's Delta_L2 = 2 |h_pi| as printed: 512 on MNIST."""
-    return 2 * last_hidden
-
-
 # --- noisy votes ------------------------------------------------------------------------------
 
 

@@ -360,7 +360,7 @@ class GaussianSteps(Phase):
     batch_cap: hard cap on the physical batch; above it a uniformly random subset of that size is
     kept (truncated Poisson sampling, arXiv 2508.15089).
     class_rates: rates by a record's own class; sample_rate is then the largest of them, which is
-    the one that is paid for (docs/evidence/privacy.md#rates-by-class-a-proof).
+    the one that is paid for (docs/explanation/proofs.md#rates-by-class).
     """
 
     kind: ClassVar[str] = "gaussian-steps"

@@ -15,7 +15,7 @@ Q(T) = t},
 because t'(y) = Q'(better than y) <= G(t(y)) (Neyman and Pearson) and phi' increases. For a loss L
 the maximum is a convex function of q'/q, so the right side is an f-divergence, and a pair that
 dominates (Q, Q') may stand for it. K = 0 has the same chance on both sides and adds nothing at
-epsilon >= 0; below 0 the bound of the other direction gives the rest. docs/evidence/privacy.md
+epsilon >= 0; below 0 the bound of the other direction gives the rest. docs/explanation/proofs.md
 has the proof step by step. Other bounds of the same price: Koskela, Redberg and Wang (ICML 2024,
 arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
 """

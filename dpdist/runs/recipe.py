@@ -44,7 +44,8 @@ from dpdist.core.files import (
     read_yaml,
     validate_path,
 )
-from dpdist.methods.registry import DEFAULT, AnyMethod
+from dpdist.methods.base import Method
+from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
 from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
 from dpdist.privacy.phases import ClassRates, GaussianSteps, Phase
@@ -54,6 +55,8 @@ from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
+# Of a checkout, where the folder above is a link: recipes that reproduce papers. Elsewhere no such.
+PAPERS_FOLDER = RECIPES_FOLDER.resolve().parent / "papers"
 _MAX_ERRORS = 20
 _S = TypeVar("_S", bound=Section)
 
@@ -361,14 +364,28 @@ class ScriptedRecipe(Recipe):
         return self.script
 
 
+def built_in_recipes() -> list[Path]:
+    """Return the recipes that come with dpdist."""
+    return sorted(RECIPES_FOLDER.glob("*.yaml"))
+
+
+def paper_recipes() -> list[Path]:
+    """Return the recipes of papers/, which a checkout has; elsewhere none."""
+    return sorted(PAPERS_FOLDER.glob("*/recipes/*.yaml"))
+
+
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe, given as a path or as the name of one that comes with dpdist."""
+    """Return the path of a recipe, given as a path or by the name of one that comes with dpdist.
+
+    In a checkout the recipes of the papers have names, too.
+    """
     path = validate_path(name)
     if path.suffix in (".yaml", ".yml") and exists_as_non_folder(path):
         return path
-    built_in = RECIPES_FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
-    if built_in.exists() and path.parent in (Path("."), Path("recipes")):
-        return built_in
+    if path.parent in (Path("."), Path("recipes")):
+        known = {each.stem: each for each in (*paper_recipes(), *built_in_recipes())}
+        if (found := known.get(path.name.removesuffix(".yaml"))) is not None:
+            return found
     raise UserError(
         f"{name}: no such recipe file; `dpdist recipes` lists those that come with dpdist"
     )
@@ -378,7 +395,8 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and validate a recipe file; its name is the file's unless it says so.
 
     Relative paths in the file begin at its folder, so that the recipe names the same budget and
-    the same data from any directory; those of a recipe that comes with dpdist at the current one.
+    the same data from any directory; those of a recipe that comes with dpdist, or is one of
+    papers/, at the current one.
     `changes` maps dotted keys to values (from the command line), whose paths begin at the current
     directory, too.
 
@@ -399,7 +417,10 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     raw.setdefault("name", path.stem)
     moved = dict[str, str]()
     folder = path.absolute().parent
-    if folder.resolve() == RECIPES_FOLDER.resolve():
+    if {RECIPES_FOLDER.resolve(), PAPERS_FOLDER} & {
+        folder.resolve(),
+        folder.resolve().parent.parent,
+    }:
         folder = Path.cwd()  # nobody keeps data beside the code
     found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder, "", moved)
     for changed in changes or ():
@@ -433,6 +454,8 @@ def _anchor_paths(
         kinds = [each.model_fields[key].annotation for each in sections if key in each.model_fields]
         dotted = f"{where}.{key}" if where else str(key)
         nested = [each for kind in kinds for each in _nested_sections(kind)]
+        if dotted == "method" and isinstance(inner, dict):
+            nested = _method_named(inner.get("name"))
         # A folder stands for its section, and a file of counts for the counts.
         short = key == "class_counts" or any(issubclass(each, PretrainedRecipe) for each in nested)
         if any(_takes_path(kind, inner) for kind in kinds) or (short and isinstance(inner, str)):
@@ -440,6 +463,14 @@ def _anchor_paths(
         else:
             found[key] = _anchor_paths(inner, nested, folder, dotted, moved)
     return found
+
+
+def _method_named(name: object) -> list[type[BaseModel]]:
+    """Return the class of a method; none for a name that leads nowhere."""
+    try:
+        return [find_method(name)] if isinstance(name, str) else []
+    except ValueError:
+        return []  # the validation says so
 
 
 def _takes_path(annotation: Any, value: object) -> bool:
@@ -689,7 +720,8 @@ def _known_keys(location: Sequence[Any]) -> list[str]:
 def _is_of_kind(section: type[BaseModel], tag: str) -> bool:
     fields = section.model_fields
     kind = fields.get("name", fields.get("kind", fields.get("mode")))
-    return kind is None or tag in get_args(kind.annotation)
+    # A method outside the table: only what all methods have is known here.
+    return kind is None or tag in get_args(kind.annotation) or section is Method
 
 
 _MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources")

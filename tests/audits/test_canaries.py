@@ -347,7 +347,7 @@ def test_without_a_target(dpdist_without_ray, tmp_path):
 
 @pytest.mark.long
 def test_the_benchmark_makes_its_table():
-    benchmark = vars(load_benchmark("canary_audits"))
+    benchmark = vars(load_benchmark("benchmarks/quality/canary_audits"))
     training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}
     raw = {**benchmark["DIGITS"], "model": "linear", "training": training}
     line = benchmark["row"]([benchmark["measure"](raw, 8.0, {"canaries": 600})])

@@ -256,7 +256,7 @@ def test_canaries_are_no_members(dpdist_without_ray: Any, tmp_path: Path) -> Non
 def test_the_benchmark_makes_its_table(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benchmark = vars(load_benchmark("membership"))
+    benchmark = vars(load_benchmark("papers/residual/membership"))
     monkeypatch.setattr(subprocess, "run", lambda asked, check: dpdist_without_ray(*asked[3:]))
     recipe, private = benchmark["variants"](parse_recipe(benchmark["QUICK"], "quick"), 150, 8.0)
     assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150

@@ -22,7 +22,7 @@ from dpdist.core.errors import UserError
 __all__ = ["made"]
 pytestmark = pytest.mark.slow
 LIKE_OTHERS = {"bernstein", "betting", "one-sided", "scores"}  # dear, and tried by night
-DOCS = Path(__file__).parents[2] / "docs/evidence/releases.md"
+DOCS = Path(__file__).parents[2] / "benchmarks/results/releases.md"
 
 
 def others(value: Any) -> Iterator[Any]:

@@ -159,16 +159,17 @@ def test_the_command(here: None, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_picture_s_results_are_computed_again_and_its_table_says_them():
     root = Path(__file__).resolve().parents[2]
-    script = load_script("bounds")
+    script = load_script("benchmarks/quality/bounds")
     kept = [
-        json.loads(line) for line in (root / "benchmarks/bounds.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (root / "benchmarks/results/bounds.jsonl").read_text().splitlines()
     ]
     for draws in script.DRAWS:
         mine = [row for row in kept if row["draws"] == draws]
         for row, again in zip(mine, script.rows(draws), strict=True):
             assert {**row, "radius": 0} == {**again, "radius": 0}
             assert row["radius"] == pytest.approx(again["radius"], abs=1e-9)
-    page = (root / "docs/evidence/certification.md").read_text()
+    page = (root / "benchmarks/results/certification.md").read_text()
     shown = 0
     for line in page.splitlines():
         if found := re.fullmatch(r"\| ([\d,]+) of ([\d,]+) \| (.+) \| (.+) \| (.+) \|", line):

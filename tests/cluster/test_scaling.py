@@ -9,12 +9,14 @@ import sys
 import pytest
 from support.benchmarks import BENCHMARKS, load
 
+SCALING = BENCHMARKS / "scaling"
+
 pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
 def scaling():
-    return load("scaling")
+    return load("benchmarks/scaling/scaling")
 
 
 def test_the_fit_recovers_planted_times(scaling):
@@ -75,7 +77,7 @@ def test_the_pool_alone_delivers_all_in_bounded_memory():
 
     def scheduled(stored: bool) -> dict[str, float]:
         code = (
-            f"import sys, json; sys.path.insert(0, {str(BENCHMARKS)!r}); import scaling; "
+            f"import sys, json; sys.path.insert(0, {str(SCALING)!r}); import scaling; "
             f"print(json.dumps(scaling.scheduling(100_000, 16, stored={stored})))"
         )
         done = subprocess.run(
@@ -100,9 +102,7 @@ def test_short_chunks_share_calls_and_long_ones_do_not(scaling):
 def test_the_driver_with_ray_delivers_all_in_bounded_memory():
     """In a process of its own, for its memory is looked at."""
     code = "import json, scaling; print(json.dumps(scaling.driver(20_000, 2)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCALING, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["chunks"] == 20_000

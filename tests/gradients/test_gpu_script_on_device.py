@@ -1,4 +1,4 @@
-"""The checks of `benchmarks/gpu.py` fail on a device that computes otherwise."""
+"""The checks of `benchmarks/gpu/gpu.py` fail on a device that computes otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 def test_a_device_that_is_wrong_is_seen(monkeypatch) -> None:
     """Another noise, another rounding and another sum there: each part of them fails."""
     device = simulated_device()
-    checks = load("_gpu_checks", monkeypatch)
+    checks = load("benchmarks/gpu/_gpu_checks", monkeypatch)
 
     def fails(name: str, told: str) -> None:
         with pytest.raises(checks.CheckFailed, match=told):

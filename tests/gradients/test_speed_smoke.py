@@ -1,6 +1,6 @@
 """The engine is neither hopelessly slow nor hungry.
 
-Wide margins: a shared machine is noisy. `benchmarks/training.py` measures the real ratios.
+Wide margins: a shared machine is noisy. `benchmarks/speed/training.py` measures the real ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     weights and gradients, 8 bytes a parameter; ours weights and a float64 sum, 12. Seen: 1.6 to
     1.85, by what else runs."""
     options = ["--threads", "1", "--only", "memory", "--peers", "ours,ordinary"]
-    command = [sys.executable, str(BENCHMARKS / "training.py"), *options]
+    command = [sys.executable, str(BENCHMARKS / "speed" / "training.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ratio = re.search(r"against the ordinary step: ([\d.]+) x", done.stdout)
     assert ratio is not None and float(ratio[1]) <= 2.5

@@ -28,8 +28,8 @@ from dpdist.gradients.perturbations import (
     Perturbation,
 )
 from dpdist.gradients.sampling import Blocks
-from dpdist.methods.transdenoiser import TransDenoiser
-from dpdist.methods.transdenoiser_split import split_noise
+from dpdist.papers.transdenoiser.method import TransDenoiser
+from dpdist.papers.transdenoiser.split import split_noise
 from dpdist.randomness.noise_location import ModuleNoise
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.attacks.gradient_attacks import distance
 from dpdist.core.errors import UserError
-from dpdist.methods import dpal_training
-from dpdist.methods.dpal import DPAL
-from dpdist.models import DPALNetwork, ModelSpec
+from dpdist.models import ModelSpec
+from dpdist.papers.stobatch import dpal_training
+from dpdist.papers.stobatch.dpal import DPAL
+from dpdist.papers.stobatch.network import DPALNetwork
 from dpdist.privacy.card import AuditFinding
 from dpdist.runs.recipe import find_recipe, load_recipe, parse_recipe
 from dpdist.training.canaries import DatasetWithCanaries, draw_coins

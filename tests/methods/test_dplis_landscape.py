@@ -1,4 +1,4 @@
-"""How flat a minimum is, by `benchmarks/dplis_landscape.py`."""
+"""How flat a minimum is, by `papers/dplis/landscape.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 
-LANDSCAPE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "dplis_landscape.py"))
+LANDSCAPE = runpy.run_path(str(Path(__file__).parents[2] / "papers/dplis/landscape.py"))
 KEY = bytes(range(32))
 
 

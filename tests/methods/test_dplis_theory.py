@@ -104,7 +104,7 @@ def test_theorem_three_is_empty_at_the_paper_s_setting():
 
 @pytest.mark.slow
 def test_smoothing_leads_to_the_flat_minimum():
-    toy = vars(load_benchmark("toy"))
+    toy = vars(load_benchmark("papers/dplis/toy"))
     theta = np.random.default_rng(1).normal(0, 6, (20, 2))
     step = 1e-6
     shifted = [(toy["loss"](theta + step * e) - toy["loss"](theta - step * e)) for e in np.eye(2)]

@@ -18,15 +18,15 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.methods import base
 from dpdist.methods.base import check_record_limit
-from dpdist.methods.functional import Functional
-from dpdist.methods.functional_sums import (
+from dpdist.models import ModelSpec
+from dpdist.papers.stobatch.functional import Functional
+from dpdist.papers.stobatch.functional_sums import (
     CoefficientSums,
     clip_rows,
     pack_symmetric,
     rounding_slack,
     unpack_symmetric,
 )
-from dpdist.models import ModelSpec
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import read_verified_ledger

@@ -19,16 +19,16 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.base import MethodSetup, MethodState
-from dpdist.methods.functional import Adversarial, Functional, Relevance
-from dpdist.methods.functional_sums import (
+from dpdist.methods.hidden_noise_shares import normalised_shares
+from dpdist.models import ModelSpec, last_linear
+from dpdist.papers.stobatch.functional import Adversarial, Functional, Relevance
+from dpdist.papers.stobatch.functional_sums import (
     SCALES,
     CoefficientSums,
     FunctionalExecution,
     feature_scales,
     rounding_slack,
 )
-from dpdist.methods.hidden_noise_shares import normalised_shares
-from dpdist.models import ModelSpec, last_linear
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.canaries import Canaries
 

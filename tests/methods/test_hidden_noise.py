@@ -262,7 +262,7 @@ def test_open_training_learns_and_keeps_the_first_layer() -> None:
 
 @pytest.fixture(scope="module")
 def bench() -> dict[str, Any]:
-    return vars(load_benchmark("hidden"))
+    return vars(load_benchmark("papers/secure-sgd/run"))
 
 
 def test_rows_of_the_benchmark_that_are_compared_have_the_same_noise(bench) -> None:

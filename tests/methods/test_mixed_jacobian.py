@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.gradients.engine import squared_error
-from dpdist.methods.transdenoiser_split import (
+from dpdist.papers.transdenoiser.split import (
     MixedJacobian,
     lanczos_smallest,
     rescaling_directions,
@@ -135,7 +135,8 @@ def test_a_direction_with_an_effect_settles_nothing(monkeypatch):
     assert zero_by_symmetry(model, squared_error, inputs) is None
     wrong = rescaling_directions(denoiser(nn.ReLU))
     monkeypatch.setattr(
-        "dpdist.methods.transdenoiser_split.rescaling_directions", lambda network: wrong
+        "dpdist.papers.transdenoiser.split.rescaling_directions",
+        lambda network: wrong,
     )
     assert zero_by_symmetry(model, squared_error, inputs) is None
 

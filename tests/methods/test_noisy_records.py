@@ -18,7 +18,7 @@ from support.training import execute, make, train
 
 from dpdist.core.errors import UserError
 from dpdist.methods.noisy_records import NoisyDataset, NoisyRecordsMethod
-from dpdist.privacy.claims import residual_input_guarantee
+from dpdist.papers.residual.claims import residual_input_guarantee
 from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder, read_verified_ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import parse_recipe
+from dpdist.runs.recipe import load_recipe, parse_recipe
 
 pytestmark = pytest.mark.whole
 
@@ -95,3 +96,26 @@ def test_its_own_rules_and_types_are_the_recipe_s(beside):
     assert "'dp-sgd'" in refused(name="varied")
     recipe = parse_recipe(RECIPE, "r.yaml")
     assert parse_recipe(yaml.safe_load(recipe.to_yaml()), "again") == recipe
+
+
+def test_methods_of_papers_are_imported_when_a_recipe_names_them():
+    """By entry points; a recipe of another method imports none, nor torch."""
+    code = (
+        "import sys\n"
+        "from dpdist.runs.recipe import load_recipe, find_recipe\n"
+        "load_recipe(find_recipe('digits'))\n"
+        "assert not [name for name in sys.modules if name.startswith('dpdist.papers')]\n"
+        "found = load_recipe(find_recipe('digits-stobatch')).method\n"
+        "assert type(found).__module__ == 'dpdist.papers.stobatch.stobatch', found\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(UserError, match=r"method\.name: must be one of .*'stobatch'.* got 'sto'"):
+        parse_recipe({**RECIPE, "method": "sto"}, "r")
+
+
+def test_paths_of_a_method_found_by_name_begin_at_the_recipes_folder(tmp_path):
+    own = {"name": "functional", "relevance": {"root": "there"}}
+    path = write_recipe(tmp_path, {**RECIPE, "certify": None, "method": own})
+    assert load_recipe(path).method.relevance.root == tmp_path / "there"

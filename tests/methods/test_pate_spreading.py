@@ -130,7 +130,7 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
 def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_they_are_very() -> (
     None
 ):
-    bench = vars(load_benchmark("spreading"))
+    bench = vars(load_benchmark("papers/pate/spreading"))
     found = {
         share: np.mean([bench["right"](share, 100, seed) for seed in range(4)], axis=0)
         for share in (0.3, 0.1)

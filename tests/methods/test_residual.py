@@ -25,12 +25,12 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import ModulePerturbation
-from dpdist.methods import residual
 from dpdist.methods.base import MethodState
-from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ResidualBlock, residual_blocks
-from dpdist.privacy import claims
+from dpdist.papers.residual import claims
+from dpdist.papers.residual import method as residual
+from dpdist.papers.residual.method import ResidualPerturbation, largest_mean_norm
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import ModuleNoise, find_noise_location
 from dpdist.reports.facts import read_facts
@@ -327,7 +327,7 @@ def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
 @pytest.mark.long
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
     """The figures of an independent prototype, to 1 dB."""
-    sde = vars(load_benchmark("sde"))
+    sde = vars(load_benchmark("papers/residual/sde"))
     x, rng, psnr = sde["picture"](), np.random.default_rng(0), sde["psnr"]
     flowed = sde["forward"](x, 0.0, False, rng)
     assert psnr(flowed, x) == pytest.approx(0.2, abs=1)
@@ -403,7 +403,7 @@ def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -
 
 @pytest.mark.long
 def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
-    benchmark = vars(load_benchmark("residual"))
+    benchmark = vars(load_benchmark("papers/residual/run"))
     module = benchmark["make"].__globals__
     digits = {"data": {"name": "digits", "root": None}, "mean": [0.3], "std": [0.4]}
     rows = {"none": {}, "En1": benchmark["noisy"](0.5)}

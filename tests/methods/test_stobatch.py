@@ -27,11 +27,11 @@ from dpdist.gradients import perturbations
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
-from dpdist.methods import stobatch_draws
 from dpdist.methods.base import MethodState
-from dpdist.methods.stobatch import StoBatch
-from dpdist.methods.stobatch_draws import AdversarialDraws
 from dpdist.models import ModelSpec
+from dpdist.papers.stobatch import stobatch_draws
+from dpdist.papers.stobatch.stobatch import StoBatch
+from dpdist.papers.stobatch.stobatch_draws import AdversarialDraws
 from dpdist.randomness.noise_location import (
     HiddenNoise,
     InputNoise,

@@ -16,9 +16,14 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, squared_error
 from dpdist.gradients.perturbations import InputPerturbation
-from dpdist.methods.transdenoiser import TransDenoiser
-from dpdist.methods.transdenoiser_split import MixedJacobian, SplitEngine, remainders, split_noise
 from dpdist.models import ModelSpec
+from dpdist.papers.transdenoiser.method import TransDenoiser
+from dpdist.papers.transdenoiser.split import (
+    MixedJacobian,
+    SplitEngine,
+    remainders,
+    split_noise,
+)
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts

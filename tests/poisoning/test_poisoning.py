@@ -24,7 +24,7 @@ from dpdist.cli.audit import _assumption_rows
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
-from dpdist.methods.functional_sums import CoefficientSums
+from dpdist.papers.stobatch.functional_sums import CoefficientSums
 from dpdist.poisoning import evaluation
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dpdist.cli.account import account_app
 from dpdist.core.errors import UserError
-from dpdist.privacy import claims
+from dpdist.papers import published
 
 pytestmark = pytest.mark.whole
 
@@ -122,7 +122,7 @@ def test_shuffling():
 
 @pytest.mark.long
 def test_claims(monkeypatch):
-    monkeypatch.setattr(claims, "published_claims", cache(claims.published_claims))
+    monkeypatch.setattr(published, "published_claims", cache(published.published_claims))
     rows = answer("claims")
     assert {"system", "claimed", "proved", "verdict", "reason"} <= set(rows[0])
     shown = text("claims")

@@ -263,7 +263,7 @@ def test_what_cannot_be_audited_is_refused(make, words):
 
 
 def test_the_table_of_one_run_audits(tmp_path):
-    table = vars(load_benchmark("one_run_audits"))
+    table = vars(load_benchmark("benchmarks/quality/one_run_audits"))
     counted, curved = table["row"](1.0, 1000, runs=10)
     reference = table["REFERENCE"][table["ROWS"].index((1.0, 1000))]
     assert (counted.mean(), curved.mean()) == pytest.approx(reference, rel=0.1)

@@ -9,13 +9,17 @@ import pytest
 from scipy import stats
 from support.mechanisms import heterogeneous_std
 
+from dpdist.papers.published import hgm_claim, published_claims
+from dpdist.papers.residual import claims as residual_claims
+from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
+from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
 from dpdist.privacy import claims
-from dpdist.privacy.claims import published_claims
 from dpdist.privacy.mechanisms import (
     gaussian_epsilon,
     mixed_gaussian_added_std,
     redistribution,
 )
+from dpdist.privacy.plan import PrivacyPlan
 
 pytestmark = pytest.mark.guarantee
 
@@ -55,8 +59,12 @@ def test_dplis_rows_follow_from_their_steps(table):
 
 
 def test_residual_theorem_one():
-    assert claims.residual_claim(0.25, 0.5, 30, 30, 100).epsilon == pytest.approx(2.89e6, rel=2e-3)
-    assert claims.residual_claim(2.25, 4.5, 30, 30, 100).epsilon == pytest.approx(3.68e4, rel=2e-3)
+    assert residual_claims.residual_claim(0.25, 0.5, 30, 30, 100).epsilon == pytest.approx(
+        2.89e6, rel=2e-3
+    )
+    assert residual_claims.residual_claim(2.25, 4.5, 30, 30, 100).epsilon == pytest.approx(
+        3.68e4, rel=2e-3
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +79,7 @@ def test_residual_theorem_one_by_grid_search():
             if pi >= bound * need and gamma >= bound * need:
                 best = min(best, epsilon)
                 break
-    assert claims.residual_claim(pi, gamma, bound, bound, passes).epsilon == pytest.approx(
+    assert residual_claims.residual_claim(pi, gamma, bound, bound, passes).epsilon == pytest.approx(
         best, rel=5e-3
     )
 
@@ -99,18 +107,18 @@ def test_residual_budgets_do_not_follow(table):
 
 
 def test_dpal_theorem_four():
-    gamma, gamma_x = claims.dpal_gammas(4950, 2499, 1.0)
+    gamma, gamma_x = dpal_gammas(4950, 2499, 1.0)
     assert gamma_x == pytest.approx(1.98, abs=2e-3)
-    assert claims.dpal_gammas(9504, 1851, 1.0)[1] == pytest.approx(5.13, abs=5e-3)
-    epsilon_1 = claims.dpal_encoder_budget(0.2, 0.1, gamma, gamma_x)
-    assert claims.dpal_claim(epsilon_1, 0.1, gamma, gamma_x).epsilon == pytest.approx(0.2)
+    assert dpal_gammas(9504, 1851, 1.0)[1] == pytest.approx(5.13, abs=5e-3)
+    epsilon_1 = dpal_encoder_budget(0.2, 0.1, gamma, gamma_x)
+    assert dpal_claim(epsilon_1, 0.1, gamma, gamma_x).epsilon == pytest.approx(0.2)
     with pytest.raises(ValueError):
-        claims.dpal_claim(0.1, 0.1, 0.0, 1.0)
+        dpal_claim(0.1, 0.1, 0.0, 1.0)
 
 
 def test_the_training_theorem_of_transdenoiser():
-    doubled = claims.transdenoiser_training_claim(4.0, 0.002, 30_000).epsilon
-    assert claims.transdenoiser_training_claim(2.0, 0.002, 30_000).epsilon == 2 * doubled
+    doubled = transdenoiser_training_claim(4.0, 0.002, 30_000).epsilon
+    assert transdenoiser_training_claim(2.0, 0.002, 30_000).epsilon == 2 * doubled
 
 
 def test_pate_is_charged_without_its_votes():
@@ -121,12 +129,12 @@ def test_pate_is_charged_without_its_votes():
 
 
 def test_hgm_inverts_its_scale():
-    assert claims.hgm_claim(4.8542, 1e-5).epsilon == pytest.approx(1.0, abs=1e-4)
+    assert hgm_claim(4.8542, 1e-5).epsilon == pytest.approx(1.0, abs=1e-4)
 
 
 def test_black_box_theorem_grows_with_blocks():
-    few = claims.residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 3).epsilon
-    many = claims.residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 6).epsilon
+    few = residual_claims.residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 3).epsilon
+    many = residual_claims.residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 6).epsilon
     assert many > 1.7 * few
 
 
@@ -197,8 +205,8 @@ def test_dpal_s_sensitivity_is_a_ratio_and_not_the_largest_change():
     record had noise of its own, at the printed scale, the release of noisy inputs would cost 45
     where the lemma charges 0.03."""
     size, batch, total, epsilon_2 = 784, 2499, 0.2, 0.1
-    gamma, gamma_x = claims.dpal_gammas(4950, batch, 1.0)
-    epsilon_1 = claims.dpal_encoder_budget(total, epsilon_2, gamma, gamma_x)
+    gamma, gamma_x = dpal_gammas(4950, batch, 1.0)
+    epsilon_1 = dpal_encoder_budget(total, epsilon_2, gamma, gamma_x)
     scale = 4950 / (batch * epsilon_1)
     white, black = np.ones(size), -np.ones(size)
     noise = stats.laplace(scale=scale)
@@ -311,7 +319,10 @@ def test_composition_of_nothing_is_refused(wrong):
 def test_the_central_limit_is_no_bound():
     exact = float(gaussian_epsilon(1e-5, 4.0))
     assert claims.clt_epsilon(1.0, 4.0, 1, 1e-5) > exact  # expm1(x) > x: above without sampling
-    proved = claims._dp_sgd(60_000, 600, 1.1, 1000).epsilon
+    steps = PrivacyPlan.dp_sgd(
+        records=60_000, batch_size=600, noise_multiplier=1.1, steps=1000, delta=1e-5
+    )
+    proved = steps.guarantee().epsilon
     near = claims.clt_epsilon(0.01, 1.1, 1000, 1e-5)
     assert near < proved < 1.2 * near  # below what is proved: never to be charged
     assert claims.advanced_dp_sgd_epsilon(0.01, 1.1, 1000, 1e-5) > proved

@@ -9,6 +9,7 @@ import pytest
 from scipy import integrate, stats
 from support.mechanisms import heterogeneous_std, laplace_epsilon
 
+from dpdist.papers.stobatch import claims as dpal_claims
 from dpdist.privacy import mechanisms as m
 
 pytestmark = pytest.mark.guarantee
@@ -280,9 +281,9 @@ def test_laplace_profile_by_integration():
 
 
 def test_dpal_constants():
-    assert m.dpal_encoder_sensitivity(25, 14**2) == 4950
-    assert 3 * m.dpal_encoder_sensitivity(16, 14**2) == 9504
-    assert m.dpal_output_sensitivity(256) == 512
+    assert dpal_claims.dpal_encoder_sensitivity(25, 14**2) == 4950
+    assert 3 * dpal_claims.dpal_encoder_sensitivity(16, 14**2) == 9504
+    assert dpal_claims.dpal_output_sensitivity(256) == 512
 
 
 def test_confident_gnmax():

@@ -4,7 +4,7 @@ waits for its test."""
 from __future__ import annotations
 
 from dpdist.methods.base import Method
-from dpdist.methods.registry import METHODS
+from dpdist.methods.registry import installed_methods
 
 _REQUIRED = {
     "input-noise": {"sigma": 0.5},
@@ -17,7 +17,9 @@ _REQUIRED = {
 
 def every_method() -> list[Method]:
     """Return one of each, in the registry's order."""
-    return [kind(**_REQUIRED.get(kind.model_fields["name"].default, {})) for kind in METHODS]
+    return [
+        kind(**_REQUIRED.get(kind.model_fields["name"].default, {})) for kind in installed_methods()
+    ]
 
 
 # A method of one's own, DP-SGD, that goes no further than the test lets it: after so many steps as

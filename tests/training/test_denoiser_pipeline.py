@@ -18,7 +18,7 @@ from dpdist.cli import main
 from dpdist.models.zoo import FixedBatchNorm
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, resolve_recipe
+from dpdist.runs.recipe import find_recipe, load_recipe, resolve_recipe
 from dpdist.training.pretraining import pretrain
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
@@ -51,7 +51,7 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
         "resources.workers": 2,
         "resources.cpus_per_worker": 1,
     }
-    recipe = load_recipe(RECIPES_FOLDER / "transdenoiser-cifar10.yaml", small)
+    recipe = load_recipe(find_recipe("transdenoiser-cifar10"), small)
     recipe = resolve_recipe(recipe, data_root=colour_images(tmp_path / "data"))
     pretrain(recipe, "test")
     folder = pipeline.run(recipe, runs=tmp_path / "runs")
@@ -69,7 +69,7 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
 
 @pytest.fixture
 def benchmark(monkeypatch) -> ModuleType:
-    return load_benchmark("transdenoiser", monkeypatch)
+    return load_benchmark("papers/transdenoiser/run", monkeypatch)
 
 
 @pytest.mark.long

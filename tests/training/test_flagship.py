@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from support.benchmarks import BENCHMARKS
+from support.benchmarks import PAPERS
 from support.benchmarks import load as load_benchmark
 from support.local_execution import run_without_ray
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.fixture
 def flagship(monkeypatch):
-    return load_benchmark("flagship", monkeypatch)
+    return load_benchmark("papers/dp-cert/run", monkeypatch)
 
 
 @pytest.mark.long
@@ -169,7 +169,7 @@ def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys
 def test_the_figure_draws_the_committed_results(flagship, tmp_path):
     flagship.main(["--figure", str(tmp_path / "figure.svg")])
     drawn = (tmp_path / "figure.svg").read_text()
-    assert drawn == (BENCHMARKS.parent / "docs" / "pictures" / "flagship.svg").read_text()
+    assert drawn == (PAPERS / "dp-cert" / "pictures" / "flagship.svg").read_text()
     line = next(x for x in map(json.loads, flagship.RESULTS.open()) if x["row"] == "epsilon-1")
     assert f"{100 * (1 - line['certified']['0.5']):.1f} % at {line['epsilon']:g}" in drawn
     lines = [{**line, "certified": {"0.5": 0.71}}]

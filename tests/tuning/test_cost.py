@@ -17,7 +17,7 @@ from support.recipes import write_recipe
 from dpdist.cli.run import _print_search_costs as plan_search
 from dpdist.config.search import LawRecipe, TuneRecipe
 from dpdist.core.errors import UserError
-from dpdist.methods.registry import METHODS
+from dpdist.methods.registry import installed_methods
 from dpdist.privacy import accounting
 from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import (
@@ -583,7 +583,7 @@ UNSEARCHED = {
 
 
 def test_every_method_is_previewed_or_refuses_a_search(recipe):
-    names = {m.model_fields["name"].default for m in METHODS}
+    names = {m.model_fields["name"].default for m in installed_methods()}
     assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys() | {"imported"}
     with pytest.raises(UserError, match="tune: must be left out with method imported"):
         recipe(method={"name": "imported"}, certify=None)

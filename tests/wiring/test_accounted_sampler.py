@@ -17,14 +17,14 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.privacy.phases import FixedBatches, GaussianAnswers, GaussianSteps, UpfrontPhase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, make_plan
+from dpdist.runs.recipe import built_in_recipes, load_recipe, make_plan, paper_recipes
 from dpdist.training.private_step import PrivateStep
 from dpdist.tuning.preview import KNOWN_SIZES
 
 pytestmark = pytest.mark.guarantee
 
 
-RECIPES = sorted(RECIPES_FOLDER.glob("*.yaml"))
+RECIPES = [*built_in_recipes(), *paper_recipes()]
 RECORDS = 4000  # of the stand-in that samplers choose from
 STEPS = 40
 UNLIKELY = 1e-9

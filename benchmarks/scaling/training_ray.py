@@ -1,0 +1,199 @@
+"""What synchronisation costs: 2 Ray Train workers against two processes that never talk.
+
+Both run the TF-Privacy CNN with one thread each and the same work per step (an expected 512
+examples per process; the Ray run's expected batch is 1,024). Steps per second over the last two
+thirds of each run: during the first Ray's own processes are still starting up on the same cores.
+Rounds are interleaved and the median ratio is printed. `--start` says instead where the seconds
+before the first step of such a training go, as seen from outside: on the clock, and of processor
+time of all its processes.
+
+    python benchmarks/scaling/training_ray.py [--quick] [--start] [--records 8192]
+
+An eighth of the records is the expected batch: fewer make another work, for a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from _common import make_images, parse_arguments, processor_seconds
+
+RECORDS = 8192
+CLI = "from dpdist.cli.main import main; main()"
+_ALONE = """
+import sys, torch
+from pathlib import Path
+from dpdist.runs.recipe import load_recipe
+from dpdist.runs.folder import RunFolder
+from dpdist.training.job import prepare
+from dpdist.training.worker import run_training
+from dpdist.training.collectives import Reducer
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+job = prepare(load_recipe(path), RunFolder(Path(sys.argv[2])), str(path))
+run_training(job, Reducer(0, 1, torch.device("cpu")))
+"""
+
+
+def recipe(folder: Path, data: str, batch_size: int, workers: int, steps: int) -> Path:
+    raw = {
+        "name": f"{data}-{workers}",
+        "data": {"name": data, "root": str(folder / "data")},
+        "model": "tf-cnn",
+        "privacy": {"noise_multiplier": 1.1, "delta": 1e-5},
+        "training": {"batch_size": batch_size, "steps": steps, "learning_rate": 0.1},
+        "resources": {"workers": workers, "checkpoint_seconds": 3600},
+    }
+    path = folder / f"{raw['name']}.yaml"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+class Clock:
+    """Watches a run's per-step file and times its last two thirds."""
+
+    def __init__(self, run: Path, steps: int) -> None:
+        self.file, self.steps = run / "private" / "metrics.jsonl", steps
+        self.seen: list[tuple[float, int]] = []
+
+    def look(self) -> None:
+        done = lines(self.file)
+        if done >= self.steps // 3 and (not self.seen or done > self.seen[-1][1]):
+            self.seen.append((time.monotonic(), done))
+
+    def rate(self) -> float:
+        (began, first), (ended, last) = self.seen[0], self.seen[-1]
+        return (last - first) / (ended - began)
+
+
+def watch(processes: list[subprocess.Popen], clocks: list[Clock]) -> list[float]:
+    """Steps per second of each run; ends the benchmark if a process fails."""
+    while any(process.poll() is None for process in processes):
+        for clock in clocks:
+            clock.look()
+        time.sleep(0.02)
+    if any(process.returncode for process in processes):
+        sys.exit("a run failed")
+    return [clock.rate() for clock in clocks]
+
+
+def worker_seen() -> bool:
+    """Whether Ray has a training worker somewhere here."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if entry.read_bytes().startswith(b"ray::") and b"TrainWorker" in entry.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float, float]]:
+    """Of each stage until a training's first step, seconds and processor seconds; waits for its
+    end."""
+    stages: list[tuple[str, Callable[[], bool]]] = [
+        ("the command: imports, checks, plan", (private / "run.key").exists),
+        ("Ray: session, first task on each host", (private / "ray").exists),
+        ("Ray Train: controller, placement, workers' processes", worker_seen),
+        ("workers: imports, process group, records, model", (private / "workers.jsonl").exists),
+        ("the first step, with the self-check", lambda: lines(private / "metrics.jsonl") > 0),
+    ]
+    found, began = [], time.monotonic()
+    spent: dict[str, float] = {}  # by process; what one took that is gone counts as last seen
+    for name, reached in stages:
+        before = sum(spent.values())
+        while not reached():
+            if process.poll() is not None:
+                sys.exit("the training failed")
+            time.sleep(0.02)
+        spent.update(
+            {number: seconds for (number, _), seconds in processor_seconds(process.pid).items()}
+        )
+        found.append((name, time.monotonic() - began, sum(spent.values()) - before))
+        began = time.monotonic()
+    process.wait()
+    return found
+
+
+def lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment)
+
+
+def rounds_of(folder: Path, rounds: int, steps: int, records: int) -> Iterator[float]:
+    """Yield, round by round, steps a second of two workers on Ray over those of two processes."""
+    make_images(folder / "data", "whole", records)
+    make_images(folder / "data", "half", records // 2)
+    together = recipe(folder, "whole", records // 8, 2, steps)
+    alone = recipe(folder, "half", records // 16, 1, steps)
+    for number in range(rounds):
+        runs = folder / f"round-{number}"
+        training = start(CLI, "train", together, "--runs", runs)
+        (on_ray,) = watch([training], [Clock(runs / "whole-2", steps)])
+        folders = [runs / f"alone-{side}" for side in range(2)]
+        pair = [start(_ALONE, alone, each) for each in folders]
+        separate = statistics.mean(watch(pair, [Clock(each, steps) for each in folders]))
+        print(f"round {number}: Ray {on_ray:.2f} steps/s, alone {separate:.2f}", flush=True)
+        yield on_ray / separate
+
+
+def until_first_step(folder: Path, records: int, ray: bool) -> float:
+    """Return the seconds from the command to the first step of a training of 30 steps.
+
+    Args:
+        ray: two workers on Ray; otherwise one, in the command's own process.
+    """
+    make_images(folder / "data", "whole", records)
+    workers = 2 if ray else 1
+    path = recipe(folder, "whole", records // 8, workers, 30)
+    began = time.monotonic()
+    where = "--ray" if ray else "--local"
+    process = start(CLI, "train", path, "--runs", folder / "runs", where)
+    metrics = folder / "runs" / f"whole-{workers}" / "private" / "metrics.jsonl"
+    while not lines(metrics):
+        if process.poll() is not None:
+            sys.exit("the training failed")
+        time.sleep(0.02)
+    found = time.monotonic() - began
+    process.wait()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--start", action="store_true", help="the seconds before the first step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--records", type=int, default=RECORDS)
+    options = parse_arguments(parser, {"rounds": 1, "steps": 30, "records": 256})
+    records = options.records
+    rounds, steps = (1, 30) if options.start else (options.rounds, options.steps)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["DPDIST_CACHE"] = str(folder / "cache")
+        if options.start:
+            make_images(folder / "data", "whole", records)
+            together = recipe(folder, "whole", records // 8, 2, steps)
+            process = start(CLI, "train", together, "--runs", folder / "runs")
+            for stage, *seconds in starting(process, folder / "runs" / "whole-2" / "private"):
+                print("  ".join(f"{each:6.1f} s" for each in seconds) + f"  {stage}")
+            return
+        ratios = list(rounds_of(folder, rounds, steps, records))
+        print(f"2 Ray Train workers / 2 independent processes: {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What only reproductions of papers need: methods that a recipe names, and nobody imports."""

@@ -1,0 +1,1 @@
+"""Residual perturbation: noise behind every residual block."""

@@ -1,0 +1,268 @@
+"""Residual perturbation: noise behind every residual block and on the input (Strategies I and II).
+
+The noise is drawn in training and at every prediction. It is a regulariser and earns no privacy
+here: the label enters a gradient without any noise, so that one released step gives it away
+however large the noise is (`tests/methods/test_residual.py`). Proved is the guarantee of DP-SGD,
+inside whose clip the noise stands; without DP-SGD nothing is proved, and the paper's claim is
+shown with its assumptions measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.console import format_percent
+from dpdist.core.fields import Positive, PositiveOrZero
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from dpdist.gradients.perturbations import ModulePerturbation
+    from dpdist.models import ModelSpec
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+    from dpdist.randomness.noise_location import ModuleNoise
+
+_ASSUMPTIONS_FILE = "assumptions.json"  # in the run's private folder
+_IMAGES, _PASSES = 16, 16  # by which the means of blocks are measured
+_BATCH = 1000
+
+
+class ResidualPerturbation(Method):
+    """Noise behind every residual block and on the input, in training and at every prediction.
+
+    For models with residual blocks (resnet-rp, resnet-gn).
+
+    Attributes:
+        strategy: additive, h + gamma n (Strategy I), or multiplicative, h + gamma sgn(h) max(|h|,
+            eta0) n (Strategy II).
+        gamma: Scale of each block's noise.
+        pi: Standard deviation of the input's noise, in input units (default: gamma / 2).
+        eta0: The least |h| of Strategy II; the form of the experiments has 0.
+        noise_mode: relative multiplies additive noise by the standard deviation of the record's own
+            h, as the code of EnResNet does; the theorem is of absolute noise.
+        draws: Noises for each record and step, averaged before the clip.
+        input_norm: The bound R of the input's norm that the paper's claim assumes (input units). It
+            is measured; nothing is clipped to it.
+        residual_norm: The bound G of a residual's norm that the paper's claim assumes. It is
+            measured; nothing is clipped to it.
+    """
+
+    name: Literal["residual"] = "residual"
+    display_name: ClassVar[str] = "residual perturbation"
+    strategy: Literal["additive", "multiplicative"] = "additive"
+    gamma: Positive
+    pi: PositiveOrZero | None = None
+    eta0: PositiveOrZero = 0.0
+    noise_mode: Literal["absolute", "relative"] = "absolute"
+    draws: DrawCount = 1
+    input_norm: Positive = 30.0
+    residual_norm: Positive = 30.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResidualPerturbation:
+        if self.strategy == "multiplicative" and self.noise_mode == "relative":
+            raise ValueError("noise_mode relative belongs to strategy: additive")
+        if self.strategy == "additive" and self.eta0:
+            raise ValueError("eta0 belongs to strategy: multiplicative")
+        return self
+
+    @property
+    def input_noise_std(self) -> float:
+        """Return pi, in input units."""
+        return self.gamma / 2 if self.pi is None else self.pi
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a certificate without sigma."""
+        super().check(recipe)
+        if recipe.certify is not None and recipe.certify.sigma is None:
+            raise ValueError(
+                "certify.sigma is required: the noise on the input is what certifies; "
+                f"{self.input_noise_std:g} is that of training (method.pi)"
+            )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return that there is noise at every prediction, and passes of several records."""
+        return Capabilities(has_prediction_noise=True, needs_batched_passes=True)
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
+        from dpdist.papers.residual.claims import residual_claim
+        from dpdist.privacy.claims import Claim
+
+        if not _steps_have_no_noise(plan):
+            return None
+        passes = plan.steps * plan.step(0).sample_rate
+        setting = f"pi {self.input_noise_std:g}, gamma {self.gamma:g}, {passes:.4g} passes"
+        if self.strategy == "multiplicative":
+            return Claim(
+                "Residual II", setting, None, None, proved, "not sound",
+                "Theorem 2 is of one prediction of a secret model, at most; the model that is "
+                "trained is not private, and predictions compose",
+            )  # fmt: skip
+        reason = "labels enter gradients without noise; the means of blocks have no bound"
+        claimed = None
+        if self.noise_mode == "relative":
+            reason = f"the theorem is of absolute noise; {reason}"
+        elif self.input_noise_std:
+            norms = (self.input_norm, self.residual_norm)
+            setting += f", R {norms[0]:g}, G {norms[1]:g}"
+            claimed = residual_claim(self.input_noise_std, self.gamma, *norms, passes, plan.delta)
+        return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
+
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return the measured assumptions of the claim, where it has any."""
+        from dpdist.core.files import read_json
+
+        path = private_folder / _ASSUMPTIONS_FILE
+        if not path.exists():
+            return []
+        numbers = {"within": int, "images": int, "before": float, "after": float}
+        found = read_json(path, numbers)
+        share = format_percent(found["within"] / max(1, found["images"]), 1)
+        return [
+            (
+                "assumed by the claim, measured on test images",
+                f"norm <= {self.input_norm:g}: {share} % of {found['images']:,}; largest mean "
+                f"norm of a block's output: {found['before']:.4g} before training, "
+                f"{found['after']:.4g} after (assumed: <= {self.residual_norm:g})",
+            )
+        ]
+
+    def execution(self) -> Execution[Any]:
+        """Return the training with noise behind blocks."""
+        return ResidualExecution(self)
+
+
+class ResidualExecution(Execution[ResidualPerturbation]):
+    """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
+
+    def noise_location(self, model: nn.Module) -> ModuleNoise:
+        """Return the place where a model is random.
+
+        Raises UserError for one without residual blocks.
+        """
+        from dpdist.core.errors import UserError
+        from dpdist.models import residual_blocks
+        from dpdist.randomness.noise_location import ModuleNoise
+
+        blocks = residual_blocks(model)
+        if not blocks:
+            raise UserError(
+                "method residual puts noise behind residual blocks, and the model has none: take "
+                "resnet-rp or resnet-gn"
+            )
+        method = self.method
+        mode = "relative" if method.noise_mode == "relative" else method.strategy
+        stds = dict.fromkeys(blocks, method.gamma)
+        return ModuleNoise(stds, mode, method.input_noise_std, method.eta0)
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Constrain nothing. Raises UserError for a model without residual blocks."""
+        self.noise_location(model)
+        return lambda: None
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> ModulePerturbation:
+        """Return draws of the noise behind blocks and on the input."""
+        from dpdist.gradients.perturbations import ModulePerturbation
+
+        return ModulePerturbation(self.method.draws, self.noise_location(state.model))
+
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
+        from dpdist.models import BlockNoise
+
+        place = self.noise_location(state.model)
+        place.attach(state.model)
+        return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
+
+    def learn(self, worker: Any) -> None:
+        """Take the steps; worker 0 measures the assumptions of the claim before and after them.
+
+        It does so on test images: how many private inputs are within the norm is their secret.
+        """
+        plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
+        here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
+        if here and worker.start == 0:
+            self._measure(worker, path, "before")
+        worker.steps()
+        if here and worker.last == plan.steps and path.exists():
+            last = worker.flat.clone()
+            # as the model is kept
+            worker.flat.copy_(worker.optimizer.published_parameters(worker.flat))
+            self._measure(worker, path, "after")
+            worker.flat.copy_(last)
+
+    def _measure(self, worker: Any, path: Path, stage: str) -> None:
+        from dpdist import data
+        from dpdist.core.files import read_json, write_json
+        from dpdist.randomness.keys import derive_key
+
+        test = data.load(worker.job.source, "test")
+        images = test.batch(slice(0, _IMAGES)).to(worker.step.reducer.device)
+        key = derive_key(worker.fixed.key, "residual", stage)
+        found: dict[str, Any] = {"images": len(test), "within": 0}
+        if stage == "after":
+            found = read_json(path)
+        else:
+            for start in range(0, len(test), _BATCH):
+                norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
+                found["within"] += int((norms <= self.method.input_norm).sum())
+        found[stage] = largest_mean_norm(
+            worker.model, self.noise_location(worker.model), images, key
+        )
+        write_json(path, found)
+
+
+def _steps_have_no_noise(plan: PrivacyPlan) -> bool:
+    """Whether there are steps, without DP-SGD's noise."""
+    return plan.steps > 0 and plan.step(0).noise_multiplier == 0
+
+
+def largest_mean_norm(
+    model: nn.Module, location: ModuleNoise, inputs: Tensor, key: bytes, passes: int = _PASSES
+) -> float:
+    """G on these inputs (B, ...): the largest norm of a block's mean output over its noisy passes.
+
+    The square of each norm is the product of the means of two halves of the passes, so that what
+    noise leaves in a mean is no part of it. A block's own noise, of mean 0, is left out. passes:
+    even.
+    """
+    import torch
+
+    from dpdist.gradients.perturbations import ModulePerturbation
+    from dpdist.randomness.noisy_modules import override_outputs
+
+    draws, ids = ModulePerturbation(passes, location), torch.arange(len(inputs))
+    halves: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+
+    def watched(module: int, draw: int) -> Callable[[Tensor], Tensor]:
+        def see(output: Tensor) -> Tensor:
+            total, rows = halves[draw % 2], output.double().flatten(1)
+            total[module] = total[module] + rows if module in total else rows
+            return draws.perturb_output(output, ids, key, draw, module)
+
+        return see
+
+    with torch.no_grad():
+        for draw in range(passes):
+            names = enumerate(draws.hidden_modules)
+            with override_outputs(model, {name: watched(module, draw) for module, name in names}):
+                model(draws.perturb_inputs(inputs, ids, key, draw))
+    squares = [(halves[0][m] * halves[1][m]).sum(1).max() for m in halves[0]]
+    return math.sqrt(max(0.0, *map(float, squares))) / (passes / 2)

@@ -1,0 +1,1 @@
+"""DPAL as published, its sound forms StoBatch and the functional mechanism."""

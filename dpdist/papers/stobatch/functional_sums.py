@@ -1,0 +1,494 @@
+"""The sums that method functional releases, and the layer that is fitted from them, in float64.
+
+A sum is PRIVATE until noise is added. One record moves each by a vector of norm at most 1, by
+`rounding_slack` with the rounding in it. The scales of public features are chosen by their
+relevance on public records.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist import data
+from dpdist.attacks.gradient_attacks import input_range, per_row
+from dpdist.core.errors import UserError
+from dpdist.data.record_hashes import hash_inputs
+from dpdist.gradients.perturbations import InputPerturbation, Perturbation
+from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
+from dpdist.methods.hidden_noise_shares import normalised_shares, prepare_nonprivate_training
+from dpdist.models import find_batch_dependence, patch_features_of
+from dpdist.models.batch_independence import find_output_difference
+from dpdist.models.features import PenultimateFeatures, last_linear
+from dpdist.papers.stobatch.functional import Functional, Relevance
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key
+
+if TYPE_CHECKING:
+    from dpdist.models import PatchFeatures
+
+
+CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
+SCALES = "scales"  # the tensor that is made once, of public records
+PASS = 128  # records of a pass; `rounding_slack` rests on it
+_EXAMPLES = 32  # inputs that the model is tried on
+
+
+# --- relevance of public features -------------------------------------------------------------
+
+
+def feature_scales(method: Functional, relevance: Relevance, setup: MethodSetup) -> Tensor:
+    """float64 (D,), whose squares have mean 1: a function of public records and initial weights."""
+    records = setup.public_records
+    assert records is not None
+    field = "method.relevance.data"
+    model, inputs, labels = prepare_nonprivate_training(
+        records, relevance.max_records, setup, field
+    )
+    plain = method.model_copy(update={"adversarial": None, "relevance": None})
+    sums = CoefficientSums(plain, model, inputs[:_EXAMPLES], len(inputs))
+    features = torch.cat([sums.features(some) for some in inputs.split(PASS)])
+    passes = [(features, labels, 1.0)]
+    nowhere = features.new_zeros(features.shape[1])
+    centre = sums.mean_features(sums.sum_features(passes, nowhere))
+    weights, _ = sums.fit_weights(sums.sum_coefficients(passes, centre), 1.0)  # a little ridge
+    weight, bias = sums.head_from_weights(weights, centre)
+    own = features * method.clip
+    left = (own @ weight.T + bias).softmax(1) - nn.functional.one_hot(labels, len(bias))
+    matters = (own * (left @ weight)).abs().pow(relevance.beta).mean(0)
+    return normalised_shares(matters, relevance.floor).sqrt()
+
+
+# --- sums and their minimiser -----------------------------------------------------------------
+
+
+FeaturePass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
+PassId = tuple[int, int]  # first record and draw of a pass
+CopyPass = tuple[Callable[[], Tensor], Tensor, float, PassId | None]  # makes inputs; names features
+
+_CACHE_BYTES = 1 << 30  # bytes of features that a worker keeps from one sum to the next
+_MIN_RIDGE = 1e-9  # of a record's share of A, where there is no noise
+# by which rounding may change a vector of an adversarial copy in other company
+_ADVERSARIAL_ROUNDING = 2.0**-25
+# of vectors in features: more than |w| / (2 residual radius) at usual settings
+_MAX_SLOPE = 2.0**12
+_SIGN_SMOOTHING = 0.1
+
+
+def rounding_slack(records: int) -> float:
+    """Return how much a record's vector is shortened, to make room for rounding.
+
+    Rounding adds this to the difference of two sums over `records` and one record fewer.
+
+    A matrix product over passes of 128 rows is off by at most (128 + n / 128) 2^-53 times the sum
+    of the norms, n (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5); that, of
+    both sums, and features that are off by some 2^-45 in other company, stay below.
+    """
+    return 2.0**-26 * max(1.0, records / 2**16) ** 2
+
+
+def clip_rows(vectors: Tensor, norm: float) -> Tensor:
+    """Each row scaled back to `norm`; a row that is not finite becomes 0."""
+    finite = vectors.isfinite().all(1, keepdim=True)
+    vectors = torch.where(finite, vectors, 0.0)
+    result: Tensor = vectors * (norm / vectors.norm(dim=1, keepdim=True).clamp(min=norm))
+    return result
+
+
+def pack_symmetric(matrix: Tensor) -> Tensor:
+    """A symmetric matrix (D, D) as the vector of the same norm: D (D + 1) / 2 numbers."""
+    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns] * torch.where(rows == columns, 1.0, math.sqrt(2)).to(matrix)
+
+
+def unpack_symmetric(vector: Tensor, size: int) -> Tensor:
+    """The symmetric matrix (size, size) of a `pack_symmetric` vector."""
+    rows, columns = torch.triu_indices(size, size)
+    values = vector / torch.where(rows == columns, 1.0, math.sqrt(2)).to(vector)
+    matrix = vector.new_zeros(size, size)
+    matrix[rows, columns] = values
+    matrix[columns, rows] = values
+    return matrix
+
+
+def sum_moments(patches: PatchFeatures, copies: Iterable[CopyPass], records: int) -> Tensor:
+    """The sum of their `moments`, packed: float64. records: the most that there may be."""
+    size = patches.encoder.weight[0].numel()
+    total = torch.zeros(size, size, dtype=torch.float64, device=patches.encoder.weight.device)
+    for inputs, _, weight, _ in copies:
+        total += weight * patches.moments(inputs()).sum(0)
+    return pack_symmetric(total) * (1 - rounding_slack(records))
+
+
+class CoefficientSums:
+    """The sums over records, and the results that follow from the noisy sums.
+
+    They are of features, their coefficients, and residuals of the head so far.
+
+    model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
+    tried. records: of the plan. scales (D,): public, of the directions; default 1. max_records:
+    records that there may be, which their rounding grows with (default: those of the plan). Raises
+    UserError for a model without a head of its own, that mixes records, or whose adversarial copies
+    do.
+    """
+
+    def __init__(
+        self,
+        method: Functional,
+        model: nn.Module,
+        example: Tensor,
+        records: int,
+        scales: Tensor | None = None,
+        max_records: int | None = None,
+    ) -> None:
+        self.method, self.records = method, records
+        max_records = records if max_records is None else max_records
+        exact = copy.deepcopy(model).double()
+        wide = example.double()
+        try:
+            why = find_batch_dependence(exact, wide)
+        except RuntimeError as error:  # whatever a user's module does, a cast mostly
+            said = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"the model fails in float64, in which method functional sums: {said}"
+            ) from error
+        if why is not None:
+            raise UserError(f"the model mixes records: {why}")
+        self._penultimate_features = PenultimateFeatures(exact, wide)
+        self.feature_cache: dict[PassId, Tensor] = {}  # features, PRIVATE
+        head = last_linear(model)
+        self.classes, self.size = head.out_features, head.in_features + 1
+        self._pairs = self.size * (self.size + 1) // 2
+        self._slack_factor = 1 - rounding_slack(max_records)
+        self._scales = wide.new_ones(self.size - 1) if scales is None else scales.to(wide)
+        if method.adversarial is not None:
+            self._slack_factor -= _ADVERSARIAL_ROUNDING * max(2**16, max_records)
+            self._check_adversarial_independence(head, wide)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...)."""
+        return (
+            clip_rows(self._penultimate_features(inputs.double()), self.method.clip)
+            / self.method.clip
+        )
+
+    def cached_features(self, inputs: Callable[[], Tensor], pass_id: PassId | None) -> Tensor:
+        """Their `features`; kept by the name of the pass, while there is room, and found again."""
+        if pass_id in self.feature_cache:
+            return self.feature_cache[pass_id]
+        found = self.features(inputs())
+        used = len(self.feature_cache) * found.numel() * found.element_size()
+        if pass_id is not None and used < _CACHE_BYTES:
+            self.feature_cache[pass_id] = found
+        return found
+
+    def adversarial_copies(
+        self, inputs: Tensor, targets: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        """Adversarial copies of inputs (B, ...) for a head on f: float64, within `size` of them.
+
+        Row b is a smooth function of record b: steps along g / sqrt(g^2 + t^2), t a tenth of the
+        gradient's root mean square, where a sign would make a whole step of a last bit.
+        """
+        asked = self.method.adversarial
+        assert asked is not None
+        centre, box = inputs.double(), input_range(inputs)
+        point, step = centre, asked.size / asked.steps * (1.0 if asked.steps == 1 else 1.5)
+        hot = self._one_hot(targets, centre).bool()
+        for _ in range(asked.steps):
+            with torch.enable_grad():
+                seen = point.detach().requires_grad_()
+                logits = self._penultimate_features(seen, track_gradients=True) @ weight.T + bias
+                others = logits.masked_fill(hot, -math.inf).logsumexp(1)
+                (slope,) = torch.autograd.grad((others - logits[hot]).sum(), seen)
+            typical = slope.flatten(1).square().mean(1).sqrt() * _SIGN_SMOOTHING + 1e-30
+            soft = slope / (slope.square() + per_row(typical, slope).square()).sqrt()
+            point = centre + (point + step * soft - centre).clamp(-asked.size, asked.size)
+            point = point if box is None else point.clamp(*box)
+        return point.detach()
+
+    def _check_adversarial_independence(self, head: nn.Linear, example: Tensor) -> None:
+        """Raise UserError where an adversarial copy depends on its company by more than rounding,
+        for which `_slack_factor` leaves room."""
+        weight, bias = head.weight.detach().double(), head.bias.detach().double()
+
+        def forward(batch: Tensor) -> Tensor:
+            targets = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+            return self.features(self.adversarial_copies(batch, targets, weight, bias))
+
+        allowed = example.new_full(
+            (self.size - 1,), _ADVERSARIAL_ROUNDING / _MAX_SLOPE / math.sqrt(self.size)
+        )
+        why = find_output_difference(forward, example, allowed)
+        if why is not None:
+            raise UserError(f"method.adversarial: the model has kinks: {why}; take a smooth one")
+
+    def directions(self, features: Tensor, centre: Tensor) -> Tensor:
+        """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the centre."""
+        method = self.method
+        away = clip_rows((features * method.clip - centre) * self._scales, method.radius)
+        away = away * (math.sqrt(1 - method.constant**2) / method.radius)
+        return torch.cat([away, away.new_full((len(away), 1), method.constant)], 1)
+
+    # --- sums over passes of records
+
+    def sum_features(self, passes: Iterable[FeaturePass], centre: Tensor) -> Tensor:
+        """float64 (D,), as the centre is."""
+        total = torch.zeros_like(centre)
+        for features, _, weight in passes:
+            total += weight * features.sum(0)
+        return total * self._slack_factor
+
+    def sum_coefficients(self, passes: Iterable[FeaturePass], centre: Tensor) -> Tensor:
+        """Return the sums of h h' and of h y', packed into one vector: float64."""
+        labels = self.method.labels
+        squares = centre.new_zeros(self.size, self.size)
+        cross = centre.new_zeros(self.size, self.classes)
+        for features, targets, weight in passes:
+            h = self.directions(features, centre)
+            squares += weight * (h.T @ h)
+            cross += weight * (h.T @ self._one_hot(targets, h))
+        parts = (
+            pack_symmetric(squares) * math.sqrt(1 - labels),
+            cross.flatten() * math.sqrt(labels),
+        )
+        return torch.cat(parts) * self._slack_factor
+
+    def sum_residuals(
+        self, passes: Iterable[FeaturePass], centre: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Return the sum of h (y - p)', in units of `residual`, to which y - p is clipped: float64.
+
+        weights: of the head so far, on h.
+        """
+        total, bound = centre.new_zeros(self.size, self.classes), self.method.residual
+        for features, targets, weight in passes:
+            h = self.directions(features, centre)
+            left = self._one_hot(targets, h) - (h @ weights).softmax(1)
+            total += weight * (h.T @ (clip_rows(left, bound) / bound))
+        return total.flatten() * self._slack_factor
+
+    def _one_hot(self, targets: Tensor, like: Tensor) -> Tensor:
+        return nn.functional.one_hot(targets, self.classes).to(like)
+
+    # --- what is made of noisy sums
+
+    def mean_features(self, noisy: Tensor) -> Tensor:
+        """The mean features: of a noisy sum (D,), by the public number of records."""
+        mean = noisy * (self.method.clip / self.records)
+        return clip_rows(mean[None], self.method.clip)[0]
+
+    def fit_weights(self, noisy: Tensor, noise_multiplier: float) -> tuple[Tensor, Tensor]:
+        """Weights on h (D + 1, classes), and the curvature (D + 1, D + 1): of noisy coefficients.
+
+        With z_k = h . w_k the expansion is sum_k z_k (1/2 - y_k) + z_k^2 / 8 for each record, so
+        w_k = 4 (A + ridge)^-1 (B_k - A c / 2), where h . c = 1.
+        """
+        method = self.method
+        matrix = unpack_symmetric(noisy[: self._pairs], self.size) / math.sqrt(1 - method.labels)
+        cross = noisy[self._pairs :].view(self.size, -1) / math.sqrt(method.labels)
+        values, vectors = torch.linalg.eigh(matrix)
+        spread = noise_multiplier / math.sqrt(1 - method.labels) * math.sqrt(2 * self.size)
+        ridge = method.ridge * spread + _MIN_RIDGE * self.records
+        curvature = vectors * (values.clamp(min=0) + ridge) @ vectors.T  # noise made some negative
+        target = cross - matrix[:, -1:] / (2 * method.constant)
+        return 4 * torch.linalg.solve(curvature, target), curvature
+
+    def refine_weights(self, noisy: Tensor, weights: Tensor, curvature: Tensor) -> Tensor:
+        """Better weights: a Newton step on the loss expanded at them, of noisy residuals."""
+        change = torch.linalg.solve(curvature, noisy.view(self.size, -1))
+        result: Tensor = weights + self.method.step * change
+        return result
+
+    def head_from_weights(self, weights: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+        """The same head on f, (classes, D) and (classes,). Beyond the radius it goes on
+        linearly."""
+        method = self.method
+        weight = weights[:-1].T * (math.sqrt(1 - method.constant**2) / method.radius)
+        weight = weight * self._scales
+        return weight, weights[-1] * method.constant - weight @ centre
+
+    def weights_from_head(self, weight: Tensor, bias: Tensor, centre: Tensor) -> Tensor:
+        """Inverse of `head_from_weights`."""
+        method, weight, bias = self.method, weight.double(), bias.double()
+        own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
+        own = own / self._scales[:, None]
+        return torch.cat([own, (bias + weight @ centre)[None] / method.constant])
+
+
+# --- hooks of a training ----------------------------------------------------------------------
+
+
+class FunctionalExecution(Execution[Functional]):
+    """Release the sums one after the other; worker 0 fits the layer to each."""
+
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        if self.method.relevance is None:
+            return {}
+        return {SCALES: feature_scales(self.method, self.method.relevance, setup)}
+
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        """Return the same scale for every feature."""
+        if self.method.relevance is None:
+            return {}
+        return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
+
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
+        size = last_linear(model).in_features
+        return {
+            CENTRE: torch.zeros(size, dtype=torch.float64),
+            CURVATURE: torch.zeros(size + 1, size + 1, dtype=torch.float64),
+        }
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Constrain nothing. Raises UserError for a model without a last linear layer, or without
+        the encoder that is asked for."""
+        last_linear(model)
+        if self.method.encoder:
+            patch_features_of(model)
+        return lambda: None
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        draws, sigma = self.method.draws, self.method.sigma
+        return InputPerturbation(draws, sigma) if sigma else Perturbation()
+
+    def learn(self, worker: Any) -> None:
+        """Release each sum and write a checkpoint; worker 0 makes what follows from it."""
+        plan, reducer = worker.job.plan, worker.step.reducer
+        check_record_limit(worker.job.recipe, len(worker.step.data))
+        centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
+        head, sums = last_linear(worker.model), None
+        for step in range(worker.start, worker.last):
+            step_plan, stage = plan.step(step), self._stage(step)
+            if stage >= 0 and sums is None:
+                sums = self._build_sums(worker)
+            rows = self._local_sums(worker, sums, step)
+            noisy, _ = worker.step.release(step, rows, step_plan.noise_std)
+            released = noisy.to(centre)
+            if stage == 0:
+                assert sums is not None
+                centre.copy_(sums.mean_features(released))
+            elif reducer.rank == 0:  # another machine's solution may end in other bits
+                if sums is None:
+                    self._fit_encoder(worker.model, released)
+                elif stage == 1:
+                    weights, matrix = sums.fit_weights(released, step_plan.noise_multiplier)
+                    curvature.copy_(matrix)
+                else:
+                    weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+                    weights = sums.refine_weights(released, weights, curvature)
+                if sums is not None:
+                    weight, bias = sums.head_from_weights(weights, centre)
+                    head.weight.data.copy_(weight)
+                    head.bias.data.copy_(bias)
+            _broadcast_from_first(reducer, worker.flat)
+            worker.divergence.check(worker.flat, step, step + 1 == worker.last)
+            worker.save(step + 1)
+
+    def _stage(self, step: int) -> int:
+        """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
+        return step - (1 if self.method.encoder else 0)
+
+    def _build_sums(self, worker: Any) -> CoefficientSums:
+        example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
+        scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
+        most = check_record_limit(worker.job.recipe, records)
+        example = example.to(worker.step.reducer.device)
+        sums = CoefficientSums(self.method, worker.model, example, records, scales, most)
+        # whose filters no two trainings share
+        if worker.job.shared_cache is not None and not self.method.encoder:
+            sums.feature_cache = worker.job.shared_cache
+        return sums
+
+    def _fit_encoder(self, model: nn.Module, released: Tensor) -> None:
+        patches = patch_features_of(model)
+        patches.fit_filters(unpack_symmetric(released, patches.encoder.weight[0].numel()))
+
+    def _local_sums(self, worker: Any, sums: CoefficientSums | None, step: int) -> Tensor:
+        """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
+        encoder."""
+        found = []
+        for row, begin, end in worker.step.shards.local_shards:
+            members = worker.step.canaries.inputs_for(np.arange(begin, end))
+            copies = self._noisy_copies(worker, step, members)
+            found.append((row, self._sum(worker, sums, self._stage(step), copies)))
+        rows = found[0][1].new_zeros(worker.step.shards.num_rows, len(found[0][1]))
+        for row, total in found:
+            rows[row] = total
+        return rows
+
+    def _noisy_copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[CopyPass]:
+        """The records in passes, each in its noisy copies."""
+        step_plan, method = worker.job.plan.step(step), self.method
+        fresh = method.sigma > 0 and method.noise == "fresh"
+        draws = self.perturbation(step_plan, 1.0, worker.fixed)
+        key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
+        for start in range(0, len(members), PASS):
+            rows = members[start : start + PASS]
+            targets = worker.step.canaries.labels_for(rows, worker.step.data.targets(rows))
+            for draw in range(draws.count):
+                noisy = partial(self._noisy_copy, worker, draws, key, rows, draw)
+                place = None if fresh else (int(rows[0]), draw)
+                yield noisy, targets.to(worker.step.reducer.device), 1 / draws.count, place
+
+    def _noisy_copy(
+        self, worker: Any, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int
+    ) -> Tensor:
+        """A noisy copy of these records."""
+        inputs, names = worker.step.data.batch(rows), rows
+        if self.method.noise == "own":  # a function of the record, which everybody may know
+            key = derive_key(bytes(32), "functional", "noise")
+            hashes = np.frombuffer(hash_inputs(inputs.numpy()).tobytes(), dtype="<u8")
+            names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
+        return draws.perturb_inputs(
+            inputs.to(worker.step.reducer.device), torch.from_numpy(names), key, draw
+        )
+
+    def _sum(
+        self, worker: Any, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]
+    ) -> Tensor:
+        centre, head = worker.slots[CENTRE], last_linear(worker.model)
+        if sums is None:
+            most = check_record_limit(worker.job.recipe, worker.job.plan.records)
+            return sum_moments(patch_features_of(worker.model), copies, most)
+        weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+        passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, centre))
+        if stage == 0:
+            return sums.sum_features(passes, centre)
+        if stage == 1:
+            return sums.sum_coefficients(passes, centre)
+        return sums.sum_residuals(passes, centre, weights)
+
+    def _passes(
+        self,
+        sums: CoefficientSums,
+        stage: int,
+        copies: Iterator[CopyPass],
+        head: tuple[Tensor, Tensor],
+    ) -> Iterator[FeaturePass]:
+        """Yield features, targets and weight of each copy to sum, adversarial ones included."""
+        asked = self.method.adversarial if stage > 1 else None
+        own = 1.0 if asked is None else 1 / (1 + asked.xi)
+        for noisy, targets, weight, place in copies:
+            yield sums.cached_features(noisy, place), targets, weight * own
+            if asked is not None:
+                moved = sums.adversarial_copies(noisy(), targets, *head)
+                yield sums.features(moved), targets, weight * (1 - own)
+
+
+def _broadcast_from_first(reducer: Any, tensor: Tensor) -> None:
+    """Worker 0's values, on all."""
+    buffer = tensor.double() if reducer.rank == 0 else tensor.new_zeros(tensor.shape).double()
+    reducer.all_reduce(buffer)
+    tensor.copy_(buffer)

@@ -1,0 +1,1 @@
+"""TransDenoiser: a private denoiser before a public classifier."""
