@@ -108,7 +108,7 @@ def test_every_recipe_key_has_a_kind():
         )
     )  # fmt: skip
     names = re.findall(r"^```\{recipe-key\} (.+)$", found, flags=re.M)
-    assert len(names) == len(set(names)) > 300
+    assert len(names) == len(set(names)) > 250
     for name in ("privacy.noise_multiplier", "training.batch_size", "tune.space.KEY.log_uniform",
                  "certify.sigma", "resources.workers.min"):  # fmt: skip
         assert name in names
@@ -121,7 +121,7 @@ def test_every_recipe_key_has_a_meaning_in_one_place():
     from tools import recipe_keys
 
     found = list(recipe_keys.all_keys())
-    assert len(set(found)) > 300
+    assert len(set(found)) > 250
     assert [key for key in found if len(recipe_keys.meaning(*key).split()) < 2] == []
     twice = [
         (section.__name__, name)

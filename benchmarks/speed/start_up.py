@@ -1,7 +1,7 @@
 """How long a private training takes until its first step, and where the seconds go, beside Opacus.
 
-    python benchmarks/start_up.py [--only WORD] [--rounds N] [CHECKOUT ...]
-    python benchmarks/start_up.py --quick                          a smoke test
+    python benchmarks/speed/start_up.py [--only WORD] [--rounds N] [CHECKOUT ...]
+    python benchmarks/speed/start_up.py --quick                          a smoke test
 
 Each start is a process of its own with one thread. Printed are medians over the rounds, in which
 the ways take turns: processor seconds from the imports of torch and of the model's library to the

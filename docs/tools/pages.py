@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 BESIDE = ("benchmarks", "papers")  # whose pages are on the site, and on no shelf but their README
 INDEX = "docs/index.md"
-SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Evidence", "Contributing",
+SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Contributing",
            "The project")  # fmt: skip
 
 GENERATORS: dict[str, Callable[[], str]] = {

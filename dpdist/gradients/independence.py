@@ -84,7 +84,6 @@ _TOGETHER = 11  # examples of a pass: with others, and small enough for large mo
 _SMALL = 1 << 20  # parameters of a model that is copied to float64
 _GROUP = 1 << 20  # parameters differentiated at a time
 _EXACT, _OWN = (1e-7, 1e-10, 1e-12), (1e-2, 1e-4, 1e-6)  # tolerances, and a change of last digits
-_REFUSED = "explanation/gradients.md#what-is-refused"
 _MIXES = (
     "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
     "the batch"
@@ -286,7 +285,7 @@ class _Screening:
         raise UserError(
             f"the model mixes examples: among others, one example's loss or gradient {_MIXES}"
             f"{describe_layout(self.model)}",
-            see=_REFUSED,
+            see="explanation/gradients.md#what-is-refused",
         )
 
     def _allowed(self, alone: Tensor) -> Tensor:
