@@ -1,6 +1,6 @@
 """How long each command takes to refuse, and whether it loads torch or Ray for that.
 
-    python benchmarks/speed/refusals.py [--only WORD] [CHECKOUT ...]     several are put side by side
+    python benchmarks/speed/refusals.py [--only WORD] [CHECKOUT ...]
     python benchmarks/speed/refusals.py --quick                          a smoke test
 
 Processor time of a fresh process, the best of --rounds: what a machine with nothing else to do
