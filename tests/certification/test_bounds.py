@@ -61,6 +61,19 @@ def test_upper_bound_mirrors_the_lower_one(hits: int, draws: int, alpha: float) 
     assert upper == pytest.approx(1 - lower, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("hits", "draws", "alpha"),
+    [(0, 0, 0.1), (0, -1, 0.1), (0, np.inf, 0.1), (0, np.nan, 0.1), (-1, 9, 0.1), (10, 9, 0.1),
+     (0.5, 9, 0.1), (1, 9.5, 0.1), (1, 9, 0.0), (1, 9, 1.0), (1, 9, -0.1), (1, 9, np.nan),
+     ([1, 10], 9, 0.1), (1, [9, 0], 0.1), (1, 9, [0.1, 1.0])],
+)  # fmt: skip
+def test_counts_that_no_experiment_has_are_refused(hits, draws, alpha) -> None:
+    bounds = (binomial.clopper_pearson_lower, binomial.clopper_pearson_upper)
+    for bound in (*bounds, binomial.hoeffding_lower):
+        with pytest.raises(ValueError, match=r"must (be|lie)"):
+            bound(hits, draws, alpha)
+
+
 @pytest.mark.parametrize("alpha", [1e-9, 0.3, 0.9])
 def test_one_draw_and_none_of_its_outcomes_bound_nothing_more(alpha: float) -> None:
     """With a large alpha the complement of a bound is small, where other formulas take over."""

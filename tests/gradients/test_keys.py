@@ -284,7 +284,9 @@ def test_the_continuation_of_a_rare_word_has_a_key_of_its_own():
 
 def test_no_entries_are_no_noise():
     assert standard_normal(KEY, 3, 0).shape == (0,)
-    assert stream_words(KEY, 3, 0).dtype == np.uint64
+    for count in (0, -1):
+        words = stream_words(KEY, 3, count)
+        assert words.dtype == np.uint64 and words.shape == (0,)
     assert add_noise(np.empty(0), KEY, 1.0).shape == (0,)
 
 
