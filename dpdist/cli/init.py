@@ -379,7 +379,6 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
     return [
         *suspects,
-        "  # group_size: 5              # also for a person with up to so many records; or",
         "  # unit: group                # the person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
     ]

@@ -718,7 +718,7 @@ def test_what_data_check_accepts_run_accepts():
     said("scans", "--label", "ill")
     text = Path("scans.yaml").read_text().replace("columns:\n", "columns:\n    group: patient_id\n")
     Path("scans.yaml").write_text(text)
-    for call in (checked, trained):  # four records of a person, and group_size is 1
+    for call in (checked, trained):  # four records of a person
         with pytest.raises(UserError, match=r"privacy\.unit: .* a group of 4 records"):
             call("scans.yaml")
 
