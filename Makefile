@@ -39,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt tests/s3-requirements.txt
 	@command -v "$(PYTHON)" >/dev/null || { echo "install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/one"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about 2 GB, a few minutes the first time) ..."
+	@rm -rf dpdist.egg-info  # an old one would hide new entry points from what runs here
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@# The S3 server of the tests, in an environment of its own (tests/s3_server.py says why).
 	@$(BIN)/python -m venv $(VENV)/moto
