@@ -25,7 +25,7 @@ help:
 	@echo "make lint    ruff, import-linter and mypy"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make mutation  change five modules in small ways: do tests notice? (half an hour; docs/contributing/testing.md)"
+	@echo "make mutation  change five modules in small ways: do tests notice? (a quarter of an hour; docs/contributing/testing.md)"
 	@echo "make nightly what is beyond test-all: experiments, hosts, faults, mutation (hours; CONTRIBUTING.md)"
 	@echo "make bench   the table of speeds beside peers, in benchmarks/results/speed.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"

@@ -378,6 +378,12 @@ def test_a_floor_under_profiles_has_no_bound_by_rdp(neighbours):
             compose_rdp(event, neighbours, accounting.QUICK_ORDERS)
 
 
+@pytest.mark.parametrize("shape", [-1.0, -1.5, -6.0])
+def test_a_binomial_number_of_runs_has_no_bound_by_rdp(shape):
+    with pytest.raises(UnsupportedMechanismError):
+        compose_rdp(RepeatAndSelectDpEvent(GAUSS, 1.5, shape), BOTH[0], accounting.QUICK_ORDERS)
+
+
 def test_a_replaced_record_moves_counts_by_the_root_of_two():
     for neighbours, scale in ((BOTH[0], 1.0), (BOTH[1], math.sqrt(2))):
         counts = compose_rdp(CountsDpEvent(3.0), neighbours, accounting.QUICK_ORDERS)
