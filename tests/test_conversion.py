@@ -218,11 +218,11 @@ def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path)
         images = rng.integers(0, 256, (count, 12, 10), dtype=np.uint8)
         path = write_images(folder, split, images)
         table = pq.read_table(path)
-        pq.write_table(table.append_column("who", [[f"p{n}" for n in range(count)]]), path)
+        pq.write_table(table.append_column("who", [[f"{split}{n}" for n in range(count)]]), path)
     network = ForeignModel(FACTORY, input_shape=(1, 8, 8))
     done = make_features(str(folder), network, tmp_path / "made", saw="nothing", group="who")
     found = rows(done, "train")
-    assert found["who"] == [f"p{n}" for n in range(7)] and len(found["features"][0]) == 64
+    assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64
 
 
 def test_the_command_makes_a_set_that_init_takes(weights: Path, tmp_path: Path) -> None:

@@ -157,9 +157,11 @@ RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
         "data": "a name; the fingerprint beside it is not shown",
         "noise_draws": "how clean accuracy was measured, of which no answers are kept",
     },
-    "recipe.yaml": {},
+    "recipe.yaml": {"resources.micro_batch": "how records were laid out; may differ by attempt"},
     "private/trained.json": {
-        "independence": "how records are kept apart, as the training found it; not traced again"
+        "independence": "how records are kept apart, as the training found it; not traced again",
+        "rounding.precision": "as the training found it",
+        "rounding.moves": "as the training measured it",
     },
     "private/plan.json": {},
 }

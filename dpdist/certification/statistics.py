@@ -208,6 +208,9 @@ def population_bounds(
         [0, 1]), and `certifiable_upper_bound`, an upper bound of the share that more draws could
         certify (float; None where the table has no counts of all classes).
 
+    Raises:
+        ValueError: `error` is not between 0 and 1.
+
     Example:
         After `dpdist.run` made runs/small:
 

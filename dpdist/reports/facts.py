@@ -567,7 +567,8 @@ class Facts:
         if self.record_independence == SCREENED:
             lines.append("the model and the loss treat each record alone")
         recipe = self.recipe
-        if recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name:
+        own_code = recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name
+        if own_code and not self.plan.trained_elsewhere:
             lines.append(KEEPS_NOTHING)
         if self.recipe.by_script is not None:
             lines += self.recipe.by_script.assumed

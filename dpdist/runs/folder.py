@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Literal, overload
 
 from pydantic import ConfigDict, Field
 
@@ -140,6 +140,19 @@ class CheckpointRecord(FileShape):
     ledger: AnchorRecord
 
 
+class RoundingRecord(FileShape):
+    """What a finished training found of floating point.
+
+    Attributes:
+        precision: Of the trained parameters.
+        moves: Largest change of a clipped gradient when its record moves, in clip norms; none where
+            no record moves, or it was not measured.
+    """
+
+    precision: Literal["float32", "float64"]
+    moves: float | None = None
+
+
 class TrainingSummary(FileShape):
     """private/trained.json, which a finished training writes last.
 
@@ -147,11 +160,13 @@ class TrainingSummary(FileShape):
         steps: Number of steps that the model was made of.
         fallback_layers: Layers whose gradients were taken record by record.
         ledger: Anchor of the ledger at the end.
+        rounding: What the card says of floating point; none where no step adds gradients.
     """
 
     steps: WholeNumber
     fallback_layers: list[Any]
     ledger: AnchorRecord
+    rounding: RoundingRecord | None = None
 
 
 class DifferentRecipeError(UserError):

@@ -133,7 +133,11 @@ def public_examples_of_task(
     source: data.DataSource,
     count: int = NUM_EXAMPLES,
 ) -> tuple[Tensor, Tensor]:
-    """Examples with the targets of the task. Nothing is drawn for them: keys are for records."""
+    """Examples with the targets of the task.
+
+    Nothing is drawn for them: keys are for records. A denoiser's examples get a fixed noise, since
+    one that begins as the identity learns nothing from an input that is its own target.
+    """
     device = engine.parameters[0].device
     inputs, labels = (each.to(device) for each in public_examples(source, count))
     draws, augmentation = engine.perturbation, engine.augmentation
@@ -142,6 +146,9 @@ def public_examples_of_task(
         targets = task.target_function(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
     finally:
         engine.perturbation, engine.augmentation = draws, augmentation
+    if targets.shape == inputs.shape and torch.equal(targets, inputs):
+        noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0))
+        inputs = inputs + 0.1 * noise.to(inputs)
     return inputs, targets
 
 

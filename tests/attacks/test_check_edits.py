@@ -38,6 +38,8 @@ OWN_WORD = {
     "about.classifier.notes", "about.classifier.torch_version",  # how it was counted
     "about.seed", "about.settings.batch", "about.settings.form",
     "about.settings.radii",  # what is shown
+    "about.clean_wrong", "about.input_range", "about.input_range.*", "about.input_shape",
+    "about.input_shape.*",  # of the data, which is not asked again
 }  # fmt: skip
 
 

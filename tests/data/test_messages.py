@@ -52,10 +52,10 @@ def test_a_csv_line_of_too_many_cells_is_named_by_its_line(tmp_path):
     assert "train.csv: line 5: must have 2 cells" in said
 
 
-def test_a_fraction_beside_whole_numbers_is_named_by_line_and_column(tmp_path):
+def test_a_fraction_beside_whole_numbers_is_named_by_row_and_column(tmp_path):
     good = ["age,label", "1,0", "2,1"]
     said = of_csv(tmp_path, good, ["age,label", "5,0", "", f"{SECRET}.5,1", "7,0"])
-    assert "test.csv: line 4: column 'age' must be int64" in said
+    assert "test.csv row 1: column 'age' must be int64" in said
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,8 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
     lm.save_model(tmp_path / "release" / "merged")
     loaded = lm.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "release" / "merged")
     assert len(make(rows, reference=loaded)) == 3
-    (tmp_path / "release" / "release.json").write_text("{}")
+    for name in ("release.json", "privacy_card.json"):
+        (tmp_path / "release" / name).write_text("{}")
     with pytest.raises(UserError, match=said):
         make(rows, reference=loaded)
     marked = lm.make("llama", vocab_size=262)
