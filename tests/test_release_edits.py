@@ -160,7 +160,7 @@ RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
     "recipe.yaml": {"resources.micro_batch": "how records were laid out; may differ by attempt"},
     "private/trained.json": {
         "independence": "how records are kept apart, as the training found it; not traced again",
-        "rounding.precision": "as the training found it",
+        "rounding": "as the training found it",
         "rounding.moves": "as the training measured it",
     },
     "private/plan.json": {},

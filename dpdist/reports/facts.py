@@ -599,7 +599,7 @@ class Facts:
         notes = []
         if how := self.record_independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-            if "rounding" in self.training_summary:
+            if self.training_summary.get("rounding"):
                 notes.append(self._rounding_note)
         if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
             notes.append(f"Clipping: {rule}.")

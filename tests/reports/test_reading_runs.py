@@ -93,7 +93,7 @@ def test_every_page_prints_the_same_certified_accuracy(
     found = table_reader.read(path)
     assert found.certified_accuracy(0.01) == 0.75
     assert (found.size_if_correct() >= 0.01).tolist() == [True, True, True, False]
-    certify._print_table(path, None)
+    certify._print_tables("run", [path], [], False)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
     assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
