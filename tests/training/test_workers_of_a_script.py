@@ -799,7 +799,7 @@ if __name__ == "__main__":
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
-        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+        ray.init("local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
         run = RunConfig(
             storage_path=folder + ".ray", failure_config=FailureConfig(max_failures=1)
         )
