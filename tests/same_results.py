@@ -63,7 +63,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-BASE_2 = ""  # the commit that BASE is made from; "" until it is merged
+BASE_2 = "4b8c6dc493d2e30dee2d9358b7a31eb89662b1e0"  # the commit that BASE is made from
 
 Facts = dict[str, Any]  # by name; a difference names them
 
