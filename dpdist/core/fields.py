@@ -494,7 +494,7 @@ def describe_rounding(
             "depends on values. Sums are float64."
         )
     assumed, slack = _ROUNDING_BITS[precision]
-    changed = "one block only (positions are stable: a removed record leaves its place empty)"
+    changed = "one block only (others keep their positions in the data set and their blocks)"
     if nominal:
         changed = "one block and of two at each border between shards, each with such a slack"
     said = (
