@@ -54,8 +54,8 @@ def assumed_move(dtype: torch.dtype) -> float:
     record's clipped gradient changes at most, as it is computed, when the record moves to another
     row of a pass, or to a pass of another length.
 
-    `sum_slack` rests on it, and nothing proves it. `dpdist.gradients.independence.measure_moves`
-    measures it on public examples after a training, and the card prints both numbers.
+    `sum_slack` rests on it, and nothing proves it. `GradientEngine.measure_moves` measures it on
+    public examples after a training, and the card prints both numbers.
     """
     return 2.0**-35 if dtype == torch.float64 else 2.0**-19
 

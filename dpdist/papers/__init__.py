@@ -1,1 +1,1 @@
-"""What only reproductions of papers need: methods that a recipe names, and nobody imports."""
+"""Methods that only reproductions of papers need: recipes name them, and nobody imports them."""

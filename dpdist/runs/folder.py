@@ -141,7 +141,7 @@ class CheckpointRecord(FileShape):
 
 
 class RoundingRecord(FileShape):
-    """What a finished training found of floating point.
+    """Floating-point rounding, as a finished training measured it.
 
     Attributes:
         precision: Of the trained parameters.

@@ -1,4 +1,4 @@
-"""What residual perturbation claims, by its own formulas, and what follows for its input noise."""
+"""Claims of residual perturbation by its own formulas, and a bound for its input noise."""
 
 from __future__ import annotations
 

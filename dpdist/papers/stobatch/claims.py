@@ -1,4 +1,4 @@
-"""What DPAL claims, by its own formulas. None of it is proved."""
+"""Claims of DPAL by its own formulas. None of them is proved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TransDenoiser claims, by its own formula. It is not proved."""
+"""Claim of TransDenoiser by its own formula. It is not proved."""
 
 from __future__ import annotations
 
