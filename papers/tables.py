@@ -27,6 +27,7 @@ import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -36,6 +37,8 @@ from typing import Any
 import numpy as np
 import run_small
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from _common import parse_arguments
 from scipy import stats
 

@@ -28,6 +28,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments, scratch_folder, show_gap
 from torch import nn
 

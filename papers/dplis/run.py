@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import describe_run, parse_arguments, require_data
 
 from dpdist import models

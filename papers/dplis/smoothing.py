@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import end_script, make_images, parse_arguments, require_data, scratch_folder
 
 from dpdist.audits.membership_statistics import Estimate

@@ -22,6 +22,7 @@ import fnmatch
 import io
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist import models
