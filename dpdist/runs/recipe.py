@@ -56,7 +56,7 @@ from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
 # Of a checkout: recipes that reproduce papers. Elsewhere there is no such folder.
-PAPERS_FOLDER = RECIPES_FOLDER.resolve().parent / "papers"
+PAPERS_FOLDER = RECIPES_FOLDER.resolve().parents[1] / "papers"
 _MAX_ERRORS = 20
 _S = TypeVar("_S", bound=Section)
 

@@ -152,7 +152,7 @@ def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, context:
             f"{context} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
         )
     for name in spec.factories:
-        if name not in models.ZOO and name != recipe.model.name:
+        if name not in models.named_networks() and name != recipe.model.name:
             raise UserError(f"{context} is built by {name!r}; a frozen part must be of the zoo")
 
 

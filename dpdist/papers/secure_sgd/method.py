@@ -223,7 +223,7 @@ class HiddenNoiseMethod(Method):
 
     def execution(self) -> Execution[Any]:
         """Return the training with noise behind the first layer."""
-        return load_execution("dpdist.methods.hidden_noise_shares:HiddenNoiseExecution", self)
+        return load_execution("dpdist.papers.secure_sgd.shares:HiddenNoiseExecution", self)
 
 
 class NonPrivateHiddenNoiseMethod(HiddenNoiseMethod):
@@ -293,7 +293,8 @@ class SecureSGD(HiddenNoiseMethod):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """The moments accountant's epsilon of its DP-SGD steps, and that r costs nothing."""
-        from dpdist.privacy.claims import Claim, secure_sgd_claim
+        from dpdist.papers.secure_sgd.claims import secure_sgd_claim
+        from dpdist.privacy.claims import Claim
 
         steps = next((phase.training_steps for phase in plan.phases if phase.training_steps), None)
         if steps is None or steps.noise_multiplier == 0:

@@ -30,9 +30,10 @@ from dpdist.gradients.perturbations import (
 )
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks, poisson_sample
 from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
-from dpdist.methods.hidden_noise import HiddenNoiseMethod, Redistribution
 from dpdist.models import ModelSpec, SplitModel
+from dpdist.models.features import resize_images
 from dpdist.models.noise import project_first_layer_norm
+from dpdist.papers.secure_sgd.method import HiddenNoiseMethod, Redistribution
 from dpdist.privacy.mechanisms import redistribution
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
@@ -270,19 +271,3 @@ def train_without_privacy(
         nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
         optimizer.step()
         after_step()
-
-
-def resize_images(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Public inputs made to fit the model: channels averaged or repeated, sides interpolated.
-
-    inputs: (N, C, H, W) float32 in [0, 1]; shape: (C', H', W'). Raises ValueError when one of them
-    is no image.
-    """
-    if tuple(inputs.shape[1:]) == shape:
-        return inputs
-    if inputs.dim() != 4 or len(shape) != 3:
-        raise ValueError(f"inputs of shape {tuple(inputs.shape[1:])} cannot be made to fit {shape}")
-    if inputs.shape[1] != shape[0]:
-        inputs = inputs.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
-    sides = (shape[1], shape[2])
-    return nn.functional.interpolate(inputs, size=sides, mode="bilinear", align_corners=False)
