@@ -12,7 +12,7 @@ is evaluated: all of these models together cost what the last one costs alone, f
 the same noisy gradients. Accuracy on training records is told of public data only.
 
 Each training is a line of --results; what is there is not made again. papers/README.md and
-papers/dplis/measured.md have the tables.
+papers/dplis/results/measured.md have the tables.
 """
 
 from __future__ import annotations

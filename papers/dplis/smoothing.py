@@ -6,7 +6,7 @@
 
 Each training has a fresh key, begins with the same public weights, and runs in this process. A line
 of JSON for each; then of each row the mean of what is measured, and of its difference from no
-smoothing, with Student's 95 % interval. papers/dplis/measured.md has the tables.
+smoothing, with Student's 95 % interval. papers/dplis/results/measured.md has the tables.
 """
 
 from __future__ import annotations

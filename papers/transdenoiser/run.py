@@ -1,4 +1,4 @@
-"""TransDenoiser and its ablations on MNIST: table and picture of papers/transdenoiser/measured.md.
+"""TransDenoiser and its ablations on MNIST: table and picture of results/measured.md.
 
 Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
 `dpdist attack` for each row and repetition (another initialisation, another run key); for a public
