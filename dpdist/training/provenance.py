@@ -340,7 +340,7 @@ def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
-    """Return the provenance of the recipe's inputs; None where `data features` made none.
+    """Return the provenance of the recipe's inputs; None where there is none.
 
     Raises UserError where other features lie there than it made.
     """

@@ -1,58 +1,48 @@
-"""Make data sets of other forms: features of a public classifier, and pictures by patient.
+"""Make a data set of the penultimate features of a classifier that saw no private record.
 
-Features are the penultimate layer of a network that others trained. What that network saw lies
-beside them and reaches every privacy card (`dpdist.training.provenance`). Folders
-PATIENT/CLASS/picture, as of the IDC patches of breast tissue, become Parquet with a column of
-patients, of which each is in one split.
+    python papers/dplis/features.py DATA/cifar100 --name cifar100-features \\
+        --model torchvision:efficientnet_b0 --weights FILE --saw ImageNet-1k --data-root DATA
+    python papers/dplis/features.py --quick      # a smoke test on the built-in digits
+
+DPlis' Table 3 trains private heads on such features. The records are the pictures', one for one.
+What the classifier saw is written beside them and becomes an assumption of each run on them, unless
+it was compared (`dpdist.training.provenance`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-from collections.abc import Callable, Iterator
+import argparse
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import parse_arguments, scratch_folder
 
 from dpdist import data, models
+from dpdist.cli import importing
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    FEATURES_KEY,
-    atomic_folder,
-    check_regular_file,
-    check_utf8_name,
-    error_text,
-    open_parquet,
-    read_bytes,
-    write_json,
-)
-from dpdist.data.discovery import (
-    ChosenColumns,
-    inspect_folder,
-    picture_schema,
-)
-from dpdist.data.parquet import classes_in, decode_picture, pictures_in, split_files
+from dpdist.core.files import FEATURES_KEY, atomic_folder, open_parquet, write_json
+from dpdist.data.discovery import ChosenColumns, inspect_folder, picture_schema
+from dpdist.data.parquet import split_files
 from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
+from dpdist.runs.recipe import parse_changes
 from dpdist.training.provenance import SAYS_WHAT_IT_SAW, declare_seen, describe_seen
 
 if TYPE_CHECKING:
     from torch import nn
 
 Log = Callable[[str], None]
-
-# --- features of a classifier -----------------------------------------------------------------
-
-
-_AT_ONCE = 256  # records in a pass; the last one is filled up, so that its shape is the same
 _ROW_GROUP = 1000
+_AT_ONCE = 256  # records in a pass; the last one is filled up, so that its shape is the same
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ def make_features(
             network; the pictures do not fit. Nothing is written.
     """
     found = _pictures(pictures, group)
-    data.check_test_split(found.train, found.test, f"data features: {pictures}")
+    data.check_test_split(found.train, found.test, f"features: {pictures}")
     if target.exists():
         raise UserError(f"{target}: is there already; name another --name")
     if isinstance(network, Path):
@@ -227,122 +217,40 @@ def _check_alone(penultimate: Any, inputs: Any, first: Any, name: str) -> None:
             raise UserError(f"{name}: the network {wrong}: a record's features must be its own")
 
 
-# --- pictures by patient ----------------------------------------------------------------------
-
-
-Fit = Literal["pad", "resize"]
-_MOST_BYTES = 2**28  # of one picture
-
-
-def convert_patients(
-    folder: Path,
-    target: Path,
-    *,
-    size: tuple[int, int] = (50, 50),
-    fit: Fit | None = None,
-    test_fraction: float = 0.2,
-    log: Log = lambda line: None,
-) -> Path:
-    """Write PATIENT/CLASS/picture as train.parquet and test.parquet; return their folder.
-
-    Guarantee: each patient is in one split, by a hash of the patient's name alone. A column
-    `patient` says whose a record is, for privacy.unit: group.
-
-    Args:
-        folder: Folder of the patients, such as that of the IDC patches (PATIENT/0, PATIENT/1).
-        target: The folder to write; it must not be there.
-        size: (height, width) of every record.
-        fit: Rule for pictures of another size. None: they are refused. "pad": black is put around
-            smaller ones, which stay in the centre. "resize": the shorter side becomes the larger
-            of `size` (bilinear) and the centre is cropped.
-        test_fraction: Share of patients that are for testing.
-        log: Receives a line for each split.
-
-    Raises:
-        UserError: no such pictures, other sizes without a rule, a link that leads out of the
-            folder, or a split without patients. Nothing is written.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    if target.exists():
-        raise UserError(f"{target}: is there already; name another --name")
-    patients = {each.name: classes_in(each) for each in sorted(folder.iterdir()) if each.is_dir()}
-    patients = {name: classes for name, classes in patients.items() if classes}
-    names = sorted({each for classes in patients.values() for each in classes})
-    if len(names) < 2:
-        raise UserError(f"{folder}: must hold PATIENT/CLASS/pictures of two classes or more")
-    splits: dict[str, list[str]] = {"train": [], "test": []}
-    for name in patients:
-        check_utf8_name(folder / name)
-        splits["test" if _is_tested(name, test_fraction) else "train"].append(name)
-    if empty := [split for split, members in splits.items() if not members]:
-        raise UserError(
-            f"{folder}: none of {len(patients):,} patients is in the {empty[0]} split; change "
-            "--test-fraction"
-        )
-    schema = picture_schema(names).append(pa.field("patient", pa.string()))
-    with atomic_folder(target) as aside:
-        aside.mkdir(exist_ok=True)
-        for split, members in splits.items():
-            count = 0
-            with pq.ParquetWriter(aside / f"{split}.parquet", schema) as file:
-                for rows in _patient_rows(folder, members, patients, names, size, fit):
-                    file.write_table(pa.Table.from_pylist(rows, schema))
-                    count += len(rows)
-            log(f"{split}: {count:,} pictures of {len(members):,} patients")
-        about = {"size": list(size), "fit": fit, "test_fraction": test_fraction, "classes": names}
-        write_json(aside / "conversion.json", about)
-    return target
-
-
-def _is_tested(patient: str, fraction: float) -> bool:
-    raw = hashlib.blake2b(f"dpdist.patients/{patient}".encode(), digest_size=8).digest()
-    return int.from_bytes(raw, "little") < int(fraction * 2**64)
-
-
-def _patient_rows(
-    folder: Path, members: list[str], patients: dict[str, list[str]], names: list[str],
-    size: tuple[int, int], fit: Fit | None,
-) -> Iterator[list[dict[str, Any]]]:  # fmt: skip
-    inside, rows = folder.resolve(), list[dict[str, Any]]()
-    for patient in members:
-        for name in patients[patient]:
-            for path in pictures_in(folder / patient / name):
-                check_utf8_name(path)
-                if not check_regular_file(path).resolve().is_relative_to(inside):
-                    raise UserError(f"{path}: a link must not lead out of {folder}")
-                image = {"bytes": _fit_bytes(path, size, fit), "path": path.name}
-                rows.append({"image": image, "label": names.index(name), "patient": patient})
-                if len(rows) == _ROW_GROUP:
-                    yield rows
-                    rows = []
-    if rows:
-        yield rows
-
-
-def _fit_bytes(path: Path, size: tuple[int, int], fit: Fit | None) -> bytes:
-    """A picture of this size, in colours: the file itself where it is one."""
-    raw = read_bytes(path, _MOST_BYTES)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("pictures", nargs="?", help="folder of Parquet files, or a built-in name")
+    parser.add_argument("--name", help="of the data set to make")
+    parser.add_argument("--model", help="package.module:factory, torchvision:NAME, or a folder")
+    parser.add_argument("--saw", help="what a classifier from elsewhere was trained on")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--option", action="append", help="KEY=VALUE, of the factory")
+    parser.add_argument("--input", help="shape of an input, such as 3,32,32")
+    parser.add_argument("--classes", type=int, help="of the classifier (default: of the data)")
+    parser.add_argument("--normalize", help="MEAN/STD")
+    parser.add_argument("--resize", type=int, help="of the shorter side")
+    parser.add_argument("--group", help="column that is kept: whom a record belongs to")
+    parser.add_argument("--data-root", type=Path, default=Path("data"))
+    tiny = {"pictures": "digits", "name": "digit-features", "model": "mlp", "saw": "nothing"}
+    given = parse_arguments(parser, tiny | {"data_root": scratch_folder()})
+    if not (given.pictures and given.name and given.model):
+        parser.error("PICTURES, --name and --model are needed")
+    mean, std = importing.normalisation(given.normalize)
+    network: ForeignModel | Path = Path(given.model)
+    if not (Path(given.model) / "model.json").exists():
+        network = ForeignModel(
+            given.model, given.weights, parse_changes(given.option),
+            importing.input_shape(given.input), given.classes, mean, std,
+        )  # fmt: skip
     try:
-        pixels = decode_picture(raw)
-    except ValueError as error:
-        raise UserError(f"{path}: the image cannot be decoded: {error_text(error)}") from error
-    if pixels.dtype != np.uint8 or len(pixels) != 3:
-        raise UserError(f"{path}: must be a picture of three colours of 8 bits")
-    height, width = pixels.shape[1:]
-    if (height, width) == size:
-        return raw
-    seen = f"{path}: must be {size[0]} x {size[1]} pixels, got {height} x {width}"
-    if fit is None:
-        raise UserError(f"{seen}; --fit pad puts black around it, --fit resize resizes and crops")
-    if fit == "pad":
-        if height > size[0] or width > size[1]:
-            raise UserError(f"{seen}: --fit pad is for smaller ones; take --fit resize, or --size")
-        top, left = (size[0] - height) // 2, (size[1] - width) // 2
-        fitted = np.zeros((3, *size), np.uint8)
-        fitted[:, top : top + height, left : left + width] = pixels
-    else:
-        fitted = fit_picture(pixels, (3, *size), None)
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(np.moveaxis(fitted, 0, -1))).save(buffer, format="PNG")
-    return buffer.getvalue()
+        folder = make_features(
+            given.pictures, network, given.data_root / given.name,
+            saw=given.saw, resize=given.resize, group=given.group, log=print,
+        )  # fmt: skip
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {folder}; next: dpdist init {folder}")
+
+
+if __name__ == "__main__":
+    main()
