@@ -1,6 +1,6 @@
 """Shared by the scripts of benchmarks/ and papers/: the option --quick, where data lie.
 
-A script runs as `python benchmarks/speed/NAME.py`, so a link to this file lies beside it.
+A script runs as `python benchmarks/speed/NAME.py`, so it adds this folder to `sys.path` itself.
 """
 
 from __future__ import annotations

@@ -351,7 +351,11 @@ def _resolve_release(
 
 def _is_factory(what: str | Path) -> bool:
     """Whether a text names code or an architecture, and no path."""
-    return isinstance(what, str) and not Path(what).exists() and (":" in what or what in models.ZOO)
+    return (
+        isinstance(what, str)
+        and not Path(what).exists()
+        and (":" in what or what in models.named_networks())
+    )
 
 
 def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | Subject:

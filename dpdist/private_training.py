@@ -576,7 +576,7 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
         first = copy.deepcopy(model).cpu()
         give(name, structure, lambda: copy.deepcopy(first))
         return ModelSpec(name, shape, classes, {"structure": structure})
-    if not isinstance(factory, str) or not (":" in factory or factory in models.ZOO):
+    if not isinstance(factory, str) or not (":" in factory or factory in models.named_networks()):
         got = repr(factory) if isinstance(factory, str) else f"a {type(factory).__name__}"
         raise UserError(
             f"factory: must be 'package.module:function', the name of a function, got {got}"

@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from _common import choose_parts, describe_run, parse_arguments, read_parts, require_data
 
 from dpdist.attacks.table import read_attack

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from support.datasets import write_split
@@ -105,66 +104,6 @@ def test_calculators_answer_in_json(dpdist):
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
-
-
-def test_compositions_stand_side_by_side_and_the_limit_is_an_approximation(dpdist):
-    sgd = ("--steps", 1000, "--delta", 1e-5, "--noise-multiplier", 1.1, "--sample-rate", 0.01)
-    rows = json.loads(dpdist("account", "composition", *sgd, "--json").stdout)
-    kinds = {row["theorem"]: row["kind"] for row in rows}
-    assert kinds.pop("mu-GDP, CLT") == "approximation" and set(kinds.values()) == {"proved"}
-    told = dpdist("account", "composition", *sgd).stdout
-    assert "may lie below what holds; no run is charged by it" in told
-    equal = ("account", "composition", "--steps", 100, "--delta", 1e-5)
-    rows = json.loads(dpdist(*equal, "--step-epsilon", 0.1, "--json").stdout)
-    basic, advanced, optimal = (row["epsilon"] for row in rows)
-    assert optimal < advanced < basic == pytest.approx(10)
-    for wrong, message in [
-        ((), "give one of --step-epsilon"),
-        (("--step-epsilon", 1, "--noise-multiplier", 1), "give one of"),
-        (("--noise-multiplier", 1, "--step-delta", 0.1), "--step-delta: must be left out"),
-        (("--step-epsilon", 1, "--sample-rate", 0.1), "--sample-rate: must be left out"),
-        (("--step-epsilon", 1, "--step-delta", 1e-6), "must be above 100 x 1e-06"),
-    ]:
-        done = dpdist(*equal, *wrong)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
-def test_epsilon_of_votes_is_claimed_and_called_private(dpdist, tmp_path):
-    counts = np.array([[240, 10, 0], [130, 100, 20], [250, 0, 0]] * 50)
-    np.save(tmp_path / "counts.npy", counts)
-    np.savetxt(tmp_path / "counts.csv", counts, delimiter=",", fmt="%d")
-    labels = np.stack([np.repeat([0, 1, 2], row) for row in counts], axis=1)
-    np.save(tmp_path / "labels.npy", labels)
-    how = ("--vote-noise", 40, "--delta", 1e-5, "--json")
-    told = [
-        dpdist("account", "votes", tmp_path / name, *more, *how).stdout
-        for name, more in [
-            ("counts.npy", ()), ("counts.csv", ()), ("labels.npy", ("--teacher-labels", 3)),
-        ]
-    ]  # fmt: skip
-    assert told[0] == told[1] == told[2]
-    answer = json.loads(told[0])
-    assert [row["kind"] for row in answer["rows"]] == ["proved", "claimed", "claimed"]
-    assert "PRIVATE ITSELF" in answer["note"] and "may understate" in answer["note"]
-    fixed, passing, _ = (row["epsilon"] for row in answer["rows"])
-    assert passing < fixed
-    said = dpdist("account", "votes", tmp_path / "counts.csv", *how[:-1], "--queries", 3).stdout
-    assert "3 queries" in said and "PRIVATE ITSELF" in said
-    (tmp_path / "bad.csv").write_text("1,-2\n")
-    (tmp_path / "words.csv").write_text("1,2\n3,SECRET\n")
-    (tmp_path / "one.csv").write_text("1\n2\n")
-    for name, more, message in [
-        ("bad.csv", (), "whole numbers >= 0, got another value in row 1, column 2"),
-        ("words.csv", (), "must be a table of numbers, .csv or .npy, got another value in row 2, "),
-        ("one.csv", (), "two or more classes"),
-        ("none.npy", (), "cannot be read"),
-        ("labels.npy", ("--teacher-labels", 2), "labels 0 to 1, got another value in row "),
-        ("counts.npy", ("--queries", 1000), "--queries: must be <= 150"),
-        ("counts.npy", ("--threshold", 100), "--threshold and --threshold-noise together"),
-    ]:
-        done = dpdist("account", "votes", tmp_path / name, *more, *how)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-        assert "SECRET" not in done.stderr and "got -2" not in done.stderr
 
 
 def test_mixed_noise_is_exact_beside_what_is_published(dpdist, tmp_path):

@@ -14,14 +14,13 @@ import pytest
 import torch
 from PIL import Image
 from support import foreign
+from support.benchmarks import load as load_benchmark
 from support.datasets import png, write_images
-from support.local_execution import call
 from support.training import train
 from torch import Tensor, nn
 
 import dpdist
 from dpdist import data, models
-from dpdist.conversion import convert_patients, make_features
 from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel
 from dpdist.methods.base import PublicRecords
@@ -36,6 +35,10 @@ from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
 
+FEATURES = load_benchmark("papers/dplis/features")
+make_features = FEATURES.make_features
+PATIENTS = load_benchmark("papers/residual/patients")
+convert_patients = PATIENTS.convert_patients
 FACTORY = "support.foreign:net"
 
 
@@ -225,13 +228,21 @@ def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path)
     assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64
 
 
-def test_the_command_makes_a_set_that_init_takes(weights: Path, tmp_path: Path) -> None:
-    asked = ("data", "features", "digits", "--name", "made", "--model", FACTORY, "--data-root",
-             tmp_path, "--weights", weights, "--normalize", "0.3/0.4")  # fmt: skip
-    assert "--saw" in str(call(*asked).exception)
-    done = call(*asked, "--saw", "letters")
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert "64 features each" in done.output and f"dpdist init {tmp_path / 'made'}" in done.output
+def test_the_script_makes_a_set_that_init_takes(
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["features.py", "digits", "--name", "made", "--model", FACTORY, "--data-root",
+             str(tmp_path), "--weights", str(weights), "--normalize", "0.3/0.4"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", asked)
+    with pytest.raises(SystemExit, match="--saw"):
+        FEATURES.main()
+    monkeypatch.setattr("sys.argv", [*asked, "--saw", "letters"])
+    FEATURES.main()
+    told = capsys.readouterr().out
+    assert "64 features each" in told and f"dpdist init {tmp_path / 'made'}" in told
 
 
 # --- patients ---------------------------------------------------------------------------------
@@ -322,8 +333,6 @@ def test_folders_that_are_no_patients(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must not lead out"):
         convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=0.4)
     assert not (tmp_path / "x").exists()
-    done = call("data", "patients", source, "--size", "6", "--data-root", tmp_path)
-    assert "--size: must be H,W" in str(done.exception)
 
 
 def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(

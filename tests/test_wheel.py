@@ -112,7 +112,9 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
 @pytest.mark.long
 def test_the_command_line(run):
     """Recipes and packages are found, and none of them is the user's."""
-    assert len(run("-m", "dpdist", "recipes").splitlines()) == len(list(ROOT.glob("recipes/*")))
+    assert len(run("-m", "dpdist", "recipes").splitlines()) == len(
+        list(ROOT.glob("dpdist/recipes/*"))
+    )
     run("-m", "dpdist", "run", "small.yaml", "--dry-run")
 
 

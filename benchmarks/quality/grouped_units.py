@@ -5,7 +5,7 @@
     python benchmarks/quality/grouped_units.py --table
     python benchmarks/quality/grouped_units.py --quick      # a smoke test on invented texts
 
-Records are the docstrings of `dpdist data make docstrings`, each text once; the person is the
+Records are the docstrings of `dpdist data fetch docstrings`, each text once; the person is the
 source file that a docstring stands in, the author of up to hundreds of them. A model (softmax over
 the words of the public vocabulary that a text has) says which package a text is from. A tenth of
 the files, by a hash of their names, is the test part, and another one the part by which learning
@@ -28,6 +28,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments, scratch_folder, show_gap
 from torch import nn
 
@@ -64,7 +67,7 @@ class Texts:
 
 
 def read_installed() -> Iterator[tuple[str, str, str]]:
-    """Yield package, file and docstring of all that `dpdist data make docstrings` reads."""
+    """Yield package, file and docstring of all that `dpdist data fetch docstrings` reads."""
     for name, version, folder in text._sources(print):
         print(f"reads {name} {version}", flush=True)
         for path, found in text._docstrings(folder):

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import sys
 import sysconfig
 import time
 import warnings
@@ -35,6 +36,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, choose_parts, end_script, parse_arguments, read_parts
 from torch import nn
 

@@ -28,6 +28,7 @@ import argparse
 import fnmatch
 import hashlib
 import json
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -35,6 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments, require_data, scratch_folder, show_gap
 from torch import Tensor, nn
 

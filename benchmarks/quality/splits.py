@@ -24,12 +24,15 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments, processor, scratch_folder
 
 from dpdist import models

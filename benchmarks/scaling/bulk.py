@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import (
     CHECKOUT,
     RESULTS_FOLDER,

@@ -40,6 +40,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, train_small_run
 from training_ray import _ALONE, RECORDS, recipe
 

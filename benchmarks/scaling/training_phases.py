@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, processor_seconds
 from training_ray import RECORDS, lines, recipe
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, processor_seconds
 
 RECORDS = 8192

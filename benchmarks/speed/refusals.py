@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import CHECKOUT, parse_arguments
 
 SMALL = {

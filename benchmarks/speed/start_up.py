@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import CHECKOUT, parse_arguments
 
 STEPS = 5  # whose median is a usual step

@@ -24,7 +24,6 @@ from dpdist.cli.options import (
     flag,
     option,
     parse_numbers,
-    path_callback,
     path_option,
 )
 from dpdist.core import console, fields
@@ -32,11 +31,8 @@ from dpdist.core.console import format_bound, format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
-    FractionBelowOne,
     NoiseMultiplier,
     Positive,
-    PositiveFraction,
-    PositiveNoise,
     Probability,
     TrialCount,
 )
@@ -325,142 +321,6 @@ def _mechanism_rows(delta: float, sensitivity: float) -> list[dict[str, Any]]:
     ]
 
 
-_StepEpsilon = Annotated[float | None, option("Epsilon of each step.", Positive)]
-_StepDelta = Annotated[float | None, option("Delta of each step (default: 0).", FractionBelowOne)]
-_StepNoise = Annotated[
-    float | None, option("In their place, of DP-SGD: noise / clip norm.", PositiveNoise)
-]
-_SampleRate = Annotated[
-    float | None, option("Poisson sampling rate of DP-SGD (default: 1).", PositiveFraction)
-]
-
-
-@account_app.command("composition")
-def composition_command(
-    steps: Steps,
-    delta: Delta,
-    step_epsilon: _StepEpsilon = None,
-    step_delta: _StepDelta = None,
-    noise_multiplier: _StepNoise = None,
-    sample_rate: _SampleRate = None,
-    as_json: PrintJson = False,
-) -> None:
-    """Epsilon of equal steps by several composition theorems, and by the central limit theorem.
-
-    Give --step-epsilon for steps of any mechanism, or --noise-multiplier for DP-SGD
-    (add-or-remove-one). Runs are charged by the row of dpdist alone.
-    """
-    from dpdist.privacy import claims
-    from dpdist.privacy.guarantee import format_epsilon
-
-    by_step = {"--step-epsilon": step_epsilon, "--step-delta": step_delta}
-    by_noise = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate}
-    if (step_epsilon is None) == (noise_multiplier is None):
-        raise UserError("account composition: give one of --step-epsilon and --noise-multiplier")
-    others = by_noise if noise_multiplier is None else by_step
-    if wrong := [name for name, value in others.items() if value is not None]:
-        beside = "--step-epsilon" if noise_multiplier is None else "--noise-multiplier"
-        raise UserError(f"account composition: {wrong[0]}: must be left out beside {beside}")
-    rows: list[dict[str, Any]] = []
-
-    def add(name: str, epsilon: float, kind: str) -> None:
-        rows.append({"theorem": name, "epsilon": epsilon, "kind": kind, "delta": delta})
-
-    with _user_errors("composition"):
-        if step_epsilon is not None:
-            equal = (step_epsilon, step_delta or 0.0, steps, delta)
-            advanced = claims.advanced_composition_epsilon(*equal)
-            add("basic composition", steps * step_epsilon, "proved")
-            add("advanced composition", advanced, "proved")
-            add("optimal (Kairouz et al.)", claims.optimal_composition_epsilon(*equal), "proved")
-        elif noise_multiplier is not None:
-            from dpdist.privacy.phases import GaussianSteps
-            from dpdist.privacy.plan import PrivacyPlan
-
-            rate = 1.0 if sample_rate is None else sample_rate
-            sgd = (rate, noise_multiplier, steps, delta)
-            plan = PrivacyPlan(steps, (GaussianSteps(steps, noise_multiplier, rate),), delta)
-            add("loss distributions (dpdist)", plan.guarantee().epsilon, "proved")
-            add("advanced composition", claims.advanced_dp_sgd_epsilon(*sgd), "proved")
-            add("mu-GDP, CLT", claims.clt_epsilon(*sgd), "approximation")
-    if as_json:
-        console.print_json(rows)
-        return
-    cells = [[row["theorem"], format_epsilon(row["epsilon"]), row["kind"]] for row in rows]
-    typer.echo(console.format_columns(["theorem", "epsilon", "proved?"], cells))
-    if noise_multiplier is not None:
-        typer.echo("an approximation may lie below what holds; no run is charged by it")
-
-
-_Votes = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        callback=path_callback(),
-        help="Counts of votes, .csv or .npy: a row for each query, a column for each class.",
-    ),
-]
-_TeacherLabels = Annotated[
-    int | None,
-    option("FILE has the teachers' labels in its place, a row each; so many classes.", Count),
-]
-
-
-@account_app.command("votes")
-def votes_command(
-    file: _Votes,
-    vote_noise: Annotated[float, option("Noise on each count of votes.", Positive)],
-    delta: Delta,
-    threshold: Annotated[
-        float | None, option("Votes that a query needs to be answered (Confident-GNMax).", Positive)
-    ] = None,
-    threshold_noise: Annotated[float | None, option("Noise of that test.", Positive)] = None,
-    queries: Annotated[int | None, option("First rows to count (default: all).", Count)] = None,
-    teacher_labels: _TeacherLabels = None,
-    as_json: PrintJson = False,
-) -> None:
-    """Epsilon of PATE by published votes, as its papers print it: CLAIMED, and private itself.
-
-    Papernot et al. 2018. The first row alone is differential privacy, and the only one by which
-    dpdist plans, charges or filters.
-    """
-    from dpdist.privacy.claims import data_dependent_pate_claims, pate_guarantee
-    from dpdist.privacy.guarantee import format_epsilon
-
-    if (threshold is None) != (threshold_noise is None):
-        raise UserError("account votes: give --threshold and --threshold-noise together, or none")
-    votes = _read_votes(file, teacher_labels)
-    if queries is not None and queries > len(votes):
-        raise UserError(f"account votes: --queries: must be <= {len(votes):,}, got {queries:,}")
-    votes = votes[:queries]
-    with _user_errors("votes"):
-        fixed = pate_guarantee(
-            len(votes), len(votes), threshold_noise or math.inf, vote_noise, delta
-        )
-        found = data_dependent_pate_claims(
-            votes, vote_noise, threshold or 0.0, threshold_noise or 0.0, delta
-        )
-    rows = [
-        {"epsilon of": "any votes, all answered", **fixed.to_dict()},
-        {"epsilon of": "these votes, all answered", **found["all pass"].to_dict()},
-        {"epsilon of": "these votes, expected (as printed)", **found["expected"].to_dict()},
-    ]
-    if as_json:
-        console.print_json({"queries": len(votes), "rows": rows, "note": _VOTES_NOTE})
-        return
-    cells = [[row["epsilon of"], format_epsilon(row["epsilon"]), row["kind"]] for row in rows]
-    typer.echo(console.format_columns(["epsilon of", "epsilon", "kind"], cells))
-    typer.echo(f"{len(votes):,} queries, delta {delta:g}. {_VOTES_NOTE}")
-
-
-_VOTES_NOTE = (
-    "A claimed figure is computed from votes of private records: it is PRIVATE ITSELF and no "
-    "differential privacy. Publishing it by smooth sensitivity costs epsilon, and the noisy figure "
-    "may understate: a margin to one side is needed, whose failure belongs to delta. dpdist does "
-    "not release it, and no plan, ledger, budget, filter or search uses it."
-)
-
-
 def _read_table(file: Path, command: str) -> Any:
     """Return the numbers of a .csv or .npy file, float64 (rows, columns). Raises UserError."""
     import numpy as np
@@ -485,29 +345,6 @@ def _read_table(file: Path, command: str) -> Any:
     ):
         raise UserError(f"account {command}: {file}: must be a table of numbers")
     return read.astype(np.float64)
-
-
-def _read_votes(file: Path, classes: int | None) -> Any:
-    """Return counts of votes, (queries, classes). Raises UserError."""
-    import numpy as np
-
-    values = _read_table(file, "votes")
-    highest = math.inf if classes is None else classes - 1
-    wrong = ~((values >= 0) & (values <= highest) & (values == np.floor(values)))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        what = "whole numbers >= 0" if classes is None else f"labels 0 to {classes - 1}"
-        raise UserError(  # without the cell, which is private
-            f"account votes: {file}: must be {what}, got another value in row {row + 1}, column "
-            f"{column + 1}"
-        )
-    if classes is not None:
-        values = np.stack([(values == each).sum(axis=0) for each in range(classes)], axis=1)
-    if values.shape[1] < 2:
-        raise UserError(
-            f"account votes: {file}: must have a column for each of two or more classes"
-        )
-    return values
 
 
 def _mixed_rows(

@@ -13,13 +13,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli import importing
 from dpdist.cli.options import (
     Changes,
     DataRoot,
@@ -31,11 +29,10 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Finite, PositiveFraction, RunName
+from dpdist.core.fields import Finite, RunName
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset, FoundSources
-    from dpdist.importing import ForeignModel
 
 
 # --- dpdist init ------------------------------------------------------------------------------
@@ -521,7 +518,7 @@ def _default_batch_size(records: int) -> int:
 
 
 data_app = typer.Typer(
-    cls=GroupedCommands, help="List, check, fetch and make data sets.", no_args_is_help=True
+    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
 )
 
 
@@ -589,157 +586,19 @@ _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to t
 
 @data_app.command("fetch")
 def fetch_data(
-    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn")],
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, svhn or docstrings")],
     data_root: Annotated[
         Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
     ] = Path("data"),
 ) -> None:
-    """Download a public data set through torchvision and write it as Parquet."""
+    """Download a public data set through torchvision and write it as Parquet.
+
+    docstrings are real texts, from the source files of what is installed: nothing is downloaded.
+    """
     from dpdist import data
-
-    typer.echo(str(data.fetch(name, data_root, typer.echo)))
-
-
-@data_app.command("make")
-def make_data(
-    name: Annotated[str, typer.Argument(help="docstrings")],
-    data_root: Annotated[
-        Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
-    ] = Path("data"),
-) -> None:
-    """Make a set of real texts from the docstrings of what is installed; nothing is downloaded."""
-    from dpdist.core.errors import UserError
     from dpdist.data import text
 
-    if name != text.DATASET_NAME:
-        raise UserError(f"data make: unknown {name!r}; there is {text.DATASET_NAME}")
-    typer.echo(str(text.make_docstrings(data_root, typer.echo)))
-
-
-_Target = Annotated[
-    Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
-]
-
-
-def _network(
-    model: str,
-    weights: Path | None,
-    options: list[str] | None,
-    input: str | None,
-    classes: int | None,
-    normalize: str | None,
-) -> Path | ForeignModel:
-    """Return the folder of a network of dpdist's, or what builds one from elsewhere."""
-    if (Path(model) / "model.json").exists():
-        given = {
-            "--weights": weights, "--option": options, "--input": input, "--normalize": normalize,
-        }  # fmt: skip
-        for key, value in given.items():
-            if value:
-                raise UserError(f"{key}: must be left out for a folder, which says it")
-        return Path(model)
-    from dpdist.importing import ForeignModel
-    from dpdist.runs.recipe import parse_changes
-
-    try:
-        factory_options = parse_changes(options)
-    except UserError as error:
-        raise UserError(str(error).replace("--set", "--option")) from None
-    shape = importing.input_shape(input)
-    mean, std = importing.normalisation(normalize)
-    return ForeignModel(model, weights, factory_options, shape, classes, mean, std)
-
-
-@data_app.command("features")
-def make_features_data(
-    pictures: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR|NAME", help="Folder of Parquet files with pictures, or a built-in name."
-        ),
-    ],
-    name: Annotated[str, option("Of the data set to make.", RunName, "--name", metavar="NAME")],
-    model: Annotated[
-        str,
-        option(
-            "A classifier: package.module:factory, torchvision:NAME, timm:NAME, a name of the zoo, "
-            "or a folder of `dpdist pretrain` or a release.",
-            metavar="PACKAGE.MODULE:FACTORY|DIR",
-        ),
-    ],
-    saw: Annotated[
-        str | None,
-        option("What a classifier from elsewhere was trained on, such as ImageNet-1k."),
-    ] = None,
-    weights: importing.Weights = None,
-    options: importing.Options = None,
-    input: importing.Input = None,
-    classes: Annotated[
-        int | None, option("Of the classifier, such as 1000 (default: of the data).", Count)
-    ] = None,
-    normalize: importing.Normalize = None,
-    resize: importing.Resize = None,
-    group: Annotated[
-        str | None, option("Column that is kept: whom a record belongs to.", metavar="COLUMN")
-    ] = None,
-    data_root: _Target = Path("data"),
-) -> None:
-    """Make a data set of the penultimate features of a classifier that saw no private record.
-
-    Its records are the pictures', one for one. What the classifier saw is written beside them and
-    becomes an assumption of each run on them, unless it was compared.
-    """
-    network = _network(model, weights, options, input, classes, normalize)
-    from dpdist.conversion import make_features  # loads torch
-
-    folder = make_features(
-        pictures, network, data_root / name, saw=saw, resize=resize, group=group, log=typer.echo
-    )
-    typer.echo(f"wrote {folder}; next: dpdist init {folder}")
-
-
-class FitRule(StrEnum):
-    """Rule for pictures of another size."""
-
-    pad = "pad"
-    resize = "resize"
-
-
-@data_app.command("patients")
-def convert_patients_data(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            callback=path_callback(), help="PATIENT/CLASS/pictures, as IDC's: PATIENT/0, PATIENT/1."
-        ),
-    ],
-    name: Annotated[
-        str, option("Of the data set to make.", RunName, "--name", metavar="NAME")
-    ] = "idc",
-    size: Annotated[str, option("Height and width of every record.", metavar="H,W")] = "50,50",
-    fit: Annotated[
-        FitRule | None,
-        option(
-            "Pictures of another size: black around smaller ones, or the shorter side resized and "
-            "the centre cropped (default: they are refused)."
-        ),
-    ] = None,
-    test_fraction: Annotated[
-        float, option("Share of patients that are for testing.", PositiveFraction)
-    ] = 0.2,
-    data_root: _Target = Path("data"),
-) -> None:
-    """Make a data set of pictures by patient: each patient is in one split, by a hash of the name.
-
-    The column `patient` serves privacy.unit: group.
-    """
-    sides = parse_numbers(size, "--size", Count)
-    if sides is None or len(sides) != 2:
-        raise UserError(f"--size: must be H,W, such as 50,50, got {size}")
-    from dpdist.conversion import convert_patients
-
-    made = convert_patients(
-        folder, data_root / name, size=(int(sides[0]), int(sides[1])),
-        fit=None if fit is None else fit.value, test_fraction=test_fraction, log=typer.echo,
-    )  # fmt: skip
-    typer.echo(f"wrote {made}; next: dpdist init {made} --group patient")
+    if name == text.DATASET_NAME:
+        typer.echo(str(text.make_docstrings(data_root, typer.echo)))
+        return
+    typer.echo(str(data.fetch(name, data_root, typer.echo)))

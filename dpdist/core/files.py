@@ -678,7 +678,7 @@ ColumnSpec = tuple[type, float | None]
 _MAX_VALUES = 2**28  # in one table: a small file may name more than any memory holds
 
 
-# In the metadata of files of `dpdist data features`, wherever they are moved: a text, what a
+# In the metadata of files of papers/dplis/features.py, wherever they are moved: a text, what a
 # guarantee on them assumes of the network that made them.
 FEATURES_KEY = b"dpdist.features"
 

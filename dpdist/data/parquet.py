@@ -230,7 +230,7 @@ class Columns:
 
 
 def holds_features(root: Path | None, name: str) -> bool:
-    """Return whether a data set is features that `dpdist data features` made of other records.
+    """Return whether a data set is features that papers/dplis/features.py made of other records.
 
     The file beside them says so, and each of their own files, wherever it was moved.
     """

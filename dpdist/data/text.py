@@ -737,7 +737,7 @@ def make_docstrings(root: Path, log: Callable[[str], None] = lambda line: None) 
         found += texts
     private = [document for document in _deduplicate(found) if document.word_hash not in known]
     if not private:
-        raise UserError("data make: no docstring found: this Python has no sources")
+        raise UserError("data fetch: no docstring found: this Python has no sources")
     test = [document for document in private if _hash_position(document) < _TEST_FRACTION]
     train = [document for document in private if _hash_position(document) >= _TEST_FRACTION]
     vocabulary = _vocabulary(public)

@@ -29,13 +29,13 @@ from dpdist.models.outputs import NextTokenLogits, ViewAverage, check_views
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
-    ZOO,
     ModelSpec,
     check_name,
     check_trusted,
     import_factory,
     is_base_model,
     load_base_weights,
+    named_networks,
     read_factory_code,
     read_spec,
 )
@@ -155,7 +155,7 @@ def _check_size(
 
 def _factory(name: str) -> Callable[..., Any]:
     """`import_factory`, and its code as it is when it is imported. Raises UserError."""
-    if name in ZOO:
+    if name in named_networks():
         return import_factory(name)
     check_name(name)
     code = source_digests(name)
@@ -215,7 +215,7 @@ def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
 
 
 def _positional_arguments(factory: Callable[..., Any], spec: ModelSpec) -> tuple[Any, ...]:
-    shaped = spec.name in ZOO or takes_shape(factory, spec.options)
+    shaped = spec.name in named_networks() or takes_shape(factory, spec.options)
     return (tuple(spec.input_shape), spec.classes) if shaped else ()
 
 
@@ -233,7 +233,7 @@ def _refuses_call(factory: Callable[..., Any], spec: ModelSpec) -> bool:
 def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
     factory = _factory(spec.name)
     try:
-        if spec.name in ZOO:
+        if spec.name in named_networks():
             _check_size(spec, factory, max_parameters)
         network: nn.Module = _called(factory, spec)
     except UserError:
@@ -241,7 +241,7 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
     except Exception as error:  # whatever a user's factory does
         reason = f"{type(error).__name__}: {_first_line(error)}"
         refused = f"model {spec.name!r} cannot be built: {reason}"
-        if spec.name in ZOO or not _refuses_call(factory, spec):
+        if spec.name in named_networks() or not _refuses_call(factory, spec):
             raise UserError(refused) from error
         raise UserError(
             f"{refused}; write a function of input_shape and num_classes that builds it, and name "
@@ -252,7 +252,7 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
         raise UserError(
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
         )
-    if spec.following and spec.name not in ZOO:
+    if spec.following and spec.name not in named_networks():
         network = NextTokenLogits.around(network) or network
     if spec.mean or spec.std:
         network = normalised(network, spec.input_shape, spec.mean or (0.0,), spec.std or (1.0,))

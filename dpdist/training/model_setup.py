@@ -25,11 +25,10 @@ from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, next_tokens
-from dpdist.gradients.clipping import Clipping, make_clipping
+from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import (
     GradientEngine,
     TrainingObjective,
-    WholeBatchEngine,
     input_targets,
 )
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weighted_by_class
@@ -37,7 +36,7 @@ from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.passes import rows_per_batch
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
-from dpdist.gradients.validation import NUM_EXAMPLES, normalises_over_batch
+from dpdist.gradients.validation import NUM_EXAMPLES
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.factory_code import record_digests, source_digests
@@ -325,7 +324,7 @@ def build_engine(
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
     clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
     execution = recipe.method.execution()
-    engine = _whole_batch_engine(recipe, model, clipping) or execution.engine(
+    engine = execution.engine(
         model,
         clipping,
         expected_batch=expected_batch,
@@ -342,34 +341,6 @@ def build_engine(
     records = None if plan is None else plan.records
     engine.objective = importance_weighted(engine.objective, recipe, records)
     return engine
-
-
-_MIXING_METHODS = ("dp-sgd", "residual")  # without noise in the sums they prove nothing
-
-
-def _whole_batch_engine(
-    recipe: Recipe, model: torch.nn.Module, clipping: Clipping
-) -> GradientEngine | None:
-    """Return the engine of a run without privacy whose model has BatchNorm; else None.
-
-    Raises UserError where such a run would see parts of a batch.
-    """
-    mixes = any(map(normalises_over_batch, model.modules()))
-    open_run = recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
-    if not (mixes and open_run and recipe.method.name in _MIXING_METHODS):
-        return None
-    wrong = {
-        "resources.workers: must be 1": recipe.resources.max_workers > 1,
-        "training.reproducible: must be false": recipe.training.reproducible,
-        "model.isolate: must be false": recipe.model.isolate,
-        "privacy.unit: must be record": recipe.group_unit is not None,
-        "audit: must be left out": recipe.audit is not None,
-    }
-    for rule, broken in wrong.items():
-        if broken:
-            raise UserError(f"{rule} for a model with BatchNorm, which sees whole batches")
-    task = recipe.method.execution().task()
-    return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
 
 
 def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:

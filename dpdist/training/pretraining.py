@@ -84,7 +84,7 @@ def pretrain(
     )
     if section.denoiser is not None:
         asked = section.denoiser
-        if asked.name not in models.ZOO:
+        if asked.name not in models.named_networks():
             raise UserError(
                 f"{context}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
             )

@@ -152,7 +152,7 @@ def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, context:
             f"{context} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
         )
     for name in spec.factories:
-        if name not in models.ZOO and name != recipe.model.name:
+        if name not in models.named_networks() and name != recipe.model.name:
             raise UserError(f"{context} is built by {name!r}; a frozen part must be of the zoo")
 
 
@@ -340,7 +340,7 @@ def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
-    """Return the provenance of the recipe's inputs; None where `data features` made none.
+    """Return the provenance of the recipe's inputs; None where there is none.
 
     Raises UserError where other features lie there than it made.
     """

@@ -514,7 +514,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     if on_device:
         check_device_noise(reducer.device)
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
-    extra = execution.extra_checkpoint_state(model) | engine.batch_statistics
+    extra = execution.extra_checkpoint_state(model)
     slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible

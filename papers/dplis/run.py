@@ -12,13 +12,14 @@ is evaluated: all of these models together cost what the last one costs alone, f
 the same noisy gradients. Accuracy on training records is told of public data only.
 
 Each training is a line of --results; what is there is not made again. papers/README.md and
-papers/dplis/measured.md have the tables.
+papers/dplis/results/measured.md have the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import describe_run, parse_arguments, require_data
 
 from dpdist import models

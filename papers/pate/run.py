@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import end_script, parse_arguments, train_small_run
 
 from dpdist.cluster.executor import LocalExecutor

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe

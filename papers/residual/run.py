@@ -24,6 +24,7 @@ import hashlib
 import io
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import describe_run, make_images, parse_arguments, require_data, scratch_folder
 from PIL import Image
 from safetensors.numpy import load as load_tensors

@@ -25,6 +25,7 @@ import fnmatch
 import itertools
 import json
 import secrets
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -34,6 +35,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import make_images, parse_arguments, require_data, scratch_folder
 from scipy.stats import t as student_t
 from torch import nn

@@ -1,4 +1,4 @@
-"""TransDenoiser and its ablations on MNIST: table and picture of papers/transdenoiser/measured.md.
+"""TransDenoiser and its ablations on MNIST: table and picture of results/measured.md.
 
 Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
 `dpdist attack` for each row and repetition (another initialisation, another run key); for a public
@@ -22,6 +22,7 @@ import fnmatch
 import io
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist import models

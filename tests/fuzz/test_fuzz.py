@@ -107,8 +107,6 @@ OPTIONS = {
     ("account", "search"): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
                             "delta": 1e-4, "runs": 3},
     ("account", "shuffling"): {"noise-multiplier": 1, "steps": 5, "delta": 1e-4},
-    ("account", "composition"): {"steps": 5, "delta": 1e-4, "step-epsilon": 0.1,
-                                 "step-delta": 1e-6},
     ("account", "mechanisms"): {"delta": 1e-4, "sensitivity": 1, "plot": "p.png"},
     ("radius",): {"hits": 90, "draws": 100, "sigma": 0.5, "alpha": 0.01, "dimension": 10},
     ("budget",): {"folder": ".", "delta": 1e-5},

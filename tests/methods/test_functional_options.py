@@ -19,8 +19,8 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.base import MethodSetup, MethodState
-from dpdist.methods.hidden_noise_shares import normalised_shares
 from dpdist.models import ModelSpec, last_linear
+from dpdist.papers.secure_sgd.shares import normalised_shares
 from dpdist.papers.stobatch.functional import Adversarial, Functional, Relevance
 from dpdist.papers.stobatch.functional_sums import (
     SCALES,

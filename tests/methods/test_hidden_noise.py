@@ -20,10 +20,10 @@ from torch import nn
 from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
-from dpdist.methods import hidden_noise_shares
-from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
+from dpdist.papers.secure_sgd import shares as hidden_noise_shares
+from dpdist.papers.secure_sgd.method import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.runs.recipe import find_recipe, load_recipe
 

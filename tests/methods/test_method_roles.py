@@ -12,7 +12,7 @@ from support.methods import every_method
 from dpdist.audits.target import AuditResult
 from dpdist.certification.evaluation import Evaluation
 from dpdist.methods.base import Capabilities, Execution, Method, PublicRecords
-from dpdist.methods.hidden_noise import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
+from dpdist.papers.secure_sgd.method import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
 
 MOST_ABSTRACT, MOST_OVERRIDABLE = 4, 12
 

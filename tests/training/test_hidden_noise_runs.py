@@ -17,9 +17,9 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenPerturbation
-from dpdist.methods import hidden_noise_shares
-from dpdist.methods.hidden_noise_shares import HiddenNoiseExecution
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
+from dpdist.papers.secure_sgd import shares as hidden_noise_shares
+from dpdist.papers.secure_sgd.shares import HiddenNoiseExecution
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import find_noise_location

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
+from dpdist.methods.base import Capabilities, DrawCount, Execution, M, Method, MethodState
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from dpdist.gradients.clipping import Clipping
+    from dpdist.gradients.engine import GradientEngine
     from dpdist.gradients.perturbations import ModulePerturbation
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
@@ -85,8 +87,10 @@ class ResidualPerturbation(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a certificate without sigma."""
+        """Raise ValueError for a certificate without sigma, and for BatchNorm with privacy."""
         super().check(recipe)
+        if recipe.model.options.get("norm") == "batch":
+            _check_whole_batches(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None:
             raise ValueError(
                 "certify.sigma is required: the noise on the input is what certifies; "
@@ -147,7 +151,63 @@ class ResidualPerturbation(Method):
         return ResidualExecution(self)
 
 
-class ResidualExecution(Execution[ResidualPerturbation]):
+class WholeBatch(Method):
+    """Ordinary gradients of whole batches, BatchNorm included: the baseline WITHOUT privacy.
+
+    Nothing is proved about training records: each one changes the others' gradients.
+    """
+
+    name: Literal["whole-batch"] = "whole-batch"
+    display_name: ClassVar[str] = "whole batches, no privacy"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return that passes are of several records."""
+        return Capabilities(needs_batched_passes=True)
+
+    def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a recipe with privacy, or with parts of a batch."""
+        super().check(recipe)
+        _check_whole_batches(recipe)
+
+    def execution(self) -> Execution[Any]:
+        """Return the training by whole batches."""
+        return WholeBatchExecution(self)
+
+
+def _check_whole_batches(recipe: BaseRecipe) -> None:
+    rules = {
+        "privacy.noise_multiplier: must be 0": recipe.privacy.noise_multiplier != 0,
+        "privacy.clipping: must be none": recipe.privacy.clipping != "none",
+        "resources.workers: must be 1": recipe.resources.max_workers > 1,
+        "training.reproducible: must be false": recipe.training.reproducible,
+        "audit: must be left out": recipe.audit is not None,
+    }
+    if broken := [rule for rule, is_broken in rules.items() if is_broken]:
+        raise ValueError(f"{broken[0]}, for BatchNorm sees whole batches and mixes their records")
+
+
+class WholeBatchExecution(Execution[M]):
+    """Steps by whole batches, where the model has BatchNorm and nothing is clipped."""
+
+    def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
+        """Return the engine of whole batches; for a model without BatchNorm the usual one."""
+        from dpdist.gradients.clipping import NoClipping
+        from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
+
+        if not (isinstance(clipping, NoClipping) and mixes_records(model)):
+            return super().engine(model, clipping, **how)
+        task = self.task()
+        return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
+
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the statistics of BatchNorm, which passes write to."""
+        from dpdist.papers.residual.whole_batch import batch_statistics
+
+        return batch_statistics(model)
+
+
+class ResidualExecution(WholeBatchExecution[ResidualPerturbation]):
     """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:

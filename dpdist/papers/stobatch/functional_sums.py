@@ -23,10 +23,10 @@ from dpdist.core.errors import UserError
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
-from dpdist.methods.hidden_noise_shares import normalised_shares, prepare_nonprivate_training
 from dpdist.models import find_batch_dependence, patch_features_of
 from dpdist.models.batch_independence import find_output_difference
 from dpdist.models.features import PenultimateFeatures, last_linear
+from dpdist.papers.secure_sgd.shares import normalised_shares, prepare_nonprivate_training
 from dpdist.papers.stobatch.functional import Functional, Relevance
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
