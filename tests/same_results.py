@@ -438,13 +438,13 @@ CASES: dict[str, Case] = {
         first=tuple(
             step(f"{words} --json", f"{number:02d}")
             for number, words in enumerate((
-                "account epsilon --records 60000 --batch-size 256 --noise-multiplier 1.1 "
+                "account --records 60000 --batch-size 256 --noise-multiplier 1.1 "
                 "--steps 3516 --delta 1e-5",
-                "account noise --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
+                "account --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
                 "--delta 1e-5",
                 "tune accounting.yaml --plan --records 400 --trials 2,5",
                 "run accounting.yaml --dry-run",
-                "radius --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
+                "account --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
             ))
         ),
         special="no run",

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from support.datasets import write_split
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.whole
 
 COMMANDS = [
     "run", "train", "tune", "sweep", "certify", "attack", "predict", "report", "release",
-    "account", "budget", "radius", "recipes", "data",
+    "account", "budget", "recipes", "data",
 ]  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def test_version_and_bare_call(dpdist):
 
 def test_calculators_answer_in_json(dpdist):
     done = dpdist(
-        "account", "epsilon", "--records", "60000", "--batch-size", "256",
+        "account", "--records", "60000", "--batch-size", "256",
         "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
     )  # fmt: skip
     answer = json.loads(done.stdout)
@@ -100,99 +99,17 @@ def test_calculators_answer_in_json(dpdist):
         answer
     )
     done = dpdist(
-        "radius", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
+        "account", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
         "--json",
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
 
 
-def test_compositions_stand_side_by_side_and_the_limit_is_an_approximation(dpdist):
-    sgd = ("--steps", 1000, "--delta", 1e-5, "--noise-multiplier", 1.1, "--sample-rate", 0.01)
-    rows = json.loads(dpdist("account", "composition", *sgd, "--json").stdout)
-    kinds = {row["theorem"]: row["kind"] for row in rows}
-    assert kinds.pop("mu-GDP, CLT") == "approximation" and set(kinds.values()) == {"proved"}
-    told = dpdist("account", "composition", *sgd).stdout
-    assert "may lie below what holds; no run is charged by it" in told
-    equal = ("account", "composition", "--steps", 100, "--delta", 1e-5)
-    rows = json.loads(dpdist(*equal, "--step-epsilon", 0.1, "--json").stdout)
-    basic, advanced, optimal = (row["epsilon"] for row in rows)
-    assert optimal < advanced < basic == pytest.approx(10)
-    for wrong, message in [
-        ((), "give one of --step-epsilon"),
-        (("--step-epsilon", 1, "--noise-multiplier", 1), "give one of"),
-        (("--noise-multiplier", 1, "--step-delta", 0.1), "--step-delta: must be left out"),
-        (("--step-epsilon", 1, "--sample-rate", 0.1), "--sample-rate: must be left out"),
-        (("--step-epsilon", 1, "--step-delta", 1e-6), "must be above 100 x 1e-06"),
-    ]:
-        done = dpdist(*equal, *wrong)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
-def test_epsilon_of_votes_is_claimed_and_called_private(dpdist, tmp_path):
-    counts = np.array([[240, 10, 0], [130, 100, 20], [250, 0, 0]] * 50)
-    np.save(tmp_path / "counts.npy", counts)
-    np.savetxt(tmp_path / "counts.csv", counts, delimiter=",", fmt="%d")
-    labels = np.stack([np.repeat([0, 1, 2], row) for row in counts], axis=1)
-    np.save(tmp_path / "labels.npy", labels)
-    how = ("--vote-noise", 40, "--delta", 1e-5, "--json")
-    told = [
-        dpdist("account", "votes", tmp_path / name, *more, *how).stdout
-        for name, more in [
-            ("counts.npy", ()), ("counts.csv", ()), ("labels.npy", ("--teacher-labels", 3)),
-        ]
-    ]  # fmt: skip
-    assert told[0] == told[1] == told[2]
-    answer = json.loads(told[0])
-    assert [row["kind"] for row in answer["rows"]] == ["proved", "claimed", "claimed"]
-    assert "PRIVATE ITSELF" in answer["note"] and "may understate" in answer["note"]
-    fixed, passing, _ = (row["epsilon"] for row in answer["rows"])
-    assert passing < fixed
-    said = dpdist("account", "votes", tmp_path / "counts.csv", *how[:-1], "--queries", 3).stdout
-    assert "3 queries" in said and "PRIVATE ITSELF" in said
-    (tmp_path / "bad.csv").write_text("1,-2\n")
-    (tmp_path / "words.csv").write_text("1,2\n3,SECRET\n")
-    (tmp_path / "one.csv").write_text("1\n2\n")
-    for name, more, message in [
-        ("bad.csv", (), "whole numbers >= 0, got another value in row 1, column 2"),
-        ("words.csv", (), "must be a table of numbers, .csv or .npy, got another value in row 2, "),
-        ("one.csv", (), "two or more classes"),
-        ("none.npy", (), "cannot be read"),
-        ("labels.npy", ("--teacher-labels", 2), "labels 0 to 1, got another value in row "),
-        ("counts.npy", ("--queries", 1000), "--queries: must be <= 150"),
-        ("counts.npy", ("--threshold", 100), "--threshold and --threshold-noise together"),
-    ]:
-        done = dpdist("account", "votes", tmp_path / name, *more, *how)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-        assert "SECRET" not in done.stderr and "got -2" not in done.stderr
-
-
-def test_mixed_noise_is_exact_beside_what_is_published(dpdist, tmp_path):
-    (tmp_path / "noise.csv").write_text("1.98,0\n0,0.02\n")
-    asked = ("account", "mechanisms", "--covariance", tmp_path / "noise.csv", "--bounds", "1,0.1")
-    rows = json.loads(dpdist(*asked, "--credit-steps", 100, "--json").stdout)
-    exact, published, credited = (row["epsilon"] for row in rows)
-    assert exact == pytest.approx(4.39, abs=0.01) and published > 7 * exact > credited
-    assert [row["kind"] for row in rows] == ["proved", "claimed", "claimed"]
-    more = json.loads(dpdist(*asked, "--added-noise", 10, "--json").stdout)
-    assert more[0]["epsilon"] < more[1]["epsilon"] < 1 and more[1]["kind"] == "proved"
-    (tmp_path / "flat.csv").write_text("1,1\n1,1\n")
-    flat = dpdist("account", "mechanisms", "--covariance", tmp_path / "flat.csv").stdout
-    assert flat.count("inf") == 2
-    for wrong, message in [
-        (("--bounds", "1,1"), "--bounds: needs --covariance"),
-        (("--covariance", tmp_path / "noise.csv", "--bounds", "1"), "one number > 0, or 2"),
-        (("--covariance", tmp_path / "none.csv"), "cannot be read"),
-        (("--covariance", tmp_path / "noise.csv", "--plot", "x.png"), "--plot: must be left out"),
-    ]:
-        done = dpdist("account", "mechanisms", *wrong)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
 @pytest.mark.long
 def test_calculators_import_neither_torch_nor_ray():
     code = (
-        "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "
+        "import sys; sys.argv = ['dpdist', 'account', '--records', '1000', "
         "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
         "from dpdist.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"

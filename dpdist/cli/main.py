@@ -64,9 +64,8 @@ _COMMANDS: dict[str, dict[str, Any]] = {
         "generate": report.generate_command,
     },
     "Calculate": {
-        "radius": certify.radius_command,
-        "account": account.account_app,
-        "budget": account.budget_app,
+        "account": account.account_command,
+        "budget": account.budget_command,
     },
     "Clusters": {
         "cluster": cluster.cluster_app,
