@@ -59,7 +59,7 @@ CASES = (
     "predict nothing image.png",
     "predict begun image.png",
     "report nothing",
-    "compare nothing other",
+    "report nothing other",
     "release begun",
     "denoise begun --name new --classifier nowhere",
     "membership small.yaml --attack nothing",

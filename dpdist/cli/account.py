@@ -89,7 +89,7 @@ def account_command(
     claims: _Claims = False,
     as_json: PrintJson = False,
 ) -> None:
-    """Compute what is missing: epsilon, noise, steps or batch size of DP-SGD, or a radius.
+    """Compute what is missing: epsilon, noise, steps or batch size of a training; or a radius.
 
     Give --records, --delta and all but one of --epsilon, --noise-multiplier, --steps and
     --batch-size, and the command computes the one that you left out. With --trials it also prints

@@ -56,8 +56,6 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     },
     "Look at runs, and publish": {
         "report": report.report_command,
-        "compare": report.compare_command,
-        "log": report.log_command,
         "release": report.release_command,
         "verify": report.verify_command,
         "predict": certify.predict_command,

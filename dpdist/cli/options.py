@@ -234,6 +234,17 @@ ArchivePrivate = Annotated[
     ),
 ]
 
+Log = Annotated[
+    list[str] | None,
+    option(
+        "Give what may be published of the run to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT. "
+        "May be repeated.",
+        None,
+        "--log",
+        metavar="KIND:PLACE",
+    ),
+]
+
 # Of the commands that take inputs of the test split, on Ray actors.
 Start = Annotated[int | None, option("First input.", CountOrZero)]
 Every = Annotated[int | None, option("Every k-th input.", Count)]

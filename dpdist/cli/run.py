@@ -24,6 +24,7 @@ from dpdist.cli.options import (
     DataRoot,
     GroupedCommands,
     Local,
+    Log,
     Name,
     PublishableJson,
     RecipeArgument,
@@ -51,15 +52,6 @@ if TYPE_CHECKING:
 
 
 _DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
-_Log = Annotated[
-    list[str] | None,
-    option(
-        "At the end, give what may be published to tensorboard:FOLDER, mlflow:URI, wandb:PROJECT.",
-        None,
-        "--log",
-        metavar="KIND:PLACE",
-    ),
-]
 
 
 def run_command(
@@ -74,7 +66,7 @@ def run_command(
     local: Local = None,
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
-    log: _Log = None,
+    log: Log = None,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
     from dpdist.core import console

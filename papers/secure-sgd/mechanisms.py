@@ -5,7 +5,7 @@ python papers/secure-sgd/mechanisms.py mechanisms.png
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,9 @@ DELTA, SENSITIVITY = 1e-5, 1.0
 
 def main() -> None:
     """Draw the figure into the file that the command names, a .png, .pdf or .svg."""
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path, help="a .png, .pdf or .svg")
+    path = parser.parse_args().path
     epsilon = np.geomspace(0.05, 10, 200)
     proved = epsilon <= 1
     classical = mechanisms.classical_gaussian_formula(epsilon, DELTA, SENSITIVITY)

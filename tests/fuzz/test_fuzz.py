@@ -110,7 +110,7 @@ OPTIONS = {
                       "labels": "true", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
                       "certificates": "a"},
     ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
-    ("compare", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
+    ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
     ("denoise", "x"): {"name": "n", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
     ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
@@ -146,7 +146,7 @@ def test_options(fuzz, tmp_path, finished):
 
 
 READERS = [
-    ["report", "x"], ["release", "x", "--not-private"], ["compare", "x"],
+    ["report", "x"], ["release", "x", "--not-private"], ["report", "x", "x"],
     ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
     ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],

@@ -266,7 +266,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
         one_line(here(*asked), why)
     dry = here("run", "x.yaml", "--name", "other", "--dry-run")
     assert dry.code == 0 and "5 teachers on disjoint shards" in dry.out, dry.err
-    both = here("compare", "x", "x")
+    both = here("report", "x", "x")
     assert both.code == 0 and "proved" in both.out, both.err
     _nothing_leaves(folder, tmp_path)
     # A ledger with more answers than the plan pays for was not written by this run.
