@@ -163,7 +163,7 @@ class Case:
 
     def commands(self, name: str) -> tuple[Step, ...]:
         public = {"initial", "classifier"} & set(self.recipe.get("model", ()))
-        before = (step(f"pretrain {name}.yaml"),) if public else ()
+        before = (step(f"run {name}.yaml --until pretrain"),) if public else ()
         return (*before, *(self.first or (step(f"run {name}.yaml"),)), *self.steps, *_ends(name))
 
 
@@ -471,7 +471,7 @@ CASES: dict[str, Case] = {
             "certify": {**_VOTES, "n": 20000, "batch": 500, "max_inputs": 40},
         },
         (step("certify paused"),),
-        first=(step("train paused.yaml"),),
+        first=(step("run paused.yaml --until train"),),
         left_out={
             "*checkpoints/step-0000*": "written as time passes; the last one is step-00001000",
             "*/report/*": "how long the training took",
@@ -667,7 +667,7 @@ def pause(folder: Path) -> None:
         return any(run.glob("private/checkpoints/*/done.json")) and _lines(ledger) > 300
 
     ledger = run / "private/ledger.jsonl"
-    interrupt(folder, "train paused.yaml", trained)
+    interrupt(folder, "run paused.yaml --until train", trained)
 
 
 def pause_certification(folder: Path) -> None:
@@ -915,7 +915,7 @@ def _went_on(base: Path, before: Facts) -> list[str]:
     shutil.copytree(base / "paused.paused", place)
     run = place / "training" / "runs" / "paused"
     released = _releases(run)
-    dpdist(place / "training", step("train paused.yaml"))
+    dpdist(place / "training", step("run paused.yaml --until train"))
     lines = []
     steps = _releases(run)
     if {key: steps.get(key) for key in released} != released:

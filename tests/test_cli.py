@@ -20,7 +20,7 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 COMMANDS = [
-    "run", "train", "tune", "sweep", "certify", "attack", "predict", "report", "release",
+    "run", "tune", "sweep", "certify", "attack", "predict", "report", "release",
     "account", "budget", "recipes", "data",
 ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_a_folder_that_is_gone_is_one_line(dpdist, tmp_path, monkeypatch):
 def test_recipes_are_listed_and_shown_complete(dpdist):
     listed = dpdist("recipes").stdout
     assert "digits" in listed and "mnist-dpsgd" in listed
-    shown = yaml.safe_load(dpdist("recipes", "show", "digits").stdout)
+    shown = yaml.safe_load(dpdist("recipes", "digits").stdout)
     assert shown["training"]["reproducible"] is False
 
 
@@ -197,7 +197,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
     ],
 )
 def test_bad_recipes(dpdist, tmp_path, sections, message):
-    done = dpdist("train", recipe(tmp_path, **sections), cwd=tmp_path)
+    done = dpdist("run", "--until", "train", recipe(tmp_path, **sections), cwd=tmp_path)
     line = refused(done)
     assert message in line
     assert not list(tmp_path.glob("runs/*/private/*key"))
@@ -324,22 +324,26 @@ def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeyp
 
 def test_several_mistakes_are_all_named(dpdist, tmp_path):
     path = recipe(tmp_path, training={"stepz": 1, "learning_rate": -1})
-    done = dpdist("train", path, cwd=tmp_path)
+    done = dpdist("run", "--until", "train", path, cwd=tmp_path)
     assert done.returncode == 2
     assert "stepz" in done.stderr and "learning_rate: must be > 0" in done.stderr
 
 
 def test_the_complaint_begins_with_the_file(dpdist, tmp_path):
     path = recipe(tmp_path, privacy={"delta": 2})
-    assert f"{path}: privacy.delta:" in refused(dpdist("train", path, cwd=tmp_path))
+    assert f"{path}: privacy.delta:" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
 
 
 def test_unreadable_recipes(dpdist, tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [1, 2")
-    assert "cannot be read as YAML" in refused(dpdist("train", tmp_path / "broken.yaml"))
+    assert "cannot be read as YAML" in refused(
+        dpdist("run", "--until", "train", tmp_path / "broken.yaml")
+    )
     (tmp_path / "list.yaml").write_text("- 1")
-    assert "is a mapping" in refused(dpdist("train", tmp_path / "list.yaml"))
-    assert "no such recipe" in refused(dpdist("train", "nothing-like-it"))
+    assert "is a mapping" in refused(dpdist("run", "--until", "train", tmp_path / "list.yaml"))
+    assert "no such recipe" in refused(dpdist("run", "--until", "train", "nothing-like-it"))
 
 
 def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
@@ -349,7 +353,9 @@ def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
         "    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))\n"
     )
     path = recipe(tmp_path, model="mixing:net")
-    line = refused(dpdist("train", path, cwd=tmp_path))  # imported from the directory
+    line = refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )  # imported from the directory
     assert "BatchNorm" in line and "GroupNorm" in line
 
 
@@ -357,11 +363,15 @@ def test_wrong_columns_and_labels(dpdist, tmp_path):
     folder = tmp_path / "data" / "mine"
     write_split(folder, x=[1.0, 2.0], label=[0, 1])
     path = recipe(tmp_path, data={"name": "mine", "root": str(tmp_path / "data")})
-    assert "no column 'image'; it has x, label" in refused(dpdist("train", path, cwd=tmp_path))
+    assert "no column 'image'; it has x, label" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
     columns = {"features": ["x"]}
     section = {"name": "mine", "root": str(tmp_path / "data"), "classes": 1, "columns": columns}
     path = recipe(tmp_path, data=section)
-    assert "row 1: column 'label' must be 0 to 0" in refused(dpdist("train", path, cwd=tmp_path))
+    assert "row 1: column 'label' must be 0 to 0" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
 
 
 def make_run(tmp_path: Path) -> Path:
@@ -377,14 +387,14 @@ def make_run(tmp_path: Path) -> Path:
 def test_same_name_with_a_different_recipe(dpdist, tmp_path):
     make_run(tmp_path)
     path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
-    line = refused(dpdist("train", path, cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", path, cwd=tmp_path))
     assert "different recipe" in line and "privacy.noise_multiplier" in line
 
 
 def test_a_run_of_a_newer_version(dpdist, tmp_path):
     folder = make_run(tmp_path)
     (folder / "run.json").write_text('{"format": 99, "dpdist": "9.0"}')
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "newer dpdist (9.0, format 99" in line
 
 
@@ -393,7 +403,7 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     from dpdist.runs.recipe import load_recipe, make_plan
 
     (tmp_path / "runs").write_text("")
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "runs: File exists" in line or "runs/small: Not a directory" in line
     (tmp_path / "runs").unlink()
     folder = make_run(tmp_path)
@@ -425,16 +435,18 @@ def test_certify_report_and_release_need_a_finished_training(dpdist, tmp_path):
 def test_damaged_files_of_a_run_are_named(dpdist, tmp_path):
     folder = make_run(tmp_path)
     (folder / "private" / "plan.json").write_text("{")
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "private/plan.json: damaged" in line
 
 
 def test_no_cluster_at_ray_address(dpdist, tmp_path):
     began = time.monotonic()
-    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    done = dpdist(
+        "run", "--until", "train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1"
+    )
     assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:1" in refused(done)
     assert time.monotonic() - began < 60
-    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
+    done = dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
     assert "must be HOST:PORT" in refused(done)
 
 

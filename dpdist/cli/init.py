@@ -663,7 +663,7 @@ def make_features_data(
         str,
         option(
             "A classifier: package.module:factory, torchvision:NAME, timm:NAME, a name of the zoo, "
-            "or a folder of `dpdist pretrain` or a release.",
+            "or a folder of `dpdist run --until pretrain` or a release.",
             metavar="PACKAGE.MODULE:FACTORY|DIR",
         ),
     ],

@@ -36,15 +36,12 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "Start": {
         "init": init.init_command,
         "run": run.run_command,
-        "recipes": run.recipes_app,
+        "recipes": run.recipes_command,
         "data": init.data_app,
     },
     "Train": {
-        "train": run.train_command,
         "tune": run.tune_command,
         "sweep": run.sweep_command,
-        "pretrain": run.pretrain_command,
-        "denoise": run.denoise_command,
     },
     "Certify, attack and audit": {
         "import": importing.import_command,

@@ -57,9 +57,9 @@ def test_recipes(fuzz, tmp_path):
         (place / "x.yaml").write_text(text, errors="surrogatepass")
         command = draw(
             st.sampled_from(
-                [["train"], ["train"], ["run"], ["run", "--dry-run"], ["data", "check"],
-                 ["recipes", "show"], ["tune", "--plan", "--records", "200"], ["tune"],
-                 ["pretrain"], ["cluster", "check", "x.yaml", "--recipe"]]
+                [["run", "--until", "train"], ["run"], ["run", "--dry-run"], ["data", "check"],
+                 ["recipes"], ["tune", "--plan", "--records", "200"], ["tune"],
+                 ["run", "--until", "pretrain"], ["cluster", "check", "x.yaml", "--recipe"]]
             )
         )  # fmt: skip
         fuzz.call(changes, place, *command, "x.yaml")
@@ -88,7 +88,7 @@ def test_yaml_texts(fuzz, tmp_path):
     def one(parts, at, keep, of_cluster):
         text = good[:at] + "".join(parts) + (good[at:] if keep else "")
         (tmp_path / "x.yaml").write_bytes(text.encode(errors="surrogatepass"))
-        command = ["cluster", "check"] if of_cluster else ["recipes", "show"]
+        command = ["cluster", "check"] if of_cluster else ["recipes"]
         fuzz.call(text[-200:], tmp_path, *command, "x.yaml")
 
     one()
@@ -111,7 +111,7 @@ OPTIONS = {
                       "certificates": "a"},
     ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
     ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
-    ("denoise", "x"): {"name": "n", "classifier": "runs/x/private/model", "saw": "s"},
+    ("import", "n"): {"run": "x", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
     ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
     ("data", "list"): {"data-root": "."},
@@ -151,7 +151,7 @@ READERS = [
     ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
     ["attack", "x", "--check-certificates"],
-    ["denoise", "x", "--name", "y", "--classifier", "runs/x/private/model", "--saw", "s"],
+    ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--saw", "s"],
 ]  # fmt: skip
 
 
@@ -273,8 +273,8 @@ def test_archives(fuzz, tmp_path, finished):
         ["account", "--epsilon", "1", "--records", "100", "--batch-size", "10", "--delta",
          "1e-5", "--steps", "1" + "0" * 18],
         ["tune", "digits", "--plan", "--plot", "x.xyz"],
-        ["recipes", "show", "deep.yaml"],
-        ["recipes", "show", b"\xff.yaml"],
+        ["recipes", "deep.yaml"],
+        ["recipes", b"\xff.yaml"],
     ],
 )  # fmt: skip
 def test_the_console_script_says_the_same(tmp_path, arguments):

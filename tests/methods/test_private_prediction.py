@@ -261,7 +261,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     for asked in (
         ("release", "x"), ("release", "x", "--not-private"), ("certify", "x", "--sigma", 0.5),
         ("attack", "x", "--norm", "l2"), ("membership", "x.yaml"),
-        ("audit", "x"), ("audit", "x.yaml"), ("denoise", "x", "--classifier", "x", "--name", "y"),
+        ("audit", "x"), ("audit", "x.yaml"), ("import", "y", "--run", "x", "--classifier", "x"),
     ):  # fmt: skip
         one_line(here(*asked), why)
     dry = here("run", "x.yaml", "--name", "other", "--dry-run")

@@ -265,7 +265,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         done = run(*words_)
         assert done.code == 0, (words_, done.out + done.err)
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
-    again = run("train", t.run.recipe_file, *runs)
+    again = run("run", "--until", "train", t.run.recipe_file, *runs)
     assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
 
 
