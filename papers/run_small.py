@@ -4,7 +4,7 @@
     python papers/run_small.py --quick      # one cell on the built-in digits
 
 A cell is one training of a row with one key, certified and attacked by the commands that a user
-has: `dpdist pretrain`, `dpdist run`, `dpdist attack`. Cells are made in the order of the papers,
+has: `dpdist run`, `dpdist attack`. Cells are made in the order of the papers,
 the first key of all before the second; none is begun after --hours. Each is a line of --results,
 written when the cell is done: what is there is not made again. A line holds the shares of right
 answers, and of each test image whether it was right (hexadecimal bits), to compare rows image by
@@ -257,7 +257,7 @@ def make(options: argparse.Namespace, part: str, cell: Cell, key: int) -> dict[s
     path, run = recipes / f"{name}.yaml", RunFolder(runs / name)
     path.write_text(recipe.to_yaml())
     if recipe.public is not None and not (public_folder(options) / "provenance.json").exists():
-        command(options, "pretrain", str(path))
+        command(options, "run", str(path), "--until", "pretrain")
     if not run.report_file.exists():
         command(options, "run", str(path), "--runs", str(runs), "--local")
     if cell.sizes and not list(run.path.glob("attacks/*/attacks.parquet")):

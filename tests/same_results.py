@@ -160,13 +160,13 @@ class Case:
 
     def commands(self, name: str) -> tuple[Step, ...]:
         public = {"initial", "classifier"} & set(self.recipe.get("model", ()))
-        before = (step(f"pretrain {name}.yaml"),) if public else ()
+        before = (step(f"run {name}.yaml --until pretrain"),) if public else ()
         return (*before, *(self.first or (step(f"run {name}.yaml"),)), *self.steps, *_ends(name))
 
 
 def _ends(name: str) -> tuple[Step, ...]:
     """What is said of every run: the page, and all facts that reports are made of."""
-    return step(f"report {name}", "report"), step(f"compare {name} --json", "facts")
+    return step(f"report {name}", "report"), step(f"report {name} --json", "facts")
 
 
 _ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
@@ -434,13 +434,13 @@ CASES: dict[str, Case] = {
         first=tuple(
             step(f"{words} --json", f"{number:02d}")
             for number, words in enumerate((
-                "account epsilon --records 60000 --batch-size 256 --noise-multiplier 1.1 "
+                "account --records 60000 --batch-size 256 --noise-multiplier 1.1 "
                 "--steps 3516 --delta 1e-5",
-                "account noise --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
+                "account --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
                 "--delta 1e-5",
                 "tune accounting.yaml --plan --records 400 --trials 2,5",
                 "run accounting.yaml --dry-run",
-                "radius --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
+                "account --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
             ))
         ),
         special="no run",

@@ -83,8 +83,9 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "train", "tune", "pretrain", "membership", "poison", "audit", "data check",
-     "recipes show", "cluster submit"],
+    ["run", "run --until train", "run --until pretrain", "tune", "membership", "poison", "audit",
+     "data check",
+     "recipes", "cluster submit"],
 )  # fmt: skip
 def test_every_command_that_takes_a_recipe_takes_it(path, command):
     asked = [*command.split(), str(path), "--set", "training.batch_size=0"]

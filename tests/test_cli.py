@@ -20,8 +20,8 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 COMMANDS = [
-    "run", "train", "tune", "sweep", "certify", "attack", "predict", "report", "release",
-    "account", "budget", "radius", "recipes", "data",
+    "run", "tune", "sweep", "certify", "attack", "predict", "report", "release",
+    "account", "budget", "recipes", "data",
 ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_version_and_bare_call(dpdist):
 
 def test_calculators_answer_in_json(dpdist):
     done = dpdist(
-        "account", "epsilon", "--records", "60000", "--batch-size", "256",
+        "account", "--records", "60000", "--batch-size", "256",
         "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
     )  # fmt: skip
     answer = json.loads(done.stdout)
@@ -99,39 +99,17 @@ def test_calculators_answer_in_json(dpdist):
         answer
     )
     done = dpdist(
-        "radius", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
+        "account", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
         "--json",
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
 
 
-def test_mixed_noise_is_exact_beside_what_is_published(dpdist, tmp_path):
-    (tmp_path / "noise.csv").write_text("1.98,0\n0,0.02\n")
-    asked = ("account", "mechanisms", "--covariance", tmp_path / "noise.csv", "--bounds", "1,0.1")
-    rows = json.loads(dpdist(*asked, "--credit-steps", 100, "--json").stdout)
-    exact, published, credited = (row["epsilon"] for row in rows)
-    assert exact == pytest.approx(4.39, abs=0.01) and published > 7 * exact > credited
-    assert [row["kind"] for row in rows] == ["proved", "claimed", "claimed"]
-    more = json.loads(dpdist(*asked, "--added-noise", 10, "--json").stdout)
-    assert more[0]["epsilon"] < more[1]["epsilon"] < 1 and more[1]["kind"] == "proved"
-    (tmp_path / "flat.csv").write_text("1,1\n1,1\n")
-    flat = dpdist("account", "mechanisms", "--covariance", tmp_path / "flat.csv").stdout
-    assert flat.count("inf") == 2
-    for wrong, message in [
-        (("--bounds", "1,1"), "--bounds: needs --covariance"),
-        (("--covariance", tmp_path / "noise.csv", "--bounds", "1"), "one number > 0, or 2"),
-        (("--covariance", tmp_path / "none.csv"), "cannot be read"),
-        (("--covariance", tmp_path / "noise.csv", "--plot", "x.png"), "--plot: must be left out"),
-    ]:
-        done = dpdist("account", "mechanisms", *wrong)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
 @pytest.mark.long
 def test_calculators_import_neither_torch_nor_ray():
     code = (
-        "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "
+        "import sys; sys.argv = ['dpdist', 'account', '--records', '1000', "
         "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
         "from dpdist.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
@@ -153,7 +131,7 @@ def test_a_folder_that_is_gone_is_one_line(dpdist, tmp_path, monkeypatch):
 def test_recipes_are_listed_and_shown_complete(dpdist):
     listed = dpdist("recipes").stdout
     assert "digits" in listed and "mnist-dpsgd" in listed
-    shown = yaml.safe_load(dpdist("recipes", "show", "digits").stdout)
+    shown = yaml.safe_load(dpdist("recipes", "digits").stdout)
     assert shown["training"]["reproducible"] is False
 
 
@@ -219,7 +197,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
     ],
 )
 def test_bad_recipes(dpdist, tmp_path, sections, message):
-    done = dpdist("train", recipe(tmp_path, **sections), cwd=tmp_path)
+    done = dpdist("run", "--until", "train", recipe(tmp_path, **sections), cwd=tmp_path)
     line = refused(done)
     assert message in line
     assert not list(tmp_path.glob("runs/*/private/*key"))
@@ -346,22 +324,26 @@ def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeyp
 
 def test_several_mistakes_are_all_named(dpdist, tmp_path):
     path = recipe(tmp_path, training={"stepz": 1, "learning_rate": -1})
-    done = dpdist("train", path, cwd=tmp_path)
+    done = dpdist("run", "--until", "train", path, cwd=tmp_path)
     assert done.returncode == 2
     assert "stepz" in done.stderr and "learning_rate: must be > 0" in done.stderr
 
 
 def test_the_complaint_begins_with_the_file(dpdist, tmp_path):
     path = recipe(tmp_path, privacy={"delta": 2})
-    assert f"{path}: privacy.delta:" in refused(dpdist("train", path, cwd=tmp_path))
+    assert f"{path}: privacy.delta:" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
 
 
 def test_unreadable_recipes(dpdist, tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [1, 2")
-    assert "cannot be read as YAML" in refused(dpdist("train", tmp_path / "broken.yaml"))
+    assert "cannot be read as YAML" in refused(
+        dpdist("run", "--until", "train", tmp_path / "broken.yaml")
+    )
     (tmp_path / "list.yaml").write_text("- 1")
-    assert "is a mapping" in refused(dpdist("train", tmp_path / "list.yaml"))
-    assert "no such recipe" in refused(dpdist("train", "nothing-like-it"))
+    assert "is a mapping" in refused(dpdist("run", "--until", "train", tmp_path / "list.yaml"))
+    assert "no such recipe" in refused(dpdist("run", "--until", "train", "nothing-like-it"))
 
 
 def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
@@ -371,7 +353,9 @@ def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
         "    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))\n"
     )
     path = recipe(tmp_path, model="mixing:net")
-    line = refused(dpdist("train", path, cwd=tmp_path))  # imported from the directory
+    line = refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )  # imported from the directory
     assert "BatchNorm" in line and "GroupNorm" in line
 
 
@@ -379,11 +363,15 @@ def test_wrong_columns_and_labels(dpdist, tmp_path):
     folder = tmp_path / "data" / "mine"
     write_split(folder, x=[1.0, 2.0], label=[0, 1])
     path = recipe(tmp_path, data={"name": "mine", "root": str(tmp_path / "data")})
-    assert "no column 'image'; it has x, label" in refused(dpdist("train", path, cwd=tmp_path))
+    assert "no column 'image'; it has x, label" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
     columns = {"features": ["x"]}
     section = {"name": "mine", "root": str(tmp_path / "data"), "classes": 1, "columns": columns}
     path = recipe(tmp_path, data=section)
-    assert "row 1: column 'label' must be 0 to 0" in refused(dpdist("train", path, cwd=tmp_path))
+    assert "row 1: column 'label' must be 0 to 0" in refused(
+        dpdist("run", "--until", "train", path, cwd=tmp_path)
+    )
 
 
 def make_run(tmp_path: Path) -> Path:
@@ -399,14 +387,14 @@ def make_run(tmp_path: Path) -> Path:
 def test_same_name_with_a_different_recipe(dpdist, tmp_path):
     make_run(tmp_path)
     path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
-    line = refused(dpdist("train", path, cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", path, cwd=tmp_path))
     assert "different recipe" in line and "privacy.noise_multiplier" in line
 
 
 def test_a_run_of_a_newer_version(dpdist, tmp_path):
     folder = make_run(tmp_path)
     (folder / "run.json").write_text('{"format": 99, "dpdist": "9.0"}')
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "newer dpdist (9.0, format 99" in line
 
 
@@ -415,7 +403,7 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     from dpdist.runs.recipe import load_recipe, make_plan
 
     (tmp_path / "runs").write_text("")
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "runs: File exists" in line or "runs/small: Not a directory" in line
     (tmp_path / "runs").unlink()
     folder = make_run(tmp_path)
@@ -447,16 +435,18 @@ def test_certify_report_and_release_need_a_finished_training(dpdist, tmp_path):
 def test_damaged_files_of_a_run_are_named(dpdist, tmp_path):
     folder = make_run(tmp_path)
     (folder / "private" / "plan.json").write_text("{")
-    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
     assert "private/plan.json: damaged" in line
 
 
 def test_no_cluster_at_ray_address(dpdist, tmp_path):
     began = time.monotonic()
-    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    done = dpdist(
+        "run", "--until", "train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1"
+    )
     assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:1" in refused(done)
     assert time.monotonic() - began < 60
-    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
+    done = dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
     assert "must be HOST:PORT" in refused(done)
 
 

@@ -254,7 +254,7 @@ RAW = {
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("train", "r.yaml"),
+        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("run", "--until", "train", "r.yaml"),
         ("poison", "r.yaml", "--models", 2, "--select", 1),
         ("membership", "r.yaml", "--models", 4), ("audit", "r.yaml"),
     ],
@@ -276,7 +276,7 @@ def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
     RunFolder(tmp_path / "runs" / "small").create_or_open(parse_recipe(RAW, "r.yaml"))
     run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, "train", "r.yaml")
+    done = command(monkeypatch, capsys, tmp_path, "run", "--until", "train", "r.yaml")
     assert done.code == 0, done.out + done.err
 
 

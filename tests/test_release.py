@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +40,7 @@ from dpdist.certification.noise import Gaussian
 from dpdist.certification.statistics import population_summary_row
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
-from dpdist.core.files import extract_numbers, json_equal
+from dpdist.core.files import json_equal
 from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
 from dpdist.privacy.card import card_markdown
@@ -51,7 +50,6 @@ from dpdist.release import verify as verifying
 from dpdist.release.bundle import (
     CHECKSUMS,
     DESCRIPTION,
-    DOSSIER,
     MODEL_CARD,
     PRIVACY_CARD,
     PRIVACY_CARD_TEXT,
@@ -63,7 +61,7 @@ from dpdist.release.bundle import (
     parse_description,
     table_name,
 )
-from dpdist.release.model_card import NOT_HELD, dossier, model_card
+from dpdist.release.model_card import model_card
 from dpdist.release.tables import count_difference
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
@@ -212,76 +210,6 @@ def test_the_model_card_has_the_block_that_hubs_read(made):
     assert f"({format_epsilon(card['guarantee']['epsilon'])}, 0.0001)" in text
     for part in ("## Limits", "l2 radius", "1 x 8 x 8", "Apache-2.0"):
         assert part in text
-
-
-@pytest.fixture
-def with_dossier(made, tmp_path) -> Path:
-    """A release with a dossier, of a copy of the run."""
-    run = RunFolder(shutil.copytree(made.parent, tmp_path / "runs" / "small"))
-    dpdist.write_release(run, licence="Apache-2.0", dossier=True)
-    return run.release_folder
-
-
-def _points(page: str) -> dict[str, str]:
-    """The text under each heading of a dossier, by the heading's own number or letter."""
-    parts = re.split(r"^### (.+)$", page, flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-@pytest.mark.long
-def test_a_dossier_has_the_points_of_both_regulations_and_says_what_is_missing(with_dossier, call):
-    page = (with_dossier / DOSSIER).read_text()
-    points = _points(page)
-    assert [heading.split()[0] for heading in points] == [
-        *(f"{number}." for number in range(1, 10)), *(f"({letter})" for letter in "abcd"),
-    ]  # fmt: skip
-    annex = list(points.values())
-    letters = [re.findall(r"\*\*\(([a-h])\)", text) for text in annex]
-    assert letters[:3] == [list("abcdefgh"), list("abcdefgh"), []]
-    for place in (3, 4, 6, 7, 8, 10):  # 4, 5, 7, 8, 9, and (b) of the assessment
-        assert annex[place].replace("#", "").split("\n\n")[1] == NOT_HELD
-    assert all(NOT_HELD in text for text in annex)
-    card = json.loads((with_dossier / PRIVACY_CARD).read_text())
-    stated = format_epsilon(card["guarantee"]["epsilon"])
-    assert page.count(f"({stated}, 0.0001)-differential privacy") == 1
-    for line in (*card["mechanism"], *card["assumptions"], *card["notes"]):
-        assert f"* {line}\n" in page
-    assert call("verify", with_dossier).code == 0
-    assert DOSSIER in call("verify", with_dossier).out
-
-
-def test_a_dossier_tells_nothing_that_the_release_does_not(with_dossier, work):
-    page = (with_dossier / DOSSIER).read_text()
-    told = " ".join(
-        (with_dossier / name).read_text()
-        for name in (PRIVACY_CARD, DESCRIPTION, MODEL_CARD, PRIVACY_CARD_TEXT)
-    )
-    ours = {*map(str, range(1, 10)), "35", "2024", "1689", "2016", "679", "14", "47", "72", "7",
-            "256", "25519"}  # fmt: skip
-    assert set(extract_numbers(page)) - set(extract_numbers(told)) <= ours
-    run = RunFolder(with_dossier.parent)
-    for secret in (str(work), str(run.path), run.read_run_key().hex(), "unlucky-7"):
-        assert secret not in page
-    card = json.loads((with_dossier / PRIVACY_CARD).read_text())
-    records = card["records"]
-    assert f"{records} records (counted)" in page
-    about = parse_description(json.loads((with_dossier / DESCRIPTION).read_text()), DESCRIPTION)
-    hidden = {**card, "records": None, "assumptions": [], "mechanism": []}
-    without = dossier(about, hidden, models.read_spec(with_dossier))
-    assert str(records) not in without and "the number of records is not released" in without
-    open_key = dossier(about, {**card, "private": False}, models.read_spec(with_dossier))
-    assert open_key.count("NOT private") == 2 and "-differential privacy" not in open_key
-
-
-def test_a_dossier_that_says_something_else_is_noticed(with_dossier, call):
-    page = (with_dossier / DOSSIER).read_text()
-    (with_dossier / DOSSIER).write_text(page.replace(NOT_HELD, "Done.", 1))
-    fails(call, with_dossier, f"{DOSSIER}: was changed")
-    sum_again(with_dossier)
-    fails(call, with_dossier, f"{DOSSIER}: does not say what the files beside it say")
-    dpdist.write_release(RunFolder(with_dossier.parent), licence="Apache-2.0")
-    assert not (with_dossier / DOSSIER).exists()
-    assert call("verify", with_dossier).code == 0
 
 
 def test_the_model_card_states_the_population_as_all_others_do(made, call):

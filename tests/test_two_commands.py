@@ -126,7 +126,11 @@ def results(run: Path) -> dict[str, bytes | None]:
     return {name: None if Path(name).name in BESIDE else raw for name, raw in found.items()}
 
 
-TRAIN, RUN, REPORT = ["train", "r.yaml"], ["run", "r.yaml"], ["report", "runs/small"]
+TRAIN, RUN, REPORT = (
+    ["run", "--until", "train", "r.yaml"],
+    ["run", "r.yaml"],
+    ["report", "runs/small"],
+)
 POISON = ["poison", "r.yaml", "--models", "3", "--select", "1", "--max-inputs", "2",
           "--seed", "cd" * 32]  # fmt: skip
 CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--max-inputs", "4"]

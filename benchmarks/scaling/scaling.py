@@ -66,7 +66,7 @@ def train_rate(folder: Path, batch: int, workers: int, steps: int, ray: bool = T
     path = recipe(folder, "random", batch, workers, steps)
     runs = folder / f"runs-{time.monotonic_ns()}"
     metrics = runs / path.stem / "private" / "metrics.jsonl"
-    command = [*_COMMAND, "train", str(path), "--runs", str(runs)]
+    command = [*_COMMAND, "run", "--until", "train", str(path), "--runs", str(runs)]
     if not ray:
         command = [sys.executable, "-c", _ALONE, str(path), str(runs / path.stem)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

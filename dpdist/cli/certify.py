@@ -1,9 +1,7 @@
-"""``dpdist certify``, ``radius`` and ``predict``: certificates and certified answers.
+"""``dpdist certify`` and ``predict``: certificates and certified answers.
 
-certify: certify a run's test split, recompute its tables; or certify a release, without
-its run. radius: the certified radius of a count, without model, data, torch or Ray. predict: label
-or ABSTAIN, with a certified radius, for single images. serve: a released model behind HTTP, on
-this machine.
+certify: certify a run's test split, recompute its tables; or certify a release, without its run.
+predict: label or ABSTAIN, with a certified radius, for single images.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
@@ -45,7 +43,7 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, Positive, Probability, RejectBool
+from dpdist.core.fields import Count, Positive, Probability, RejectBool
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,
@@ -483,70 +481,6 @@ def _print_tables(
             table = table_reader.read(path)
             rows = [*statistics.summary_rows(table), ("table", str(path))]
             typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
-
-
-# --- dpdist radius ----------------------------------------------------------------------------
-
-
-_Hits = Annotated[int, option("Noisy draws that returned the predicted class.", CountOrZero)]
-_RadiusDraws = Annotated[int, option("Noisy draws in all, a number fixed in advance.", Count)]
-_RadiusSigma = Annotated[float, option("Standard deviation of the Gaussian input noise.", Positive)]
-_RadiusAlpha = Annotated[float, option("Error probability of the certificate.", Probability)]
-_Dimension = Annotated[
-    int | None, option("Number of inputs (28x28: 784); adds the L-infinity radius.", Count)
-]
-_RadiusBound = Annotated[
-    Literal["clopper-pearson", "hoeffding"], option("Of the predicted class's probability.")
-]
-_RadiusAsJson = Annotated[bool, flag("--json", "Print one JSON object.")]
-
-
-def radius_command(
-    hits: _Hits,
-    draws: _RadiusDraws,
-    sigma: _RadiusSigma,
-    alpha: _RadiusAlpha = 0.001,
-    dimension: _Dimension = None,
-    bound: _RadiusBound = "clopper-pearson",
-    as_json: _RadiusAsJson = False,
-) -> None:
-    """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
-
-    Counts of a run that stopped early certify less than this says: use it for fixed draws only.
-    """
-    from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
-    from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
-
-    try:
-        lower = {"clopper-pearson": clopper_pearson_lower, "hoeffding": hoeffding_lower}[bound]
-        p_lower = float(lower(hits, draws, alpha))
-        radius = float(gaussian_l2_radius(p_lower, sigma))
-        answer: dict[str, object] = {
-            "hits": hits,
-            "draws": draws,
-            "alpha": alpha,
-            "sigma": sigma,
-            "bound": bound,
-            "p_lower": p_lower,
-            "radius": radius,
-            "norm": "l2",
-            "abstain": p_lower <= 0.5,
-        }
-        if dimension is not None:
-            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
-    except ValueError as error:
-        raise UserError(f"dpdist radius: {error}") from None
-    if as_json:
-        console.print_json(answer)
-        return
-    named = {"clopper-pearson": "Clopper-Pearson", "hoeffding": "Hoeffding"}[bound]
-    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  ({named}, alpha = {alpha:g})")
-    if answer["abstain"]:
-        typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
-        return
-    typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
-    if "radius_linf" in answer:
-        typer.echo(f"         {format_radius(float(str(answer['radius_linf'])), 6)}  (L-infinity)")
 
 
 # --- dpdist predict ---------------------------------------------------------------------------

@@ -36,15 +36,12 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "Start": {
         "init": init.init_command,
         "run": run.run_command,
-        "recipes": run.recipes_app,
+        "recipes": run.recipes_command,
         "data": init.data_app,
     },
     "Train": {
-        "train": run.train_command,
         "tune": run.tune_command,
         "sweep": run.sweep_command,
-        "pretrain": run.pretrain_command,
-        "denoise": run.denoise_command,
     },
     "Certify, attack and audit": {
         "import": importing.import_command,
@@ -56,17 +53,14 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     },
     "Look at runs, and publish": {
         "report": report.report_command,
-        "compare": report.compare_command,
-        "log": report.log_command,
         "release": report.release_command,
         "verify": report.verify_command,
         "predict": certify.predict_command,
         "generate": report.generate_command,
     },
     "Calculate": {
-        "radius": certify.radius_command,
-        "account": account.account_app,
-        "budget": account.budget_app,
+        "account": account.account_command,
+        "budget": account.budget_command,
     },
     "Clusters": {
         "cluster": cluster.cluster_app,

@@ -119,7 +119,7 @@ def parse_numbers(
         ) from None
 
 
-def _complete_recipe_name(incomplete: str) -> list[str]:
+def complete_recipe_name(incomplete: str) -> list[str]:
     """Names of recipes that come along, for the shell to complete."""
     from dpdist.runs.recipe import built_in_recipes, paper_recipes
 
@@ -166,7 +166,7 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        autocompletion=_complete_recipe_name,
+        autocompletion=complete_recipe_name,
         help="A recipe file, or the name of one that comes along.",
     ),
 ]
@@ -231,6 +231,17 @@ ArchivePrivate = Annotated[
     flag(
         "--archive-private",
         "The private state too (run key, ledger, checkpoints): brings a lost folder back.",
+    ),
+]
+
+Log = Annotated[
+    list[str] | None,
+    option(
+        "Give what may be published of the run to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT. "
+        "May be repeated.",
+        None,
+        "--log",
+        metavar="KIND:PLACE",
     ),
 ]
 

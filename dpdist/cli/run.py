@@ -1,17 +1,15 @@
-"""``dpdist run``, ``train``, ``tune``, ``sweep``, ``pretrain``, ``denoise``, ``recipes``: recipes.
+"""``dpdist run``, ``tune``, ``sweep`` and ``recipes``: what a recipe says.
 
-run: all stages of a recipe. train: the training stage alone. tune: search hyper-parameters
-privately; the guarantee covers training and search. sweep: search them by Ray Tune without a secret
-number of trials, on public records or with all trainings counted. pretrain: the public classifier
-or denoiser of a model, trained without privacy. denoise: a run's denoiser before another
-classifier, or a denoiser before a run's. recipes: list the included ones, show one with its
-defaults.
+run: all stages of a recipe, or those up to one. tune: search hyper-parameters privately; the
+guarantee covers training and search. sweep: search them by Ray Tune without a secret number of
+trials, on public records or with all trainings counted. recipes: list the included ones, print one
+with its defaults.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,14 +20,14 @@ from dpdist.cli.options import (
     ArchivePrivate,
     Changes,
     DataRoot,
-    GroupedCommands,
     Local,
+    Log,
     Name,
     PublishableJson,
     RecipeArgument,
-    RunArgument,
     Runs,
     Workers,
+    complete_recipe_name,
     executor_name,
     flag,
     option,
@@ -50,16 +48,10 @@ if TYPE_CHECKING:
 # --- dpdist run -------------------------------------------------------------------------------
 
 
-_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
-_Log = Annotated[
-    list[str] | None,
-    option(
-        "At the end, give what may be published to tensorboard:FOLDER, mlflow:URI, wandb:PROJECT.",
-        None,
-        "--log",
-        metavar="KIND:PLACE",
-    ),
+_Until = Annotated[
+    Literal["pretrain", "train"] | None, option("Stop after this stage of the recipe.")
 ]
+_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
 
 
 def run_command(
@@ -72,11 +64,17 @@ def run_command(
     archive: Archive = None,
     archive_private: ArchivePrivate = False,
     local: Local = None,
+    until: _Until = None,
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
-    log: _Log = None,
+    log: Log = None,
 ) -> None:
-    """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
+    """Train privately, certify and report, as the recipe says. Continues what was interrupted.
+
+    With --until pretrain it trains the recipe's public part only, without privacy, on public
+    records. With --until train it trains and measures accuracy, without a search, certificates or
+    a report.
+    """
     from dpdist.core import console
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
@@ -98,7 +96,11 @@ def run_command(
         else:
             typer.echo(console.format_table(rows, title=f"plan of {resolved.name}"))
         return
-    folder = pipeline.run(resolved, runs=runs, context=recipe, executor=executor_name(local))
+    if until == "pretrain":
+        _pretrain(resolved, recipe)
+        return
+    stages = pipeline.run if until is None else pipeline.train_only
+    folder = stages(resolved, runs=runs, context=recipe, executor=executor_name(local))
     if log:
         from dpdist.reports.tracking import track_run
 
@@ -113,32 +115,21 @@ def run_command(
         _print_trials(folder)
 
 
-# --- dpdist train -----------------------------------------------------------------------------
+def _pretrain(recipe: Recipe, context: str) -> None:
+    """Train a recipe's public classifier or denoiser without privacy, on public records only."""
+    from dpdist.runs.recipe import refuse_unused
+    from dpdist.training.pretraining import pretrain
 
-
-def train_command(
-    recipe: RecipeArgument,
-    changes: Changes = None,
-    name: Name = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-    archive: Archive = None,
-    archive_private: ArchivePrivate = False,
-    local: Local = None,
-) -> None:
-    """Train privately and evaluate on the test split. Continues an interrupted training."""
-    from dpdist.core import console
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-        archive=archive, archive_private=archive_private,
-    )  # fmt: skip
-    from dpdist import pipeline
-
-    folder = pipeline.train_only(resolved, runs=runs, context=recipe, executor=executor_name(local))
-    print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    refuse_unused(recipe, context)
+    with console.progress("pretraining, WITHOUT privacy", "steps") as show:
+        folder, score = pretrain(recipe, context, show)
+    of = f"{format_percent(score)} % of the test split"
+    if recipe.public is not None and recipe.model.denoiser is not None:
+        of = f"noise {recipe.public.sigma:g} on the test split reduced to {score:.4f}"
+    other = None if recipe.public is None else recipe.public.data
+    if other is not None and other.num_classes != recipe.data.num_classes:
+        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
+    typer.echo(f"{folder}: {of}; trained on public records")
 
 
 # --- dpdist tune ------------------------------------------------------------------------------
@@ -388,113 +379,35 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     )
 
 
-# --- dpdist pretrain --------------------------------------------------------------------------
-
-
-def pretrain_command(
-    recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None
-) -> None:
-    """Train a recipe's public classifier or denoiser WITHOUT privacy, on public records only.
-
-    Writes the folder that the recipe names, with the list of the records it saw.
-    """
-    import typer
-
-    from dpdist.core import console
-    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
-
-    resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
-    refuse_unused(resolved, recipe)
-    from dpdist.training.pretraining import pretrain
-
-    with console.progress("pretraining, WITHOUT privacy", "steps") as show:
-        folder, score = pretrain(resolved, recipe, show)
-    of = f"{format_percent(score)} % of the test split"
-    if resolved.public is not None and resolved.model.denoiser is not None:
-        of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
-    other = None if resolved.public is None else resolved.public.data
-    if other is not None and other.num_classes != resolved.data.num_classes:
-        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
-    typer.echo(f"{folder}: {of}; trained on public records")
-
-
-# --- dpdist denoise ---------------------------------------------------------------------------
-
-
-def denoise_command(
-    run: RunArgument,
-    name: Annotated[str, option("Name of the new run folder.", RunName)],
-    classifier: Annotated[
-        Path | None, path_option("Model folder: the run's denoiser goes before it.")
-    ] = None,
-    denoiser: Annotated[
-        Path | None, path_option("Model folder: goes before the run's classifier.")
-    ] = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    saw: Annotated[
-        str | None, option("What the other was trained on, if its folder does not say.", Text)
-    ] = None,
-) -> None:
-    """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.
-
-    The new run is certified, attacked and released like any other; its privacy card says which part
-    saw which data.
-    """
-    from dpdist import pipeline
-    from dpdist.core import console
-    from dpdist.runs.folder import RunFolder, open_run
-    from dpdist.training.pretraining import Part, join_parts
-
-    part: Part = "denoiser" if classifier is None else "classifier"
-    other = denoiser if classifier is None else classifier
-    if other is None or (classifier is not None and denoiser is not None):
-        raise UserError("give --classifier or --denoiser: the part that is not the run's")
-    folder = join_parts(
-        open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
-    )
-    pipeline.evaluate_stage(folder.read_recipe(), folder)
-    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
-
-
 # --- dpdist recipes ---------------------------------------------------------------------------
 
 
-recipes_app = typer.Typer(
-    cls=GroupedCommands,
-    help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
-    invoke_without_command=True,
-)
+_Shown = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        autocompletion=complete_recipe_name,
+        help="A recipe's name or file, to print in full.",
+    ),
+]
+_Papers = Annotated[bool, flag("--papers", "List those that reproduce papers, from a checkout.")]
 
 
-@recipes_app.callback()
-def list_recipes(
-    context: typer.Context,
-    papers: Annotated[
-        bool, typer.Option("--papers", help="Those that reproduce papers, from a checkout.")
-    ] = False,
+def recipes_command(
+    recipe: _Shown = None, changes: Changes = None, papers: _Papers = False
 ) -> None:
-    """List the recipes that come with dpdist, each with the first line of its comment."""
-    if context.invoked_subcommand is not None:
-        return
-    from dpdist.runs.recipe import built_in_recipes, paper_recipes
+    """List the recipes that come with dpdist; or print one with every default filled in."""
+    from dpdist.runs.recipe import built_in_recipes, paper_recipes, parse_changes, resolve_recipe
 
+    if recipe is not None:
+        typer.echo(resolve_recipe(recipe, changes=parse_changes(changes)).to_yaml(), nl=False)
+        return
     paths = paper_recipes() if papers else built_in_recipes()
     if not paths:
         raise UserError(
             "--papers: the recipes of the papers are in a checkout of dpdist, in papers/"
         )
-    width = max((len(path.stem) for path in paths), default=0)
+    width = max(len(path.stem) for path in paths)
     for path in paths:
         first = path.read_text().split("\n", 1)[0]
         typer.echo(f"{path.stem.ljust(width)}  {first.removeprefix('#').strip()}")
-
-
-@recipes_app.command("show")
-def show_recipe(
-    name: Annotated[str, typer.Argument(help="A recipe's name or file.")], changes: Changes = None
-) -> None:
-    """Print a recipe with every default filled in."""
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    typer.echo(resolve_recipe(name, changes=parse_changes(changes)).to_yaml(), nl=False)

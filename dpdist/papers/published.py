@@ -1,6 +1,6 @@
 """The table of published claims: what each system claims, what is proved, and why they differ.
 
-`dpdist account claims` prints it; it is found by the entry point `published` of dpdist.claims.
+`dpdist account --claims` prints it; it is found by the entry point `published` of dpdist.claims.
 """
 
 from __future__ import annotations

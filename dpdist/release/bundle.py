@@ -98,7 +98,6 @@ REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 WORDS, TOKENIZER, SETTINGS = "words.txt", "tokenizer.json", "tokenizer_config.json"
 """A release of a text model whose tokens are no bytes has one of the first two, to make them by; of
 a tokenizer that has special tokens or a chat template, the third too."""
-DOSSIER = "dossier.md"  # where `dpdist release --dossier` asked for it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base.json"
 """A release of a model of which an adapter alone was trained has these, as `peft` reads them."""
@@ -119,7 +118,7 @@ def table_name(number: int) -> str:
 
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
+    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, SETTINGS, *_ADAPTER)
     return name in known or _TABLE.fullmatch(name) is not None
 
 
@@ -150,7 +149,7 @@ def compute_checksums(folder: Path) -> str:
 
 def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
     """Return the names that SHA256SUMS has a line for, where these files lie."""
-    optional = (WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
+    optional = (WORDS, TOKENIZER, SETTINGS, *_ADAPTER)
     others = (name for name in optional if name in present)
     return (*CHECKSUMMED_FILES, *others, *list_table_names(present))
 

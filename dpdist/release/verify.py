@@ -32,7 +32,6 @@ from dpdist.privacy.card import (
 from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
 from dpdist.release.bundle import (
     DESCRIPTION,
-    DOSSIER,
     MODEL_CARD,
     SIGNATURE,
     Release,
@@ -44,7 +43,7 @@ from dpdist.release.bundle import (
     load,
     table_name,
 )
-from dpdist.release.model_card import dossier, model_card
+from dpdist.release.model_card import model_card
 from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
@@ -279,8 +278,6 @@ def _check_pages(release: Release) -> str:
         MODEL_CARD: model_card(release.description, release.card, release.spec),
         PRIVACY_CARD_TEXT: card_markdown(release.card),
     }
-    if DOSSIER in release.checksums:
-        pages[DOSSIER] = dossier(release.description, release.card, release.spec)
     for name, text in pages.items():
         stated = read_text(release.path / name)
         same = (

@@ -146,6 +146,19 @@ def attacked_accuracy_rows(runs: Sequence[Facts], norm: str) -> list[list[str]]:
     return rows
 
 
+def comparison_tables(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Yield the tables and paragraphs, as Markdown, that put runs side by side and subtract them.
+
+    Raises as `accuracy_differences`.
+    """
+    grids = [privacy_rows(runs)]
+    grids += [certified_accuracy_rows(runs, norm, sizes[norm]) for norm in NORMS]
+    grids.append(population_rows(runs))
+    grids += [attacked_accuracy_rows(runs, norm) for norm in NORMS]
+    yield from (markdown_table(grid) for grid in grids if len(grid) > 1)
+    yield from differences_section(runs, sizes)
+
+
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A grid as a table of Markdown."""
     head, *body = rows
@@ -541,7 +554,7 @@ def _make_baseline(facts: Facts, baseline: Facts) -> Baseline:
         raise UserError(
             f"{baseline.folder.name}: is private (epsilon "
             f"{format_epsilon(baseline.guarantee.epsilon)}), so it is no baseline; `dpdist "
-            "compare` puts any two runs side by side"
+            "report` puts any two runs side by side"
         )
     rows, notes = accuracy_differences([baseline, facts], _compared_sizes(facts))
     changed = [

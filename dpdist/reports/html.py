@@ -354,7 +354,7 @@ def write_report(
         at_delta=_delta_words(facts),
         search=describe_search(facts.search, folder, facts.guarantee),
         trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
-        limits=_limitations(facts),
+        limits=limitations(facts),
         command=reproducing_command(facts),
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
         summary=[row for row in facts.summary() if row[0] not in ("verdict", "report")],
@@ -566,7 +566,7 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _limitations(facts: Facts) -> list[str]:
+def limitations(facts: Facts) -> list[str]:
     """What the page does not promise."""
     unit = "Privacy is of single training records: what is true of the whole population may be "
     unit += "learned, and several records of one person are less protected than one."
@@ -688,7 +688,7 @@ def write_sweep_page(
 # --- the page over all runs -------------------------------------------------------------------
 
 
-_MAX_PAIRS = 28  # of eight runs; more are for `dpdist compare`
+_MAX_PAIRS = 28  # of eight runs; more are for `dpdist report A B`
 
 
 @dataclass(frozen=True)
@@ -748,7 +748,7 @@ def _report_link(facts: Facts) -> str | None:
 
 
 def _run_comparisons(runs: Sequence[Facts]) -> list[RunComparison]:
-    """Each two runs, as `dpdist compare` compares them; of very many the first few."""
+    """Each two runs, as `dpdist report A B` compares them; of very many the first few."""
     return [
         _compare_two_runs(*two)
         for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)

@@ -179,7 +179,7 @@ def _initial_denoiser_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec |
 
 def _saved_spec(recipe: Recipe, folder: Path, context: str) -> ModelSpec:
     if not (folder / "model.json").exists():
-        hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
+        hint = "; `dpdist run --until pretrain` makes it from this recipe" if recipe.public else ""
         raise UserError(f"{context}: no model there{hint}")
     return models.read_spec(folder)
 
@@ -290,8 +290,8 @@ def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) 
     found = _describe_seen(folder, model, name.partition("/")[0], context, compared)
     if found is None:
         raise UserError(
-            f"{context}: nothing says what it was trained on; take a folder of `dpdist pretrain`, "
-            "or a release",
+            f"{context}: nothing says what it was trained on; take a folder of "
+            "`dpdist run --until pretrain`, or a release",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     return {"model": model, **found}
@@ -508,8 +508,8 @@ def _describe_declared(
 ) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
-            f"{context}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
-            f"declare it: model.{part}.saw",
+            f"{context}: nothing says what it was trained on; make it with "
+            f"`dpdist run --until pretrain`, or declare it: model.{part}.saw",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"

@@ -65,7 +65,7 @@ def make_features(
     Args:
         pictures: The name of a built-in data set, or a folder of Parquet files with pictures.
         network: A classifier that ends in a linear layer: from elsewhere, or a folder that dpdist
-            wrote (of `dpdist pretrain`, or a release).
+            wrote (of `dpdist run --until pretrain`, or a release).
         target: The folder to write; it must not be there.
         saw: What a network from elsewhere was trained on.
         resize: What the shorter side of pictures becomes before the centre is cropped; None: the

@@ -1,8 +1,9 @@
 """TransDenoiser and its ablations on MNIST: table and picture of results/measured.md.
 
-Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
+Every row is made by the commands that a user has: `dpdist run`, at
+first `--until pretrain`, and
 `dpdist attack` for each row and repetition (another initialisation, another run key); for a public
-denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
+denoiser before a private classifier `dpdist import` and `dpdist certify`. The classifier alone,
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
 part, --minutes begins no further run after so many. --attacks: other ones beside PGD, also on runs
@@ -179,7 +180,7 @@ class Bench:
         return path
 
     def private_classifier(self, row: Row) -> Path:
-        """As `recipe`, without the denoiser: what `dpdist denoise` puts one before."""
+        """As `recipe`, without the denoiser: what `dpdist import` puts one before."""
         raw = load_recipe(self.recipe(row, 0)).model_dump(mode="json")
         raw["model"]["denoiser"] = raw["public"] = None
         path = self.out / "recipes" / f"{row.runs()[0]}.yaml"
@@ -226,7 +227,7 @@ class Bench:
         """Whatever is missing of a run."""
         part = "denoiser" if row.recipe == REVERSED else "classifier"
         if not (self.public / part / "provenance.json").exists():
-            self.command("pretrain", str(self.recipe(row, 0)))
+            self.command("run", str(self.recipe(row, 0)), "--until", "pretrain")
         if row.name == ALONE:
             self.alone(row)
             return
@@ -237,7 +238,7 @@ class Bench:
         if row.name == DENOISED:
             if not (self.runs / name).exists():
                 run, place = name.replace(DENOISED, PRIVATE), str(self.public / "denoiser")
-                self.command("denoise", run, "--denoiser", place, "--name", name, *runs)
+                self.command("import", name, "--run", run, "--denoiser", place, *runs)
             if not list((self.runs / name / "certificates").glob("*/certificates.parquet")):
                 self.command("certify", name, *runs)
         elif not (self.runs / name / "report" / "index.html").exists():

@@ -337,7 +337,7 @@ def test_without_a_target(dpdist_without_ray, tmp_path):
         assert done.code == 2 and ("no target" in done.err or "nothing to audit" in done.err)
     assert not (tmp_path / "runs").exists()
     recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 50, "steps": 1})
-    assert dpdist_without_ray("train", recipe).code == 0
+    assert dpdist_without_ray("run", "--until", "train", recipe).code == 0
     done = dpdist_without_ray("audit", "small", "--kind", "canaries", "--set", "canaries=600")
     assert done.code == 2 and "was trained without canaries" in done.err
     (asked,) = re.findall(r"`dpdist (audit .*)`", done.err.replace("\n", " "))

@@ -112,10 +112,10 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
     call("certify", "private", "--runs", runs, "--bound", "counts", "--norm", "linf")
     picture = tmp_path / "curves.png"
     with pytest.raises(UserError, match=r"differ in bound \(hoeffding and counts\)"):
-        call("compare", "noisy", "private", "--runs", runs)
+        call("report", "noisy", "private", "--runs", runs)
     call("certify", "private", "--runs", runs)
     shown = call(
-        "compare", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
+        "report", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
     ).output
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| noisy")]
     assert rows[0][2:4] == ["none", "inf"]
@@ -133,8 +133,8 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
     assert sum(line.startswith("| private | exact profile, L2 | 0.001 | 10 |")
                for line in shown.splitlines()) == 1  # fmt: skip
     assert "Not compared: scores-counts-linf-n-400-eta-0.95 of private" in shown
-    with pytest.raises(UserError, match="--l2: give numbers separated by commas; each must be > 0"):
-        call("compare", "noisy", "--runs", runs, "--l2", "0")
+    with pytest.raises(UserError, match="--l2: must be > 0 and finite, got 0"):
+        call("report", "noisy", "private", "--runs", runs, "--l2", "0")
 
 
 @pytest.mark.long

@@ -774,7 +774,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         ("run", "new.yaml"),
-        ("train", "new.yaml"),
+        ("run", "--until", "train", "new.yaml"),
         ("tune", "searched.yaml"),
         ("certify", "x"),
         ("certify", "x", "--at", "attacked:pgd,0.1"),

@@ -248,7 +248,7 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "alone").mkdir()
     with one_thread(), monkeypatch.context() as patch:
         run_without_ray(patch)
-        done = command(patch, capsys, tmp_path / "alone", "train", path)
+        done = command(patch, capsys, tmp_path / "alone", "run", "--until", "train", path)
     assert done.code == 0, done.err
 
 

@@ -57,9 +57,9 @@ def test_recipes(fuzz, tmp_path):
         (place / "x.yaml").write_text(text, errors="surrogatepass")
         command = draw(
             st.sampled_from(
-                [["train"], ["train"], ["run"], ["run", "--dry-run"], ["data", "check"],
-                 ["recipes", "show"], ["tune", "--plan", "--records", "200"], ["tune"],
-                 ["pretrain"], ["cluster", "check", "x.yaml", "--recipe"]]
+                [["run", "--until", "train"], ["run"], ["run", "--dry-run"], ["data", "check"],
+                 ["recipes"], ["tune", "--plan", "--records", "200"], ["tune"],
+                 ["run", "--until", "pretrain"], ["cluster", "check", "x.yaml", "--recipe"]]
             )
         )  # fmt: skip
         fuzz.call(changes, place, *command, "x.yaml")
@@ -88,7 +88,7 @@ def test_yaml_texts(fuzz, tmp_path):
     def one(parts, at, keep, of_cluster):
         text = good[:at] + "".join(parts) + (good[at:] if keep else "")
         (tmp_path / "x.yaml").write_bytes(text.encode(errors="surrogatepass"))
-        command = ["cluster", "check"] if of_cluster else ["recipes", "show"]
+        command = ["cluster", "check"] if of_cluster else ["recipes"]
         fuzz.call(text[-200:], tmp_path, *command, "x.yaml")
 
     one()
@@ -96,19 +96,10 @@ def test_yaml_texts(fuzz, tmp_path):
 
 
 OPTIONS = {
-    ("account", "epsilon"): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
-                             "delta": 1e-4, "batch-cap": 50},
-    ("account", "noise"): {"epsilon": 1, "records": 100, "batch-size": 10, "steps": 5,
-                           "delta": 1e-4},
-    ("account", "steps"): {"epsilon": 1, "records": 100, "batch-size": 10, "noise-multiplier": 1,
-                           "delta": 1e-4},
-    ("account", "batch"): {"epsilon": 1, "records": 100, "noise-multiplier": 1, "steps": 5,
-                           "delta": 1e-4},
-    ("account", "search"): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
-                            "delta": 1e-4, "runs": 3},
-    ("account", "shuffling"): {"noise-multiplier": 1, "steps": 5, "delta": 1e-4},
-    ("account", "mechanisms"): {"delta": 1e-4, "sensitivity": 1, "plot": "p.png"},
-    ("radius",): {"hits": 90, "draws": 100, "sigma": 0.5, "alpha": 0.01, "dimension": 10},
+    ("account",): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
+                   "delta": 1e-4, "batch-cap": 50, "trials": 3},
+    ("account", "--delta", "1e-4"): {"epsilon": 1, "records": 100, "batch-size": 10, "steps": 5},
+    ("account", "--json"): {"hits": 90, "draws": 100, "sigma": 0.5, "alpha": 0.01, "dimension": 10},
     ("budget",): {"folder": ".", "delta": 1e-5},
     ("certify", "x"): {"sigma": 1, "n": 10, "n0": 10, "alpha": 0.1, "mode": "fixed", "radii": "0.1",
                        "noise": "gaussian", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
@@ -119,8 +110,8 @@ OPTIONS = {
                       "labels": "true", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
                       "certificates": "a"},
     ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
-    ("compare", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
-    ("denoise", "x"): {"name": "n", "classifier": "runs/x/private/model", "saw": "s"},
+    ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
+    ("import", "n"): {"run": "x", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
     ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
     ("data", "list"): {"data-root": "."},
@@ -155,12 +146,12 @@ def test_options(fuzz, tmp_path, finished):
 
 
 READERS = [
-    ["report", "x"], ["release", "x", "--not-private"], ["compare", "x"],
+    ["report", "x"], ["release", "x", "--not-private"], ["report", "x", "x"],
     ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
     ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
     ["attack", "x", "--check-certificates"],
-    ["denoise", "x", "--name", "y", "--classifier", "runs/x/private/model", "--saw", "s"],
+    ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--saw", "s"],
 ]  # fmt: skip
 
 
@@ -279,11 +270,11 @@ def test_archives(fuzz, tmp_path, finished):
     "arguments",
     [
         ["run", "~nosuchuser/x.yaml"],
-        ["account", "noise", "--epsilon", "1", "--records", "100", "--batch-size", "10", "--delta",
+        ["account", "--epsilon", "1", "--records", "100", "--batch-size", "10", "--delta",
          "1e-5", "--steps", "1" + "0" * 18],
-        ["account", "mechanisms", "--plot", "x.xyz"],
-        ["recipes", "show", "deep.yaml"],
-        ["recipes", "show", b"\xff.yaml"],
+        ["tune", "digits", "--plan", "--plot", "x.xyz"],
+        ["recipes", "deep.yaml"],
+        ["recipes", b"\xff.yaml"],
     ],
 )  # fmt: skip
 def test_the_console_script_says_the_same(tmp_path, arguments):

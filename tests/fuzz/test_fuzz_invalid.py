@@ -86,7 +86,9 @@ def test_recipes(fuzz, tmp_path):
             text = whole[:at] + wrong + whole[at:]
         errors = "surrogateescape" if "\udcff" in text else "surrogatepass"
         (tmp_path / "x.yaml").write_bytes(text.encode(errors=errors))
-        command = draw(st.sampled_from([["train"], ["run", "--dry-run"], ["recipes", "show"]]))
+        command = draw(
+            st.sampled_from([["run", "--until", "train"], ["run", "--dry-run"], ["recipes"]])
+        )
         fuzz.call(case, tmp_path, *command, "x.yaml", invalid=True)
 
     one()

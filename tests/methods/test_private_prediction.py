@@ -261,12 +261,12 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     for asked in (
         ("release", "x"), ("release", "x", "--not-private"), ("certify", "x", "--sigma", 0.5),
         ("attack", "x", "--norm", "l2"), ("membership", "x.yaml"),
-        ("audit", "x"), ("audit", "x.yaml"), ("denoise", "x", "--classifier", "x", "--name", "y"),
+        ("audit", "x"), ("audit", "x.yaml"), ("import", "y", "--run", "x", "--classifier", "x"),
     ):  # fmt: skip
         one_line(here(*asked), why)
     dry = here("run", "x.yaml", "--name", "other", "--dry-run")
     assert dry.code == 0 and "5 teachers on disjoint shards" in dry.out, dry.err
-    both = here("compare", "x", "x")
+    both = here("report", "x", "x")
     assert both.code == 0 and "proved" in both.out, both.err
     _nothing_leaves(folder, tmp_path)
     # A ledger with more answers than the plan pays for was not written by this run.

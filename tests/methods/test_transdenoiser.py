@@ -415,7 +415,7 @@ def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
 
 
 def test_classifiers_that_do_not_fit_are_refused(public, tmp_path):
-    with pytest.raises(UserError, match="no model there; `dpdist pretrain` makes it"):
+    with pytest.raises(UserError, match="no model there; `dpdist run --until pretrain` makes it"):
         prepare(parse_recipe(raw(tmp_path / "none"), "test"), RunFolder(tmp_path / "run"), "test")
     spec = ModelSpec("small-cnn", (1, 8, 8), 7, {"width": 4})
     models.save(models.build_model(spec), spec, tmp_path / "seven")

@@ -231,7 +231,7 @@ def test_every_form_of_the_executed_classifier_is_the_average(tmp_path):
 
 
 def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
-    """`dpdist denoise`: the whole is averaged once, not its classifier inside it again."""
+    """`dpdist import --run`: the whole is averaged once, not its classifier inside it again."""
     quick = {"batch_size": 50, "steps": 2, "learning_rate": 0.1}
     autoencoder = {"name": "conv-autoencoder", "options": {"channels": [4]}}
     public = raw(

@@ -497,7 +497,7 @@ def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
         said.append(path.read_bytes())
     assert said[0] == said[1] == said[2]
     # The training itself refuses what would be in its published scores.
-    done = dpdist_without_ray("train", "x.yaml", "--runs", "train")
+    done = dpdist_without_ray("run", "--until", "train", "x.yaml", "--runs", "train")
     assert done.code == 2 and "data.drop_test_records: true" in done.err
 
 

@@ -76,7 +76,7 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     again = answer("certify", "small", "--rebound", "alpha=0.01")
     assert again["run"] == "small" and again["certificates"][0]["alpha"] == 0.01
     assert answer("run", "small.yaml", "--name", "other")["run"] == "other"
-    both = answer("compare", "small", "other", "--l2", "0.1")
+    both = answer("report", "small", "other", "--l2", "0.1")
     assert [run["run"] for run in both["runs"]] == ["small", "other"]
     plain, certified, *_ = both["differences"]
     assert (plain["what"], plain["size"], certified["size"]) == ("plain accuracy", None, 0.1)
@@ -116,9 +116,9 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
 
 
 def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):
-    done = command(monkeypatch, capsys, work, "log", "small", "tensorboard:later")
-    assert (done.code, done.out) == (0, "") and list((work / "later" / "small").iterdir())
-    done = command(monkeypatch, capsys, work, "log", "small", "elsewhere:x")
+    done = command(monkeypatch, capsys, work, "report", "small", "--log", "tensorboard:later")
+    assert done.code == 0 and list((work / "later" / "small").iterdir())
+    done = command(monkeypatch, capsys, work, "report", "small", "--log", "elsewhere:x")
     assert (
         done.code == 2
         and "--log: must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE" in done.err

@@ -192,6 +192,6 @@ def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsy
     searched = replace(facts, search=SimpleNamespace())
     monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
-    assert not list(tmp_path.iterdir()) and "dpdist log" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and "dpdist report" in capsys.readouterr().err
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"])
     assert list(tmp_path.iterdir())

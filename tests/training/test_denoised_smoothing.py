@@ -24,7 +24,6 @@ from support.local_execution import command
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.cli import run as denoise_command
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
 from dpdist.gradients.clipping import FlatClipping
@@ -233,7 +232,7 @@ def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
 
 @pytest.mark.long
 def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_path):
-    """pretrain, denoise both ways, certify, release: by the command, on real runs."""
+    """Pretrain, join both ways, certify, release: by the command, on real runs."""
     private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
     train(with_classifier(public / "classifier"), private_denoiser)
     own = train(raw(model=CNN), private_classifier)
@@ -243,13 +242,13 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
             | {"public": {"model": {"name": "mlp", "options": {"hidden": [16]}}, "training": QUICK}}
         )
     )
-    out = dpdist("pretrain", "other.yaml", cwd=tmp_path)
+    out = dpdist("run", "other.yaml", "--until", "pretrain", cwd=tmp_path)
     assert "% of the test split; trained on public records" in out
 
-    def denoise(*words: object, code: int = 0) -> str:
-        return dpdist("denoise", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
+    def join(name: str, *words: object, code: int = 0) -> str:
+        return dpdist("import", name, "--run", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
 
-    out = denoise("d", "--classifier", "other", "--name", "moved")
+    out = join("moved", "d", "--classifier", "other")
     assert "clean accuracy" in out and "epsilon = " in out
     assert "put together" in out and "before another classifier" in out
     moved = RunFolder(tmp_path / "moved")
@@ -260,7 +259,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     )
     assert read_facts(moved).guarantee == read_facts(private_denoiser).guarantee
 
-    out = denoise("c", "--denoiser", public / "denoiser", "--name", "smoothed")
+    out = join("smoothed", "c", "--denoiser", public / "denoiser")
     assert "frozen denoiser trained on" in out and "without this denoiser" in out
     smoothed = RunFolder(tmp_path / "smoothed")
     before = models.load(public / "denoiser")
@@ -280,20 +279,18 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert "public records" in card["extra"]["frozen denoiser trained on"]
     assert "from run c" in card["extra"]["put together"]
 
-    assert "give --classifier or --denoiser" in denoise("d", "--name", "x", code=2)
-    assert "--name" in denoise("d", "--classifier", "other", "--name", "a/b", code=2)
-    classifier, denoiser = {"classifier": tmp_path / "other"}, {"denoiser": public / "denoiser"}
+    other, saved = ("--classifier", tmp_path / "other"), ("--denoiser", public / "denoiser")
     for run, name, parts, complaint in (
-        ("d", "x", {}, "give --classifier or --denoiser"),
-        ("d", "x", classifier | denoiser, "give --classifier or --denoiser"),
-        ("e", "x", classifier, "e: no such run under"),
-        ("d", "moved", classifier, "exists already"),
-        ("d", "x", {"classifier": tmp_path / "nowhere"}, "nowhere: no model there"),
-        ("d", "x", denoiser, "is a denoiser already"),
-        ("c", "x", classifier, "no denoiser before a classifier"),
+        ("d", "x", (), "give it with one of --classifier and --denoiser"),
+        ("d", "a/b", other, "NAME"),
+        ("d", "x", other + saved, "give it with one of --classifier and --denoiser"),
+        ("e", "x", other, "e: no such run under"),
+        ("d", "moved", other, "exists already"),
+        ("d", "x", ("--classifier", tmp_path / "nowhere"), "nowhere: no model there"),
+        ("d", "x", saved, "is a denoiser already"),
+        ("c", "x", other, "no denoiser before a classifier"),
     ):
-        with pytest.raises(UserError, match=complaint):
-            denoise_command.denoise_command(run, name, runs=tmp_path, **parts)
+        assert complaint in join(name, run, *parts, code=2)
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
 
 

@@ -34,6 +34,7 @@ from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.reports.technical_file import technical_file
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import checkpoint, job, model_setup
@@ -264,7 +265,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         done = run(*words_)
         assert done.code == 0, (words_, done.out + done.err)
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
-    again = run("train", t.run.recipe_file, *runs)
+    again = run("run", "--until", "train", t.run.recipe_file, *runs)
     assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
 
 
@@ -575,10 +576,7 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
     assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
     assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
     assert card["guarantee"]["epsilon"] == planned.epsilon
-    dpdist.write_release(run, dossier=True, not_private=True)
-    assert "The training was stopped after 2 of 6 steps; all are charged." in (
-        (run.release_folder / "dossier.md").read_text()
-    )
+    assert "The training was stopped after 2 of 6 steps; all are charged." in technical_file(facts)
     (budget,) = read_budgets(tmp_path / "budgets")
     assert budget.charges[0].status == "settled"
     assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)
