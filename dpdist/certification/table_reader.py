@@ -19,7 +19,7 @@ from dpdist.cluster import job_folder
 from dpdist.core.binomial import clopper_pearson_upper
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_COUNT
-from dpdist.core.files import check_shape, error_text, read_table
+from dpdist.core.files import check_columns, check_shape, error_text
 
 # --- the reader -------------------------------------------------------------------------------
 
@@ -33,10 +33,13 @@ _ONCE = {
 
 def read(path: Path) -> CertificateTable:
     """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
-    table = tables.read(path)
+    return checked(tables.read(path), path)
+
+
+def checked(table: pa.Table, path: Path) -> CertificateTable:
+    """Return a table that was read from a path, with every row checked. Raises as `read`."""
     found = from_arrow(table, path)
-    if columns := found.kind.table_format.extra_columns():
-        read_table(path, columns)
+    check_columns(table, found.kind.table_format.extra_columns(), path)
     try:
         found.kind.table_format.check(table, str(path))
     except (ValueError, ArithmeticError) as error:  # of what no certificate is computed

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from support import certificates
 from support.certificates import Data
 from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
@@ -71,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
             model = folder / f"model-{noisy}"
             if not model.exists():
                 model_of(model, noisy)
-            job.certify(model, Data(10), settings_of({**COMMON, **own}), folder / name)
+            certificates.certify(model, Data(10), settings_of({**COMMON, **own}), folder / name)
         yield {name: folder / name / job.TABLE for name in SECTIONS}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 from torch import nn
@@ -149,8 +150,8 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     settings = settings_of({**SECTION, "mode": "target-scores", "radii": (0.001, 0.03, 0.4)})
     assert type(settings) is TargetScores
     assert settings_of(settings.model_dump(mode="json")) == settings
-    table = job.certify(model_folder, Data(), settings, tmp_path / "t", actors=1)
-    again = job.certify(model_folder, Data(), settings, tmp_path / "t2", actors=3,
+    table = certificates.certify(model_folder, Data(), settings, tmp_path / "t", actors=1)
+    again = certificates.certify(model_folder, Data(), settings, tmp_path / "t2", actors=3,
                         chunk_seconds=1e-3)  # fmt: skip
     assert table.equals(again, check_metadata=True)
     rows = table.to_pylist()
@@ -159,7 +160,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     assert all((row["prediction"] == row["selected"]) == (row["radius"] > 0) for row in rows)
     # Bets on the same draws, all of them: no smaller size where a target passed.
     bets = settings_of({**SECTION, "n": 5000, "bound": "betting"})
-    sizes = job.certify(model_folder, Data(), bets, tmp_path / "b", actors=1)["exact_l2"]
+    sizes = certificates.certify(model_folder, Data(), bets, tmp_path / "b", actors=1)["exact_l2"]
     assert all(b > row["radius"] * 0.9 for b, row in zip(sizes.to_pylist(), rows, strict=True))
     found = table_reader.read(tmp_path / "t" / job.TABLE)
     assert (

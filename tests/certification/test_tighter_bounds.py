@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from scipy import optimize, special, stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 
@@ -108,13 +109,13 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
-    plain = job.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
+    plain = certificates.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):
         settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})
         assert type(settings) is BettingScores
         home = tmp_path / settings.folder_name
-        table = job.certify(model, Data(3), settings, home, actors=1)
-        again = job.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
+        table = certificates.certify(model, Data(3), settings, home, actors=1)
+        again = certificates.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
                             chunk_seconds=1e-3)  # fmt: skip
         assert table.equals(again, check_metadata=True)
         assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])

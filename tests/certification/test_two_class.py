@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy import stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 
@@ -92,11 +93,13 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model")
     section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
-    plain = job.certify(tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1)
+    plain = certificates.certify(
+        tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1
+    )
     settings = settings_of({**section, "mode": "two-class"})
     assert type(settings) is TwoClass and settings.folder_name == "sigma-0.5-two-class-n-1130"
-    table = job.certify(tmp_path / "model", Data(), settings, tmp_path / "t", actors=1)
-    again = job.certify(tmp_path / "model", Data(), settings, tmp_path / "t2", actors=3,
+    table = certificates.certify(tmp_path / "model", Data(), settings, tmp_path / "t", actors=1)
+    again = certificates.certify(tmp_path / "model", Data(), settings, tmp_path / "t2", actors=3,
                         chunk_seconds=1e-3)  # fmt: skip
     assert table.equals(again, check_metadata=True)
     assert table["histogram"].equals(plain["histogram"])
