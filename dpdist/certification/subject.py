@@ -62,7 +62,7 @@ def require_logits(model: nn.Module, batch: Tensor, classes: int | None = None) 
         logits = fresh_copy(model.eval())(batch)
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] != len(batch):
-        raise ValueError(f"it returns {shape} for {len(batch)} inputs, not logits of classes")
+        raise ValueError(f"it returns {shape}, not logits ({len(batch)}, classes)")
     if shape[1] != (classes or shape[1]):
         raise ValueError(f"it returns {shape} for a batch, not {(len(batch), classes)}")
     if not bool(torch.isfinite(logits).all()):

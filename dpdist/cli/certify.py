@@ -154,6 +154,7 @@ def certify_command(
     radii: _Radii = None,
     n: _N = None,
     trust_factory: TrustFactory = None,
+    signer: Signer = None,
 ) -> None:
     """Certify the test split on all CPUs; the same command continues what was interrupted.
 
@@ -192,7 +193,7 @@ def certify_command(
     measured: list[tuple[str, str]] = []
     if (table := _table_folder(run)) is not None:
         found, name = _recertified(table, asked), table.resolve().parent.parent.name
-    elif (release := open_release_if_any(run, trust_factory)) is not None:
+    elif (release := open_release_if_any(run, trust_factory, signer)) is not None:
         found, name = _certify_release(release, asked, output, local), release.name
     else:
         found, name, measured = _certify_run(run, runs, asked, output, local)
@@ -214,9 +215,11 @@ def _imported(
         raise UserError("--sigma: must be given with --model: the noise on its input")
     source = foreign["weights"] or Path(model.rpartition(":")[2])
     folder, root = RunFolder(runs / source.stem), asked["data"].pop("root", None)
+    kept = ("sigma", "n", "n0", "alpha")
+    chosen = {key: value for key, value in asked["certify"].items() if key in kept}
     importing.imported(
         folder, model, foreign["weights"], None, None, None, foreign["normalize"],
-        foreign["data"], None if root is None else Path(root), None, asked["certify"], None,
+        foreign["data"], None if root is None else Path(root), None, chosen, None,
     )  # fmt: skip
     return folder
 
@@ -755,7 +758,7 @@ def _tell_plain_labels(
 
     console.log(
         f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
-        "--sigma certifies"
+        "--set certify.sigma=S certifies"
     )
     with torch.inference_mode():
         labels = models.predicted_classes(model(torch.stack(inputs))).tolist()

@@ -185,7 +185,9 @@ class Bench:
 
     def command(self, *words: str) -> None:
         """One dpdist command, in this process."""
-        root = ["--data-root", str(self.data_root)] if self.data_root is not None else []
+        root = [] if self.data_root is None else ["--data-root", str(self.data_root)]
+        if words[0] == "certify" and root:
+            root = ["--set", f"data.root={self.data_root}"]
         print("$ dpdist", *words, *root, flush=True)
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
