@@ -181,7 +181,7 @@ def certify(
         (6, True)
     """
     check_executor_name(executor)
-    asked = _resources(resources or {})
+    asked = parse_resources(resources or {})
     changed = _Changed(normalize, None if weights is None else Path(weights))
     inputs, chosen, subject = _resolved(what, data, settings, trusted_factory, changed)
     with open_executor(executor), ExitStack() as stack:
@@ -204,7 +204,8 @@ def certify(
     )
 
 
-def _resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+def parse_resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+    """Return the recipe's section of these keys. Raises UserError."""
     try:
         return ResourcesRecipe.model_validate(dict(given))
     except ValidationError as error:

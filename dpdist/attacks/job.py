@@ -39,12 +39,7 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
 from dpdist.certification import job as certification
 from dpdist.certification import score_bounds, table_reader
-from dpdist.certification.certificate import (
-    ABSTAIN,
-    Certificate,
-    ClassCounter,
-    NoiseSampler,
-)
+from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
 from dpdist.certification.cohen import predict
 from dpdist.certification.inference import (
     ClassifierSpec,
@@ -57,7 +52,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.subject import Subject, require_logits
-from dpdist.certification.table import CertificateTable
+from dpdist.certification.table import ABSTAIN, CertificateTable
 from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator, build_counter
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_TRAINING, current_executor
@@ -695,7 +690,7 @@ class CertificateCheckJob(BaseAttackJob):
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
-        self._certificate, self._sampler = found.kind.table_format.recreate(found, norm, like.batch)
+        self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
         settings = replace(settings, sigma=self._certificate.sigma)
         self.draws_per_point, self.min_draws_per_point = (
             self._certificate.n0 + self._certificate.n,

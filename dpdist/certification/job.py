@@ -16,7 +16,7 @@ from dpdist.certification import inference, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
-from dpdist.certification.registry import kind_of, require_readable
+from dpdist.certification.registry import require_readable
 from dpdist.certification.subject import Subject
 from dpdist.certification.table import CertificateTable
 from dpdist.certification.worker import (
@@ -46,7 +46,6 @@ from dpdist.cluster.resumable_job import (
 from dpdist.cluster.session import is_elastic
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    error_text,
     parse_any_json,
     quoted,
     read_text,
@@ -121,18 +120,6 @@ def certify(
     return table_reader.checked(table, output / TABLE)
 
 
-def read_timings(output: Path) -> dict[int, float]:
-    """Return the seconds of computing per input, from the sidecar file; empty without one."""
-    path = output / _TIMINGS
-    if not path.exists():
-        return {}
-    lines = read_text(path).splitlines()
-    try:
-        return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(lines)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged: {error_text(error)}") from None
-
-
 class CertificationJob(JobSpec):
     """The certification of a data set, as a resumable job."""
 
@@ -166,7 +153,7 @@ class CertificationJob(JobSpec):
         # What a place measures may differ in its last bits elsewhere: the stored one is used.
         free = settings.result_free_fields | {"sensitivity"}
         self.kind = job_folder.JobKind("certification", "certifying", free)
-        self.schema = kind_of(type(settings)).table_format.schema()
+        self.schema = settings.table_schema()
         self._assignment = _build_assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
@@ -329,7 +316,6 @@ class CertificationWorkItems(WorkItems):
         self.items, self.make_worker, self.shared = indices, Worker, assignment
         self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
-        self._table_format = kind_of(type(self._settings)).table_format
         self.units_per_item, self.gpus_per_actor = assignment.num_units, assignment.gpus
 
     def chunk_plan(self, seconds: float) -> ChunkPlan:
@@ -384,7 +370,7 @@ class CertificationWorkItems(WorkItems):
         """Return the input's row of the table."""
         index, assignment = int(item), self._assignment
         verdict, label = assignment.decide(partial), int(self._labels[index])
-        return [self._table_format.row(self._settings, index, label, verdict, assignment.sampler)]
+        return [self._settings.table_row(index, label, verdict, assignment.sampler)]
 
     def effort(self, work_unit: Interval, partial: Partial) -> int:
         """Return the number of draws of an interval."""

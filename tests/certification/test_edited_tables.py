@@ -20,7 +20,7 @@ from dpdist.attacks.table import read_attack
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.expected_scores import SIZE_COLUMNS
-from dpdist.certification.registry import kind_of_table, settings_of
+from dpdist.certification.registry import class_of_table, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import HITS
 from dpdist.certification.table_reader import recertify
@@ -131,7 +131,7 @@ def test_every_value_of_a_row_is_held_against_its_counts(
 def follows(path: Path, to: Path, place: int, **changes: Any) -> Path:
     """A copy in which one row has other counts, and says all that follows from these."""
     table = tables.read(edited(path, to, place, **changes))
-    kind = kind_of_table(table).table_format
+    kind = class_of_table(table)
     try:
         made = kind.recompute_columns(table, table["alpha"][0].as_py())
     except ValueError:  # nothing does

@@ -296,20 +296,6 @@ def test_models_that_cannot_be_certified_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_exports(reference: Path, tmp_path: Path) -> None:
-    results = table.read(reference / job.TABLE)
-    table.write_cohen_tsv(results, tmp_path / "t.tsv", job.read_timings(reference))
-    lines = [line.split("\t") for line in (tmp_path / "t.tsv").read_text().splitlines()]
-    assert lines[0] == ["idx", "label", "predict", "radius", "correct", "time"]
-    for line, row in zip(lines[1:], results.to_pylist(), strict=True):
-        assert [int(v) for v in line[:3]] == [row["index"], row["label"], row["prediction"]]
-        assert row["radius"] - 1e-3 < float(line[3]) <= row["radius"]
-        assert int(line[4]) == (row["label"] == row["prediction"])
-        assert line[5] > "0:00:00"
-    table.write_csv(results, tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().startswith("index,label,prediction,")
-
-
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("nonsense")
     with pytest.raises(UserError, match="not a readable Parquet file"):

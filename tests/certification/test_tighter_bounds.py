@@ -16,7 +16,7 @@ from support.networks import save_small_cnn
 from dpdist.certification import job, table_reader
 from dpdist.certification import score_bounds as betting
 from dpdist.certification.expected_scores import BettingScores
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import (
     BIN_EDGES,
     SCORE_UNIT,
@@ -130,14 +130,12 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
         assert found.comparison_key["one_sided"] is one_sided
         looser = recertify(found.table, 0.2)
         assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()
-        again_by, _ = found.kind.table_format.recreate(found, "linf", 100)
+        again_by, _ = found.certificate_class.recreate(found, "linf", 100)
         assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
         bad = table.to_pylist()
         bad[0]["bins"][3] += 1
         with pytest.raises(UserError, match="not of its draws"):
-            kind_of(BettingScores).table_format.check(
-                pa.Table.from_pylist(bad, schema=table.schema), "x"
-            )
+            BettingScores.check_table(pa.Table.from_pylist(bad, schema=table.schema), "x")
 
 
 def test_only_betting_has_one_side() -> None:
