@@ -30,7 +30,7 @@ from dpdist.core.errors import Interrupted, UserError
 from dpdist.evaluation import (
     data_units_row,
     evaluate_stage,
-    require_model,
+    load_subject,
     split_images,
 )
 from dpdist.runs.archive import Archive
@@ -43,6 +43,8 @@ from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
     from dpdist.certification.job import DatasetLike
+    from dpdist.certification.subject import Subject
+    from dpdist.certification.table import CertificateTable
     from dpdist.tuning.searchers import SweepResults
     from dpdist.tuning.sweep_recipe import SweepSettings
 
@@ -499,49 +501,39 @@ def check_evaluations(recipe: Recipe, context: str) -> None:
         raise field_error(context, "certify.start", rule, recipe.certify.start)
 
 
-def _prepare_certification(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
-    """Return the arguments that certification and attacks share, after the checks before them."""
-    require_model(recipe, folder)
-    current_executor().check_nodes(PACKAGES, folder.private.resolve())
-    return {
-        "actors": actors or recipe.resources.certify_actors,
-        "trusted_factory": recipe.model.name,
-    }
-
-
 def certify_stage(
     recipe: Recipe,
     folder: RunFolder,
     settings: Certificate,
     output: Path | None = None,
     actors: int | None = None,
+    subject: Subject | None = None,
     inputs: DatasetLike | None = None,
-) -> Path:
-    """Certify the test split; return the table's path.
+) -> CertificateTable:
+    """Certify the test split; return the table.
 
-    output: its folder; by default one in the run folder, named by the settings. inputs: certified
-    in place of the test split's.
+    output: its folder; by default one in the run folder, named by the settings. subject: the run's
+    model, where it was loaded. inputs: certified in place of the test split's.
     """
-    shared = _prepare_certification(recipe, folder, actors)
-    from dpdist.certification.job import TABLE, certify
-    from dpdist.certification.table import read_job_record
+    from dpdist.certification.job import certify
 
-    output = output or folder.certificates / settings.folder_name
+    subject = subject or load_subject(recipe, folder)
+    current_executor().check_nodes(PACKAGES, folder.private.resolve())
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
-        table = certify(
-            folder.model_folder,
+        found = certify(
+            subject,
             load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
-            output,
+            output or folder.certificates / settings.folder_name,
+            actors=actors or recipe.resources.certify_actors,
             progress=show,
             gpus=recipe.resources.certify_gpus,
             log=console.log,
-            **shared,
         )
     if settings.form is not None:  # of forms that nobody asked for, another one was as good
-        for note in read_job_record(table)["classifier"]["notes"]:
+        for note in found.job_record["classifier"]["notes"]:
             console.log(f"certifying: {note}")
-    return output / TABLE
+    return found
 
 
 def evaluation_stage(
@@ -556,24 +548,22 @@ def evaluation_stage(
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
     """
-    if evaluation.needs_trained_model:
-        require_model(recipe, folder)
+    subject = load_subject(recipe, folder) if evaluation.needs_trained_model else None
     current_executor().check_nodes(PACKAGES, folder.private.resolve())
     output, recipe = evaluation.output_folder(folder, output), evaluation.data_recipe(recipe)
     source = data_source(recipe)
     from dpdist.cluster.resumable_job import run_job
 
-    subject = EvaluatedModel(
-        folder.model_folder,
+    evaluated = EvaluatedModel(
+        subject,
         load_test_records(recipe, source),
         lambda: records_with_canaries(recipe, source),
-        recipe.model.name,
         recipe,
     )
     title = f"{evaluation.name}, {evaluation.folder_name}"
     actors = actors or recipe.resources.certify_actors
     with console.progress(title, evaluation.progress_unit) as show:
-        run_job(evaluation.job_spec(subject), output, actors=actors, progress=show)
+        run_job(evaluation.job_spec(evaluated), output, actors=actors, progress=show)
     return output / evaluation.file
 
 

@@ -169,6 +169,9 @@ def _ends(name: str) -> tuple[Step, ...]:
     return step(f"report {name}", "report"), step(f"report {name} --json", "facts")
 
 
+_FOLDER = "sigma-0.25-fixed-n-300"
+_FEW = "--set certify.every=2 --set certify.max_inputs=3"
+_QUIET = "--set certify.sigma=0.001 --set certify.n=200"
 _ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
 CASES: dict[str, Case] = {
     "fixed": Case(
@@ -176,14 +179,15 @@ CASES: dict[str, Case] = {
         {"certify": _VOTES},
         (
             step("certify fixed --json", "certified"),
-            step("certify fixed --rebound alpha=0.01 --json", "rebound"),
-            step("certify fixed --start 1 --every 2 --max-inputs 3"),
-            step("certify fixed --start 2 --every 2 --max-inputs 3"),
-
-            step("certify fixed --at attacked:pgd,0.05 --max-inputs 4 --json", "attacked"),
+            step(f"certify runs/fixed/certificates/{_FOLDER} --set certify.alpha=0.01 --json",
+                 "rebound"),
+            step(f"certify fixed --set certify.start=1 {_FEW}"),
+            step(f"certify fixed --set certify.start=2 {_FEW}"),
+            step("certify fixed --set attacked.attack=pgd --set attacked.size=0.05 "
+                 "--set certify.max_inputs=4 --json", "attacked"),
             # With so little noise all draws agree: the radius then follows from n alone.
-            step("predict fixed image.npy --sigma 0.001 --n 200 --json", "predicted"),
-            step("predict fixed image.npy --sigma 0.001 --n 200 --json --label-only", "label"),
+            step(f"predict fixed image.npy {_QUIET} --json", "predicted"),
+            step(f"predict fixed image.npy {_QUIET} --json --label-only", "label"),
         ),
     ),
     "attacks": Case(
@@ -202,8 +206,8 @@ CASES: dict[str, Case] = {
             step("audit released --set releases=500", "audit"),
             step("release released --licence MIT --not-private --sign key.pem --json", "card"),
             step("verify runs/released/release --signer public.pem --redraw 3", "verified"),
-            step("certify runs/released/release --max-inputs 3 --json", "certified"),
-            step("predict runs/released/release image.npy --sigma 0.001 --n 200 --json", "said"),
+            step("certify runs/released/release --set certify.max_inputs=3 --json", "certified"),
+            step(f"predict runs/released/release image.npy {_QUIET} --json", "said"),
         ),
     ),
     "two-class": Case(

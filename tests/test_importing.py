@@ -92,8 +92,8 @@ def test_a_certificate_counts_the_votes_of_that_network(
     draws of one probability differ by 0.08 or more with probability at most 4 exp(-2 2000 0.04^2)
     = 0.0066 by Hoeffding, by 0.15 with 6e-10 for all 18 inputs together."""
     good("certify", *ARGUMENTS, "--weights", weights, "--sigma", "0.2", "--n", "2000",
-         "--every", "20", "--runs", tmp_path, "--name", "mine")  # fmt: skip
-    (path,) = tmp_path.glob("mine/certificates/*/certificates.parquet")
+         "--set", "certify.every=20", "--runs", tmp_path)  # fmt: skip
+    (path,) = tmp_path.glob("*/certificates/*/certificates.parquet")
     table = tables.read(path)
     network, inputs = foreign.trained(), digits()
     generator = torch.Generator().manual_seed(1)
@@ -314,13 +314,13 @@ def test_predict_without_noise_is_plain_and_says_so(
     assert done.exit_code == 0, (done.output, done.exception)
     said = [f"{path}: {label} (no certificate)" for path, label in zip(files, labels, strict=True)]
     assert done.stdout.splitlines() == said
-    assert "plain predictions without a certificate; --sigma certifies" in done.stderr
+    assert "plain predictions without a certificate; --set certify.sigma=S certifies" in done.stderr
     done = call("predict", *where, "--json")
     for line, label in zip(map(json.loads, done.stdout.splitlines()), labels, strict=True):
         assert (line["label"], line["radius"], line["certified"]) == (label, None, False)
-    for option in (("--n", "50"), ("--alpha", "0.01"), ("--label-only",)):  # of certificates
-        assert "give --sigma" in refused("predict", *where, *option)
-    done = call("predict", *where, "--sigma", "0.25", "--n", "50")
+    for option in (("--set", "certify.n=50"), ("--label-only",)):  # of certificates
+        assert "certify.sigma: must be given" in refused("predict", *where, *option)
+    done = call("predict", *where, "--set", "certify.sigma=0.25", "--set", "certify.n=50")
     assert "(L2 radius " in done.stdout or "ABSTAIN" in done.stdout
     assert "no certificate" not in done.stdout
 
@@ -329,7 +329,7 @@ def test_predict_without_noise_is_plain_and_says_so(
 def test_random_weights_are_refused(tmp_path: Path, name: str) -> None:
     torch.manual_seed(2)
     complaint = refused("certify", "--model", name, "--data", "digits", "--sigma", "0.5",
-                        "--n", "100", "--runs", tmp_path, "--name", "x")  # fmt: skip
+                        "--n", "100", "--runs", tmp_path)  # fmt: skip
     assert complaint.startswith("--weights: must be given") and name in complaint
     assert not (tmp_path / "x").exists()
     with pytest.raises(UserError, match="the trained module itself"):
@@ -402,7 +402,7 @@ def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
-    good("certify", "mine", "--runs", runs, "--n", "500", "--every", "60")
+    good("certify", "mine", "--runs", runs, "--n", "500", "--set", "certify.every=60")
     good("attack", "mine", "--runs", runs, "--every", "60", "--attacks", "fgsm", "--sizes", "0.1")
     good("report", "mine", "--runs", runs)
     good("release", "mine", "--runs", runs, "--not-private")
@@ -457,7 +457,9 @@ def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> Non
     raw = bytearray((folder.model_folder / "model.safetensors").read_bytes())
     raw[-1] ^= 1
     (folder.model_folder / "model.safetensors").write_bytes(bytes(raw))
-    assert "is not the model" in refused("certify", folder.path, "--max-inputs", "1", "--n", "100")
+    assert "is not the model" in refused(
+        "certify", folder.path, "--set", "certify.max_inputs=1", "--n", "100"
+    )
 
 
 def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weights: Path) -> None:

@@ -19,9 +19,9 @@ from support.benchmarks import SCRIPTS
 from support.benchmarks import load as load_benchmark
 from typer.core import TyperGroup
 
-from dpdist.attacks.attacked_copies import AttackedCopiesSpec
 from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership_findings import ATTACKS as MEMBERSHIP_ATTACKS
+from dpdist.cli.certify import changes_by_section
 from dpdist.cli.main import app
 from dpdist.cli.options import parse_numbers
 from dpdist.core.errors import UserError
@@ -40,6 +40,9 @@ RECIPES = {path.stem for path in (*built_in_recipes(), *paper_recipes())}
 # Runs that a page names itself, and files that a page writes down.
 RUNS = {"mnist-noise-only", "mnist-small", "begun"}
 PLACEHOLDERS = {"RUN", "RECIPE", "nothing"}
+SECTIONS = {  # of --set
+    "certify": ("certify", "attacked", "resources", "data"), "predict": ("certify", "sampling"),
+}  # fmt: skip
 UsageError = typer.BadParameter.__base__  # typer may bring a click of its own
 BEGINNING = re.compile(r"(dpdist|python|make)( |$)")
 # What a section with a table says of its making: a command, a doctest, a file of results, a test,
@@ -120,8 +123,8 @@ def check_dpdist(words: list[str]) -> None:
             norm=given["norm"] or "linf", attacks=tuple(attacks),
             sizes=tuple(parse_numbers(given["sizes"], "--sizes") or (0.1,)),
         )  # fmt: skip
-    if name == "certify" and given.get("at"):
-        AttackedCopiesSpec.parse(given["at"])
+    if name in ("certify", "predict") and given:
+        changes_by_section(given["changes"], dict.fromkeys(SECTIONS[name]))
     if name == "membership" and given.get("attack"):
         unknown = set(given["attack"].split(",")) - set(MEMBERSHIP_ATTACKS)
         if unknown and unknown != {"nothing"}:

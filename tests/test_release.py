@@ -458,7 +458,7 @@ def test_whoever_reads_a_release_can_name_its_signer(copied, call, work, tmp_pat
     for arguments in (["predict", copied, image], ["certify", copied]):
         done = call(*arguments, "--signer", other)
         assert done.code == 2 and said in done.err and not done.out, arguments
-    assert call("predict", copied, image, "--n", 100, "--signer", PUBLIC).code == 0
+    assert call("predict", copied, image, "--set", "certify.n=100", "--signer", PUBLIC).code == 0
     done = call("predict", "small", image, "--signer", PUBLIC)
     assert done.code == 2 and "--signer: of a release, and small is none" in done.err
     with pytest.raises(ReleaseError, match=said):
@@ -599,7 +599,7 @@ def test_a_run_in_place_of_its_release_is_told_where_that_lies(copied, call):
 
 def test_a_release_answers_without_its_run(copied, call, work):
     path = image(work)
-    done = call("predict", copied, path, "--n", "300", "--json")
+    done = call("predict", copied, path, "--set", "certify.n=300", "--json")
     assert done.code == 0, done.err
     answer = json.loads(done.out)
     assert answer["sigma"] == 0.25 and answer["alpha"] == 0.001
@@ -614,8 +614,8 @@ def test_a_release_answers_without_its_run(copied, call, work):
     with pytest.raises(ValueError, match="shape"):
         loaded.answerer(n=300)(np.zeros((3, 3)))
     edit(copied, DESCRIPTION, at("certificate", to=None))
-    done = call("predict", copied, path, "--n", "300")
-    assert done.code == 2 and "give --sigma" in done.err
+    done = call("predict", copied, path, "--set", "certify.n=300")
+    assert done.code == 2 and "certify.sigma: must be given" in done.err
     label = int(loaded.model(torch.from_numpy(np.load(path))[None]).argmax())
     done = call("predict", copied, path)
     assert done.code == 0 and done.out == f"{path}: {label} (no certificate)\n"
@@ -623,17 +623,16 @@ def test_a_release_answers_without_its_run(copied, call, work):
 
 def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch):
     run_without_ray(monkeypatch)
-    done = call("certify", copied, "--n", "50", "--max-inputs", "3", "--csv", "all.csv")
+    done = call("certify", copied, "--n", "50", "--set", "certify.max_inputs=3")
     assert done.code == 0, done.err
     (path,) = (work / "certificates/small").glob("*/certificates.parquet")
     table = table_reader.read(path)
     assert table.job_record["model"] == models.model_hash(copied)
     assert (table.sigma, table.n, len(table.index)) == (0.25, 50, 3)
-    assert (work / "all.csv").read_text().count("\n") == 4
     done = call("certify", copied, "--output", copied / "certificates")
     assert done.code == 2 and "stays as it was published" in done.err
-    done = call("certify", copied, "--rebound", "alpha=0.05")
-    assert done.code == 2 and "not of a release" in done.err
+    done = call("certify", copied, "--set", "attacked.attack=pgd")
+    assert done.code == 2 and "not for a release" in done.err
     assert call("verify", copied).code == 0
 
 

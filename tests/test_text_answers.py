@@ -132,7 +132,10 @@ def test_a_label_is_that_of_the_bytes(labelled):
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        (["--text", "a", "--sigma", "0.1"], "--sigma: must be left out: texts are not smoothed"),
+        (
+            ["--text", "a", "--set", "certify.sigma=1"],
+            "certify.sigma: must be left out: texts are not smoothed",
+        ),
         (["--text", "a", "--label-only"], "--label-only: must be left out: texts"),
         ([], "FILE: must be given: a text by --text, or files of texts"),
         (["--text", "the " * 8], "text: must have 1 to 8 tokens to be continued, got 9"),
@@ -168,7 +171,9 @@ def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path
     for word in ("radius", "Robustness", "--sigma", "certified-robustness", "l2", "L2"):
         assert word not in page.replace("texts have no radius", "")
     assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
-    assert "dpdist generate FOLDER" in page and "It tells 7 next tokens" in page
+    assert (
+        "dpdist predict FOLDER prompts.txt --to texts" in page and "It tells 7 next tokens" in page
+    )
 
 
 @pytest.mark.long
@@ -396,7 +401,9 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
     assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
     assert asked == [[0], [0, 4], [0, 4, 4]]
     dict(verify_release(run.release_folder))
-    said("generate", run.release_folder, "--to", tmp_path / "texts", "--tokens", 3)
+    said(
+        "predict", run.release_folder, "--to", tmp_path / "texts", "--set", "sampling.max_tokens=3"
+    )
     said("predict", run.release_folder, "--text", "the cat")
 
 
@@ -454,8 +461,7 @@ def test_scores_that_are_no_numbers_are_refused():
 
 def test_a_prompt_is_a_line_of_the_file(following, tmp_path):
     (tmp_path / "prompts").write_bytes("the\u2028cat\r\ndog\x0cran\n".encode())
-    said("generate", following.release_folder, "--prompt-file", tmp_path / "prompts",
-         "--to", tmp_path / "out")  # fmt: skip
+    said("predict", following.release_folder, tmp_path / "prompts", "--to", tmp_path / "out")
     lines = (tmp_path / "out" / "texts.jsonl").read_text().split("\n")
     assert [json.loads(each)["prompt"] for each in lines if each] == ["the\u2028cat", "dog\x0cran"]
 
@@ -464,7 +470,7 @@ def test_generated_texts_lie_beside_the_card(following, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the cat\nthe dog\n")
     release = following.release_folder
-    asked = ("generate", release, "--n", 3, "--prompt-file", prompts, "--seed", 5)
+    asked = ("predict", release, prompts, "--set", "sampling.count=3", "--set", "sampling.seed=5")
     for name in ("a", "b"):
         said(*asked, "--to", tmp_path / name)
     files = {path.name for path in (tmp_path / "a").iterdir()}
@@ -491,19 +497,19 @@ def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
         ((release, "--to", tmp_path), "--to: must be a new folder"),
         ((release, "--to", tmp_path / "link"), "--to: must be a new folder"),
         ((release, "--to", release / "texts"), "--to: must be outside of the release"),
-        ((release, "--to", new, "--prompt-file", tmp_path / "empty"), "a prompt a line, got none"),
+        ((release, tmp_path / "empty", "--to", new), "a prompt a line, got none"),
         ((labelled.release_folder, "--to", new), "a model of next tokens, got one that tells"),
     ):
         with pytest.raises(UserError, match=complaint):
-            said("generate", *given)
+            said("predict", *given)
     long = "the cat sat on the mat and"  # with a begin as many as the model reads
     (tmp_path / "long").write_text(f"the cat\n{long}\n")
-    refusal = r"--prompt-file: line 2 must have 1 to 7 tokens to be continued, got 8$"
+    refusal = r"FILE: line 2 must have 1 to 7 tokens to be continued, got 8$"
     with pytest.raises(UserError, match=refusal):
-        said("generate", release, "--to", new, "--prompt-file", tmp_path / "long")
+        said("predict", release, tmp_path / "long", "--to", new)
     (tmp_path / "chat.jsonl").write_text('[{"role": "user", "content": "hi"}]\n')
-    with pytest.raises(UserError, match=r"--prompt-file: line 1 must have a tokenizer with a chat"):
-        said("generate", release, "--to", new, "--prompt-file", tmp_path / "chat.jsonl")
+    with pytest.raises(UserError, match=r"FILE: line 1 must have a tokenizer with a chat"):
+        said("predict", release, tmp_path / "chat.jsonl", "--to", new)
     assert not new.exists()
 
 
@@ -511,9 +517,9 @@ def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
 def test_an_empty_prompt_needs_a_token_that_begins_texts(tmp_path):
     text = {"tokenizer": str(words_in(tmp_path / "cutter", END_ALONE))}
     run = made(tmp_path, "none", "next", text, {"name": "next-word-mlp", "options": {}})
-    said_of_it = r"--prompt-file: an empty prompt must have 1 to 7 tokens .*, got 0: this tokenizer"
+    said_of_it = r"FILE: an empty prompt must have 1 to 7 tokens .*, got 0: this tokenizer"
     with pytest.raises(UserError, match=said_of_it):
-        said("generate", run.release_folder, "--to", tmp_path / "texts")
+        said("predict", run.release_folder, "--to", tmp_path / "texts")
     out = said("predict", run.release_folder, "--text", "the cat")
     # Quoted, as tokens may begin with a space.
     assert re.fullmatch(r"'the cat': ('[^']+' [\d.]+ %(, )?){5}\n", out)

@@ -133,7 +133,7 @@ TRAIN, RUN, REPORT = (
 )
 POISON = ["poison", "r.yaml", "--models", "3", "--select", "1", "--max-inputs", "2",
           "--seed", "cd" * 32]  # fmt: skip
-CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--max-inputs", "4"]
+CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--set", "certify.max_inputs=4"]
 RELEASE = ["release", "runs/small", "--not-private"]
 BOTH, ALWAYS = {"well", "refused"}, {"well"}
 

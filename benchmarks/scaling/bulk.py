@@ -51,9 +51,9 @@ RESULTS = RESULTS_FOLDER / "bulk.jsonl"
 SIGMAS = (0.25, 0.5)
 RADII = (0.0, 0.25, 0.5, 0.75)
 MODES = {
-    "fixed": ("--mode", "fixed"),
-    "target": ("--mode", "target", "--radii", "0.25,0.5,0.75"),
-    "anytime": ("--mode", "anytime", "--radii", "0.25,0.5,0.75"),
+    "fixed": ("--set", "certify.mode=fixed"),
+    "target": ("--set", "certify.mode=target", "--radii", "0.25,0.5,0.75"),
+    "anytime": ("--set", "certify.mode=anytime", "--radii", "0.25,0.5,0.75"),
 }
 
 
@@ -156,7 +156,8 @@ def command(options: argparse.Namespace, sigma: float, mode: str) -> list[str]:
     return [
         "certify", "--model", "_resnet20:resnet20", "--weights", f"resnet-{sigma:g}.pt",
         "--data", str(options.data), "--sigma", f"{sigma:g}", "--n", str(options.n),
-        "--every", str(options.every), "--form", options.form, *MODES[mode],
+        "--set", f"certify.every={options.every}", "--set", f"certify.form={options.form}",
+        *MODES[mode],
         "--output", f"{mode}-{sigma:g}",
     ]  # fmt: skip
 

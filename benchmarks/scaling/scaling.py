@@ -470,7 +470,8 @@ def certification(quick: bool, limit: int | None) -> None:
             output = Path(scratch) / f"table-{actors}"
             process = subprocess.Popen(
                 [*_COMMAND, "certify", "scaling", *runs, "--sigma", "0.25", "--n", str(n),
-                 "--max-inputs", str(inputs), "--actors", str(actors), "--output", str(output)],
+                 "--set", f"certify.max_inputs={inputs}", "--workers", str(actors),
+                 "--output", str(output)],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )  # fmt: skip

@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from dpdist import models
 from dpdist.attacks import table as tables
 from dpdist.attacks.gradient_attacks import (
     Ball,
@@ -41,12 +39,7 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
 from dpdist.certification import job as certification
 from dpdist.certification import score_bounds, table_reader
-from dpdist.certification.certificate import (
-    ABSTAIN,
-    Certificate,
-    ClassCounter,
-    NoiseSampler,
-)
+from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
 from dpdist.certification.cohen import predict
 from dpdist.certification.inference import (
     ClassifierSpec,
@@ -58,17 +51,17 @@ from dpdist.certification.inference import (
 )
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.certification.table import CertificateTable
+from dpdist.certification.subject import Subject, require_logits
+from dpdist.certification.table import ABSTAIN, CertificateTable
 from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator, build_counter
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_TRAINING, current_executor
-from dpdist.cluster.job_folder import Progress
-from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems, run_job
+from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems
 from dpdist.core.errors import UserError
 from dpdist.core.fields import NORMS, Norm
 from dpdist.core.files import quoted, write_json
 from dpdist.core.optional_imports import array_to_tensor
-from dpdist.models import NO_CLASS, find_batch_dependence, fresh_copy, predicted_classes
+from dpdist.models import NO_CLASS, find_batch_dependence, predicted_classes
 from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness.keys import CHECK, StreamKeys
 from dpdist.randomness.noise_location import NoiseLocation, NoiseSplit, find_noise_location
@@ -122,23 +115,14 @@ def choose_form(classifier: AttackedClassifier, source: StreamKeys) -> Classifie
     )
 
 
-def require_logits(classifier: AttackedClassifier) -> None:
+def require_attackable(classifier: AttackedClassifier) -> None:
     """Raise UserError unless the model gives each input finite logits for each class by itself."""
-    batch = array_to_tensor(classifier.check_inputs)
-    with torch.inference_mode():
-        logits = fresh_copy(classifier.model.eval())(batch)  # workers have it as it came
-    expected = (len(batch), classifier.classes)
-    if tuple(logits.shape) != expected:
-        raise UserError(
-            f"the model cannot be attacked: it returns {tuple(logits.shape)} for a batch, not "
-            f"{expected}"
-        )
-    if not bool(torch.isfinite(logits).all()):
-        raise UserError(
-            "the model cannot be attacked: its outputs are not finite numbers (did the training "
-            "diverge?)"
-        )
-    copies, sigma = None, classifier.location.smoothing_sigma
+    batch, sigma = array_to_tensor(classifier.check_inputs), classifier.location.smoothing_sigma
+    try:
+        require_logits(classifier.model, batch, classifier.classes)
+    except ValueError as error:
+        raise UserError(f"the model cannot be attacked: {error}") from None
+    copies = None
     if sigma is not None:
         noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
         copies = batch[:1] + sigma * noise
@@ -444,27 +428,6 @@ class NamedDatasetLike(certification.DatasetLike, Protocol):
     def name(self) -> str: ...
 
 
-def attack_model(
-    model_folder: Path,
-    dataset: NamedDatasetLike,
-    settings: AttackOptions,
-    output: Path,
-    *,
-    actors: int | None = None,
-    progress: Progress | None = None,
-    trusted_factory: str | None = None,
-) -> pa.Table:
-    """Attack the inputs that ``settings`` names at every size; return the table.
-
-    ``output`` receives attacks.parquet and what `dpdist.cluster.resumable_job.run_job` says, which
-    names the other arguments and what is raised. Called again it computes what is missing: after an
-    interruption, or when more attacks or sizes are asked for; the table holds all that the folder
-    has.
-    """
-    work = AttackJob(model_folder, dataset, settings, trusted_factory)
-    return run_job(work, output, actors=actors, progress=progress)
-
-
 class _AttackItems(WorkItems):
     """Blocks of attacked inputs. passes: of the model for each input, at most."""
 
@@ -494,31 +457,29 @@ class BaseAttackJob(JobSpec):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         settings: AttackOptions,
         indices: np.ndarray,
         targets: np.ndarray,
-        trusted_factory: str | None,
         spec_template: ClassifierSpec | None = None,
         votes: bool | None = None,
     ) -> None:
         """votes: whether answers are votes of draws or their mean scores; None: as the model's
         noise asks."""
-        model = models.load(model_folder, trusted_factory=trusted_factory)
-        place = find_noise_location(model)
+        place = find_noise_location(subject.model)
         if settings.sigma is not None:
             place = place.with_input_noise(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
         counted = AttackedClassifier(
-            model, place, dataset.classes, inputs[:64], spec_template, votes,
-            code=models.read_factory_code(model_folder),
+            subject.model, place, dataset.classes, inputs[:64], spec_template, votes,
+            code=subject.code,
         )  # fmt: skip
-        require_logits(counted)
+        require_attackable(counted)
         source = StreamKeys(
             self.purpose,
             settings.seed or secrets.token_hex(16),
-            models.model_hash(model_folder),
+            subject.digest,
             dataset.fingerprint,
             str(place.describe()),
             settings.sigma or 0.0,
@@ -590,16 +551,15 @@ class AttackJob(BaseAttackJob):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         settings: AttackOptions,
-        trusted_factory: str | None = None,
     ) -> None:
         labels = np.asarray(dataset.labels)
         indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
         if not len(indices):
             raise UserError(f"attack: no inputs chosen out of {len(labels)}")
-        super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
+        super().__init__(subject, dataset, settings, indices, labels[indices])
         self.draws_per_point = self.min_draws_per_point = settings.n
 
     def identity(self) -> dict[str, Any]:
@@ -704,15 +664,14 @@ class CertificateCheckJob(BaseAttackJob):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         certificates: Path,
         settings: AttackOptions,
         claim: str | None = None,
-        trusted_factory: str | None = None,
     ) -> None:
         found = table_reader.read(certificates)
-        _check_same_origin(found, model_folder, dataset)
+        _check_same_origin(found, subject, dataset)
         found, rows, self._votes = _apply_claim(found, claim)
         self._found, self._claim = found, claim
         self._submitted = [rows[i] for i in settings.indices(len(rows))]
@@ -731,15 +690,15 @@ class CertificateCheckJob(BaseAttackJob):
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
-        self._certificate, self._sampler = found.kind.table_format.recreate(found, norm, like.batch)
+        self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
         settings = replace(settings, sigma=self._certificate.sigma)
         self.draws_per_point, self.min_draws_per_point = (
             self._certificate.n0 + self._certificate.n,
             self._certificate.n0,
         )
         super().__init__(
-            model_folder, dataset, settings, self._column("index"), self._column("prediction"),
-            trusted_factory, like, self._votes,
+            subject, dataset, settings, self._column("index"), self._column("prediction"),
+            like, self._votes,
         )  # fmt: skip
 
     def _column(self, name: str) -> np.ndarray:
@@ -800,13 +759,13 @@ class CertificateCheckJob(BaseAttackJob):
 
 
 def _check_same_origin(
-    certificates: CertificateTable, model_folder: Path, dataset: NamedDatasetLike
+    certificates: CertificateTable, subject: Subject, dataset: NamedDatasetLike
 ) -> None:
     path, about = certificates.path, certificates.job_record
     if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
-    if about["model"] != models.model_hash(model_folder):
-        raise UserError(f"{path}: certificates of another model than {model_folder}")
+    if about["model"] != subject.digest:
+        raise UserError(f"{path}: certificates of another model than {subject.where}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
     labels = np.asarray(dataset.labels)

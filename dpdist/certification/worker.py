@@ -42,6 +42,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.noise import Gaussian, Laplace, Noise
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.subject import require_logits
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import (
@@ -610,14 +611,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     assignment = _with_batch_size(assignment.on_device())
     alone = chosen is None and assignment.settings.batch == 1
     network, batch = assignment.sampler.check_batch(assignment)
-    with torch.inference_mode():
-        logits = fresh_copy(network.eval())(batch)  # what it keeps of a batch, no other one knows
-    expected = (len(batch), assignment.classes)
-    if tuple(logits.shape) != expected:
-        raise ValueError(f"it returns {tuple(logits.shape)} for a batch, not {expected}")
-    if not bool(torch.isfinite(logits).all()):
-        # The argmax of NaN is a constant, which would be certified with the largest radius.
-        raise ValueError("its outputs are not finite numbers (did the training diverge?)")
+    require_logits(network, batch, assignment.classes)
     _, copies = assignment.sampler.check_batch(assignment, copies=True)
     if found := find_batch_dependence(network, batch, copies, alone=alone):
         raise ValueError(

@@ -1,34 +1,29 @@
 """``dpdist certify`` and ``predict``: certificates and certified answers.
 
-certify: certify a run's test split, recompute its tables; or certify a release, without its run.
-predict: label or ABSTAIN, with a certified radius, for single images.
+certify: certify a run's test split or a release's, or a stored table at another error. predict:
+label or ABSTAIN, with a certified radius, for single images; classes, or sampled texts, of a model
+of texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from dpdist.cli import importing
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    Actors,
-    DataRoot,
-    Every,
+    Changes,
     Local,
-    MaxInputs,
     ModelArgument,
-    Name,
     Output,
     PublishableJson,
     Runs,
     Signer,
-    Start,
     TrustFactory,
     executor_name,
     flag,
@@ -43,7 +38,7 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Positive, Probability, RejectBool
+from dpdist.core.fields import Count, Positive, ProcessCount
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,
@@ -54,422 +49,322 @@ from dpdist.core.files import (
 )
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate
+    from dpdist.certification.table import CertificateTable
     from dpdist.release.bundle import Release, TextAnswerer
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
 
-# --- certifying a release ---------------------------------------------------------------------
+# --- what --set says --------------------------------------------------------------------------
+
+
+def changes_by_section(
+    changes: Sequence[str] | None, sections: Mapping[str, Sequence[str] | None]
+) -> dict[str, dict[str, Any]]:
+    """Return the changes of `--set`, by section and key.
+
+    Args:
+        changes: KEY=VALUE each, with dotted keys.
+        sections: those that a command takes, and the keys of each; None: all that it has.
+
+    Raises:
+        UserError: a change is of another section or key.
+    """
+    from dpdist.runs.recipe import parse_changes
+
+    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for name, value in parse_changes(changes).items():
+        section, _, key = name.partition(".")
+        if not key or section not in sections or key not in (sections[section] or (key,)):
+            allowed = [
+                f"{each}.{one}" for each, keys in sections.items() for one in keys or ("KEY",)
+            ]
+            raise UserError(f"--set {name}: must be one of {', '.join(allowed)}")
+        found[section][key] = value
+    return found
 
 
 def resolve_settings(
-    options: dict[str, Any], default: Certificate | None, model: nn.Module, path: Path
+    asked: Mapping[str, Any], default: Certificate | None, model: nn.Module, path: Path
 ) -> Certificate:
-    """Return the certificate that options ask for, the usual one where nothing else is asked for.
+    """Return the certificate that is asked for, the usual one where nothing else is.
 
     Args:
-        options: options by name, None where one is not given.
+        asked: settings by name.
         default: of the recipe or release.
         model: what is certified: noise of its own and smoothing exclude each other.
         path: it lies, for complaints.
 
     Raises:
-        UserError: an option belongs to another certificate, or to another model.
+        UserError: a setting belongs to another certificate, or to another model.
     """
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-    sigma = resolve_smoothing_sigma(model, requested_sigma(options, default), path)
-    return settings_of(options | {"sigma": sigma}, default)
-
-
-def requested_sigma(options: dict[str, Any], default: Certificate | None) -> float | None:
-    """Return the noise on the input that is asked for, if any."""
-    return options["sigma"] or (None if default is None else default.sigma)
-
-
-def certify_release(
-    release: Release,
-    options: dict[str, Any],
-    data_root: Path | None,
-    output: Path | None,
-    actors: int | None,
-    local: bool | None = None,
-) -> tuple[pa.Table, Path]:
-    """Certify the test split that a release names, with its settings where nothing else is asked
-    for."""
-    from dpdist import data, pipeline
-    from dpdist.certification.job import TABLE, certify
-    from dpdist.core import console
-    from dpdist.training.job import PACKAGES
-    from dpdist.training.records import data_source_under
-
-    dataset = data.load(data_source_under(release.description.data, data_root), "test")
-    chosen = resolve_settings(options, release.description.certificate, release.model, release.path)
-    output = output or Path("certificates", release.name, chosen.folder_name)
-    if release.path.resolve() in (output.resolve(), *output.resolve().parents):
-        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    log_file = output.parent / "ray.log"
-    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
-        executor.check_nodes(PACKAGES, output.parent.resolve())
-        with console.progress(f"certifying, {chosen.folder_name}", "inputs", "draws") as show:
-            table = certify(
-                release.path,
-                dataset,
-                chosen,
-                output,
-                actors=actors,
-                progress=show,
-                trusted_factory=release.trusted_factory,
-                log=console.log,
-            )
-    return table, output / TABLE
+    sigma = asked.get("sigma") or (None if default is None else default.sigma)
+    sigma = resolve_smoothing_sigma(model, sigma, path)
+    return settings_of({**asked, "sigma": sigma}, default)
 
 
 # --- dpdist certify ---------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:
-    _CertifyRequest = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
-
-
-_Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
-_N = Annotated[int | None, option("Draws per input (sequential: at most).", Count)]
-_N0 = Annotated[int | None, option("Draws that choose the class.", Count)]
-_Alpha = Annotated[float | None, option("Error of each certificate.", Probability)]
-_Mode = Annotated[
-    str | None, option("fixed, two-class, target, anytime; of scores: target-scores.")
+_Sigma = Annotated[
+    float | None, option("Noise in input units, as certify.sigma of the recipe.", Positive)
 ]
-_Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
-_Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
-_Bound = Annotated[
-    str | None,
-    option(
-        "Of votes: clopper-pearson (default) or hoeffding; of expected scores: hoeffding, "
-        "bernstein, counts, betting."
-    ),
+_N = Annotated[int | None, option("Samples of each input, as certify.n of the recipe.", Count)]
+_Radii = Annotated[
+    str | None, option("Radii to report or decide, ascending: 0.25,0.5; as certify.radii.")
 ]
-_Form = Annotated[
-    str | None,
-    option(
-        "Inference form: frozen, compiled, channels-last, eager or bf16 (another function: the "
-        "network in bfloat16); by default a probe chooses among those of the model's precision."
-    ),
+_Workers = Annotated[
+    int | None, option("Workers (default: all CPUs), as resources.certify_actors.", ProcessCount)
 ]
-_OneSided = Annotated[
-    bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
-]
-_Norm = Annotated[str | None, option("Of expected scores' radius: l2 or linf.")]
-_AttackedCopies = Annotated[
-    str | None,
-    option(
-        "At attacked copies, as papers measure it; no certificate of the clean input.",
-        metavar="attacked:ATTACK,SIZE[,NORM]",
-    ),
-]
-_Recertify = Annotated[
-    str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
-]
-_OUTPUT_FILE = path_callback(for_writing=True)
-_Tsv = Annotated[
-    Path | None, path_option("Also write Cohen's columns here.", callback=_OUTPUT_FILE)
-]
-_Csv = Annotated[Path | None, path_option("Also write all columns here.", callback=_OUTPUT_FILE)]
+_SECTIONS: dict[str, Sequence[str] | None] = {
+    "certify": None,
+    "attacked": None,
+    "resources": ("certify_actors", "certify_gpus"),
+    "data": ("root",),
+}
 
 
 def certify_command(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|RELEASE",
+            metavar="RUN|RELEASE|TABLE",
             autocompletion=run_names,
-            help="A run folder, its name under --runs, its archive's address, or a release; left "
-            "out with --model.",
+            help="A run folder, its name under --runs, its archive's address, a release, or the "
+            "folder of a finished table; omit it with --model.",
         ),
     ] = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    sigma: _Sigma = None,
-    n: _N = None,
-    n0: _N0 = None,
-    alpha: _Alpha = None,
-    mode: _Mode = None,
-    radii: _Radii = None,
-    noise: _Noise = None,
-    bound: _Bound = None,
-    one_sided: _OneSided = None,
-    norm: _Norm = None,
-    form: _Form = None,
-    start: Start = None,
-    every: Every = None,
-    max_inputs: MaxInputs = None,
-    actors: Actors = None,
-    local: Local = None,
+    changes: Changes = None,
     output: Output = None,
-    at: _AttackedCopies = None,
-    rebound: _Recertify = None,
-    tsv: _Tsv = None,
-    csv: _Csv = None,
-    trust_factory: TrustFactory = None,
-    signer: Signer = None,
     as_json: PublishableJson = False,
+    workers: _Workers = None,
+    local: Local = None,
+    runs: Runs = DEFAULT_RUNS,
     model: importing.Model = None,
     weights: importing.Weights = None,
-    options: importing.Options = None,
-    input: importing.Input = None,
-    classes: importing.Classes = None,
-    normalize: importing.Normalize = None,
     data: importing.Data = None,
-    resize: importing.Resize = None,
-    name: Name = None,
+    normalize: importing.Normalize = None,
+    sigma: _Sigma = None,
+    radii: _Radii = None,
+    n: _N = None,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
 ) -> None:
-    """Certify the test split on all CPUs; continues what was interrupted.
+    """Certify the test split on all CPUs; the same command continues what was interrupted.
 
-    Of a release, the test split of the data that it names, under --data-root; the table goes to
-    --output, by default certificates/NAME/SETTINGS here.
+    Settings are those of the recipe, with the changes of --set: certify.mode=target,
+    certify.alpha=0.01, certify.every=20. Of a release, the test split is that of the data that it
+    names, below data.root; the table goes to --output, by default certificates/NAME/SETTINGS here.
 
     A model with noise in its first hidden layer is certified under that noise, by expected scores;
     with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
-    With --model, --weights and --data, a model that was trained elsewhere is first imported into
-    the run --name (default: the name of the file of weights), as by `dpdist import`.
+    With --model, --weights and --data, a model that was trained elsewhere is first imported into a
+    run with the name of the file of weights, as by `dpdist import`.
 
-    Settings not given are the recipe's. --rebound works on stored counts, without the
-    model: on the table in --output, or on the only table of the run.
+    Of a TABLE, the stored counts are certified at another error, without the model: give
+    --set certify.alpha=A. With --set attacked.attack=pgd and --set attacked.size=0.1, attacked
+    copies of the inputs are certified, as papers measure it; that is not a certificate of the clean
+    input.
     """
-    from dpdist.runs.archive import Archive, open_run_or_archive
-
-    given = {
-        "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": parse_numbers(radii,
-            "--radii"),
-        "form": form, "start": start, "every": every, "max_inputs": max_inputs,
-    }  # fmt: skip
-    foreign = {
-        "weights": weights, "option": options, "input": input, "classes": classes,
-        "normalize": normalize, "data": data, "resize": resize, "name": name,
-    }  # fmt: skip
-    run = _run_or_import(run, runs, model, foreign, given, data_root)
-    data_root = None if model is not None else data_root
-    release = open_release_if_any(run, trust_factory, signer)
-    if release is not None:
-        if rebound is not None or at is not None:
-            raise UserError("--rebound, --at: of a run, not of a release")
-
-        table, path = certify_release(release, given, data_root, output, actors, local)
-        _export_table(table, path, tsv, csv)
-        _print_tables(release.name, [path], [], as_json)
-        return
-    chosen = given | {"data_root": data_root, "actors": actors}
-    if (where := executor_name(local)) is not None:
-        chosen[where] = True
-    if rebound is not None:
-        _refuse_certify_options(chosen)
-    folder = open_run_or_archive(run, runs)
-    if rebound is None:
-        folder.require_trained()
-        console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
-    Archive.check_archive_key(folder)
-    measured: list[tuple[str, str]] = []
-    if at is not None:
-        if rebound is not None:
-            raise UserError("--at: certifies; it does not go with --rebound")
-        made, measured = _certify_attacked_copies(
-            at, folder, output, _resolve_request(folder, given, data_root), actors, local
+    asked = changes_by_section(changes, _SECTIONS)
+    given = {"sigma": sigma, "n": n, "radii": parse_numbers(radii, "--radii")}
+    asked["certify"] |= {key: value for key, value in given.items() if value is not None}
+    if workers is not None:
+        asked["resources"]["certify_actors"] = workers
+    foreign = {"weights": weights, "data": data, "normalize": normalize}
+    if model is not None:
+        run = str(_imported(model, foreign, asked, runs, run).path)
+    elif stray := [f"--{key}" for key, value in foreign.items() if value]:
+        raise UserError(f"{', '.join(stray)}: must be left out without --model")
+    elif run is None:
+        raise UserError(
+            "RUN: must be a run or a release, or give --model, --weights and --data of a model "
+            "that was trained elsewhere"
         )
-    elif rebound is not None:
-        made = _recertify_table(folder, output, rebound)
+    measured: list[tuple[str, str]] = []
+    if (table := _table_folder(run)) is not None:
+        found, name = _recertified(table, asked), table.resolve().parent.parent.name
+    elif (release := open_release_if_any(run, trust_factory, signer)) is not None:
+        found, name = _certify_release(release, asked, output, local), release.name
     else:
-        request = _resolve_request(folder, given, data_root)
-        made = _certify_run(folder, output, request, actors, local)
-    table, path = made
-    _export_table(table, path, tsv, csv)
-    if folder.archive.exists():
-        from dpdist import pipeline
-
-        pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path], measured, as_json)
+        found, name, measured = _certify_run(run, runs, asked, output, local)
+    _print_table(name, found, measured, as_json)
 
 
-def _run_or_import(
-    run: str | None, runs: Path, model: str | None, foreign: dict[str, Any], given: dict[str, Any],
-    data_root: Path | None,
-) -> str:  # fmt: skip
-    """Return the run that is named, or that of a model from elsewhere, imported."""
+def _imported(
+    model: str, foreign: dict[str, Any], asked: dict[str, dict[str, Any]], runs: Path,
+    run: str | None,
+) -> RunFolder:  # fmt: skip
+    """Return the run of a model from elsewhere, imported. Raises UserError."""
     from dpdist.runs.folder import RunFolder
 
-    if model is None:
-        stray = [f"--{key}" for key, value in foreign.items() if value]
-        if stray:
-            raise UserError(f"{', '.join(stray)}: must be left out without --model")
-        if run is None:
-            raise UserError(
-                "RUN: must be a run or a release, or give --model, --weights and --data of a model "
-                "that was trained elsewhere"
-            )
-        return run
     if run is not None:
         raise UserError(f"RUN: must be left out with --model, got {run}")
     if foreign["data"] is None:
         raise UserError("--data: must be given with --model: the test inputs to certify")
-    if given["sigma"] is None:
+    if asked["certify"].get("sigma") is None:
         raise UserError("--sigma: must be given with --model: the noise on its input")
     source = foreign["weights"] or Path(model.rpartition(":")[2])
-    folder = RunFolder(runs / (foreign.pop("name") or source.stem))
-    chosen = {key: given[key] for key in ("sigma", "n", "n0", "alpha") if given[key] is not None}
+    folder, root = RunFolder(runs / source.stem), asked["data"].pop("root", None)
+    kept = ("sigma", "n", "n0", "alpha")
+    chosen = {key: value for key, value in asked["certify"].items() if key in kept}
     importing.imported(
-        folder, model, foreign["weights"], foreign["option"], foreign["input"],
-        foreign["classes"], foreign["normalize"], foreign["data"], data_root, foreign["resize"],
-        chosen, None,
+        folder, model, foreign["weights"], None, None, None, foreign["normalize"],
+        foreign["data"], None if root is None else Path(root), None, chosen, None,
     )  # fmt: skip
-    return str(folder.path)
+    return folder
 
 
-def _refuse_certify_options(options: dict[str, Any]) -> None:
-    """Raise UserError for options of a certification where none is made."""
-    useless = [
-        f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None
-    ]
-    if useless:
-        raise UserError(
-            f"{', '.join(useless)}: must be left out with --rebound, which takes what is there as "
-            "it is"
-        )
+def _certify_release(
+    release: Release, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+) -> CertificateTable:
+    """Certify the test split that a release names, with its settings where nothing else is asked
+    for."""
+    from dpdist import data, pipeline
+    from dpdist.certification.job import certify
+    from dpdist.certifying import parse_resources
+    from dpdist.training.job import PACKAGES
+    from dpdist.training.records import data_source_under
 
-
-def _export_table(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
-    from dpdist.certification import table as tables
-    from dpdist.certification.job import read_timings
-
-    if tsv is not None:
-        tables.write_cohen_tsv(table, tsv, read_timings(path.parent))
-    if csv is not None:
-        tables.write_csv(table, csv)
+    if asked["attacked"]:
+        raise UserError("--set attacked: is for a run, not for a release")
+    resources = parse_resources(asked["resources"])
+    root = asked["data"].get("root")
+    source = data_source_under(release.description.data, None if root is None else Path(root))
+    subject, dataset = release.subject, data.load(source, "test")
+    default = release.description.certificate
+    settings = resolve_settings(asked["certify"], default, subject.model, release.path)
+    output = output or Path("certificates", release.name, settings.folder_name)
+    if release.path.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log_file = output.parent / "ray.log"
+    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
+        executor.check_nodes(PACKAGES, output.parent.resolve())
+        with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
+            return certify(
+                subject,
+                dataset,
+                settings,
+                output,
+                actors=resources.certify_actors,
+                gpus=resources.certify_gpus,
+                progress=show,
+                log=console.log,
+            )
 
 
 def _certify_run(
-    folder: RunFolder,
-    output: Path | None,
-    request: _CertifyRequest,
-    actors: int | None,
-    local: bool | None,
-) -> tuple[pa.Table, Path]:
-    from dpdist import pipeline
-    from dpdist.certification import table as tables
-
-    recipe, _, chosen = request
-    pipeline.require_certifying_gpus(recipe)
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
-    return tables.read(path), path
-
-
-def _certify_attacked_copies(
-    text: str,
-    folder: RunFolder,
-    output: Path | None,
-    request: _CertifyRequest,
-    actors: int | None,
-    local: bool | None,
-) -> tuple[tuple[pa.Table, Path], list[tuple[str, str]]]:
-    """The table, and what is shown of it."""
-    from dpdist import pipeline
-    from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
-    from dpdist.certification import table_reader
-    from dpdist.training.records import data_source, load_test_records
-
-    at = AttackedCopiesSpec.parse(text)
-    recipe, model, chosen = request
-    pipeline.require_certifying_gpus(recipe)
-    copies = AttackedCopies(at, load_test_records(recipe, data_source(recipe)), model, chosen)
-    beside = folder.certificates / chosen.folder_name / "certificates.parquet"
-    output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
-    found = table_reader.read(path)
-    clean = table_reader.read(beside) if beside.is_file() else None
-    rows = [
-        ("inputs", f"{len(found.index):,}"),
-        *copies.summary_rows(found, clean),
-        ("table", str(path)),
-    ]
-    return (found.table, path), rows
-
-
-def _resolve_request(
-    folder: RunFolder, options: dict[str, Any], data_root: Path | None
-) -> _CertifyRequest:
-    """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
+    run: str, runs: Path, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+) -> tuple[CertificateTable, str, list[tuple[str, str]]]:
+    """Return the table of a run, the run's name, and what attacked copies measured."""
     from dpdist.certification.registry import settings_of
-    from dpdist.evaluation import load_model
+    from dpdist.runs.archive import Archive, open_run_or_archive
 
-    recipe = load_trained_recipe(folder, data_root, "certify")
-    if requested_sigma(options, recipe.certify) is not None:
-        settings_of(options, recipe.certify)  # refused before torch is loaded
-    model = load_model(recipe, folder)
-    return recipe, model, resolve_settings(options, recipe.certify, model, folder.path)
+    folder = open_run_or_archive(run, runs)
+    folder.require_trained()
+    console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
+    Archive.check_archive_key(folder)
+    changes = {
+        f"{section}.{key}": value
+        for section in ("resources", "data")
+        for key, value in asked[section].items()
+    }
+    recipe = load_trained_recipe(folder, None, "certify", changes)
+    if asked["certify"].get("sigma") or (recipe.certify is not None and recipe.certify.sigma):
+        settings_of(asked["certify"], recipe.certify)  # refused before torch is loaded
+    from dpdist import pipeline
+    from dpdist.evaluation import load_subject
 
+    subject = load_subject(recipe, folder)
+    settings = resolve_settings(asked["certify"], recipe.certify, subject.model, folder.path)
+    pipeline.require_certifying_gpus(recipe)
+    copies, measured = None, []
+    if asked["attacked"]:
+        from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
+        from dpdist.runs.recipe import parse_section
+        from dpdist.training.records import data_source, load_test_records
 
-def _recertify_table(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
-    from dpdist.certification import table as tables
-    from dpdist.certification.table_reader import recertify
-
-    name, _, value = text.partition("=")
-    try:
-        alpha = float(value)
-    except ValueError:
-        alpha = 0.0
-    if name != "alpha" or not 0 < alpha < 1:
-        raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
-    sources = [output / "certificates.parquet"] if output else _stored_tables(folder.certificates)
-    if output is None:  # one made from another is not taken for a further certification
-        sources = [
-            s for s in sources if "rebound_alpha" not in tables.read_job_record(tables.read(s))
+        at = parse_section(AttackedCopiesSpec, asked["attacked"], "attacked")
+        test = load_test_records(recipe, data_source(recipe))
+        copies = AttackedCopies(at, test, subject.model, settings)
+        output = output or folder.path / "attacks" / f"{at.folder_name}-{settings.folder_name}"
+    with pipeline.run_session(folder, executor=executor_name(local)):
+        found = pipeline.certify_stage(
+            recipe, folder, settings, output, subject=subject, inputs=copies
+        )
+    if copies is not None:
+        measured = [
+            ("inputs", f"{len(found.index):,}"),
+            *copies.summary_rows(found, _clean_table(folder, settings)),
+            ("table", str(found.path)),
         ]
-    if not sources:
-        raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
-    if len(sources) > 1:
-        names = ", ".join(str(source.parent) for source in sources)
-        raise UserError(f"several tables: name one with --output: {names}")
-    table = recertify(tables.read(sources[0]), alpha)
-    parent = sources[0].parent
-    path = _derived_table_path(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
-    tables.write(table, path)
-    return table, path
+    if folder.archive.exists():
+        pipeline.archive_stage(folder)
+    return found, folder.name, measured
 
 
-def _derived_table_path(folder: Path) -> Path:
-    """Where a table made from others goes. Raises UserError where it would replace a certification,
-    which took its time."""
+def _clean_table(folder: RunFolder, settings: Certificate) -> CertificateTable | None:
+    from dpdist.certification.table_reader import read
+
+    path = folder.certificates / settings.folder_name / "certificates.parquet"
+    return read(path) if path.is_file() else None
+
+
+def _table_folder(named: str) -> Path | None:
+    """Return the folder of a finished table; None where a path is none."""
+    from dpdist.release.bundle import is_release
+
+    path = Path(named)
+    folder = path.parent if path.name == "certificates.parquet" else path
+    return (
+        folder if (folder / "certificates.parquet").is_file() and not is_release(folder) else None
+    )
+
+
+def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateTable:
+    """Write the stored counts of a table at another error, beside it. Raises UserError."""
+    from dpdist.certification import table as tables
+    from dpdist.certification.table_reader import read, recertify
     from dpdist.cluster.job_folder import SETTINGS
+    from dpdist.runs.folder import RunFolder
 
-    if (folder / SETTINGS).exists():
-        raise UserError(f"{folder}: holds a certification, which would be replaced; choose another")
-    return folder / "certificates.parquet"
+    alpha = asked["certify"].pop("alpha", None)
+    if any(asked.values()) or not isinstance(alpha, float | int):
+        raise UserError(
+            f"{folder}: is a table, whose counts are certified again without the model: give "
+            "--set certify.alpha=A, and nothing else"
+        )
+    table = recertify(tables.read(folder / tables.TABLE), alpha)
+    new = folder.with_name(f"{folder.name}-alpha-{alpha:g}")
+    if (new / SETTINGS).exists():
+        raise UserError(f"{new}: holds a certification, which would be replaced; choose another")
+    tables.write(table, new / tables.TABLE)
+    run = RunFolder(folder.parent.parent)
+    if run.archive.exists():
+        from dpdist import pipeline
+
+        pipeline.archive_stage(run)
+    return read(new / tables.TABLE)
 
 
-def _stored_tables(certificates: Path) -> list[Path]:
-    return sorted(certificates.glob("*/certificates.parquet"))
-
-
-def _print_tables(
-    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
+def _print_table(
+    name: str, table: CertificateTable, measured: list[tuple[str, str]], as_json: bool
 ) -> None:
     """measured: of attacked copies, in place of their certificates."""
-    from dpdist.certification import statistics, table_reader
-
     if as_json:
         from dpdist.reports.export import table_as_json
 
-        tables = [] if measured else [table_reader.read(path) for path in paths]
-        found = [table_as_json(table) for table in tables]
+        found = [] if measured else [table_as_json(table)]
         at = {"at_attacked_copies": dict(measured)} if measured else {}
         console.print_json({"run": name, "certificates": found, **at})
     elif measured:
@@ -477,64 +372,80 @@ def _print_tables(
 
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
-        for path in paths:
-            table = table_reader.read(path)
-            rows = [*statistics.summary_rows(table), ("table", str(path))]
-            typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
+        from dpdist.certification.statistics import summary_rows
+
+        rows = [*summary_rows(table), ("table", str(table.path))]
+        typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
 
 
 # --- dpdist predict ---------------------------------------------------------------------------
 
 
-DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001  # by default
-DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000_000)]  # one process makes them
+DEFAULT_DRAWS, DEFAULT_ALPHA, MAX_DRAWS = 10_000, 0.001, 10_000_000  # one process makes them
 _Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
         callback=path_callback(),
         metavar="[FILE]...",
-        help="Image files, .npy arrays of the model's input shape, or files of one text each.",
+        help="Image files, .npy arrays of the model's input shape, or files of one text each; "
+        "with --to, one file with a prompt on each line (.jsonl: texts or messages).",
     ),
 ]
 _Texts = Annotated[
     list[str] | None,
     option("A text, of a model of texts. May be repeated.", None, "--text", metavar="TEXT"),
 ]
-_PredictSigma = Annotated[
-    float | None, option("Noise, in input units (default: the recipe's).", Positive)
-]
-_PredictDraws = Annotated[int | None, option(f"Draws per image ({DEFAULT_DRAWS:,}).", DrawCount)]
-_PredictAlpha = Annotated[
-    float | None, option(f"Error of each answer ({DEFAULT_ALPHA:g}).", Probability)
-]
 _LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
-_PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
+_PredictAsJson = Annotated[bool, flag("--json", "Print one JSON object for each input.")]
+_To = Annotated[
+    Path | None,
+    path_option(
+        "Sample texts from a released model of next tokens into this new folder, with the card.",
+        metavar="FOLDER",
+    ),
+]
 
 
 def predict_command(
     run: ModelArgument,
     files: _Inputs = None,
     texts: _Texts = None,
-    runs: Runs = DEFAULT_RUNS,
-    sigma: _PredictSigma = None,
-    n: _PredictDraws = None,
-    alpha: _PredictAlpha = None,
+    changes: Changes = None,
     label_only: _LabelOnly = False,
+    to: _To = None,
     as_json: _PredictAsJson = False,
+    runs: Runs = DEFAULT_RUNS,
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
     """Predict with fresh secret noise, on this machine, by a run's model or a released one.
 
-    A model of texts answers without noise, as texts have no certificate: with the label, or with
-    the most probable next tokens.
+    The noise is that of the recipe; --set certify.sigma=S, certify.n=N and certify.alpha=A change
+    it. A model of texts answers without noise, as texts have no certificate: with the label, or
+    with the most probable next tokens.
+
+    With --to, a released model of next tokens continues the prompts, at no further cost of privacy:
+    --set sampling.count=N texts for each prompt, with sampling.max_tokens, sampling.temperature (0:
+    the most probable token) and sampling.seed. The folder holds the texts, the release's privacy
+    card, and what the card does not promise.
     """
     from dpdist.runs.folder import open_run
 
+    sections = {
+        "certify": ("sigma", "n", "alpha"),
+        "sampling": ("count", "max_tokens", "temperature", "seed"),
+    }
+    asked = changes_by_section(changes, sections)
     release = open_release_if_any(run, trust_factory, signer, labelled=False, numeric=False)
     for path in files or ():
         check_regular_file(path)
-    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    given = {key: value for key, value in asked["certify"].items() if value is not None}
+    if to is not None:
+        _refuse_smoothing(given, label_only, "sampled texts")
+        _write_texts(run, release, files or [], texts, asked["sampling"], to)
+        return
+    if asked["sampling"]:
+        raise UserError("--set sampling: must be left out without --to, which names a new folder")
     recipe = None
     if release is not None:
         saved = _saved_release(release)
@@ -546,25 +457,57 @@ def predict_command(
     tokens, targets = saved.tokens, saved.targets
     _require_inputs(files, texts, tokens, saved.path)
     if tokens:
-        _refuse_smoothing(given, "texts")
+        _refuse_smoothing(given, label_only, "texts")
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
     images = list(files or ())
     if targets != "class":
-        _refuse_smoothing(given, "numbers and labels")
+        _refuse_smoothing(given, label_only, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
-        _refuse_smoothing(given, "this run's answers are paid for, and")
+        _refuse_smoothing(given, label_only, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
         _predict_with_paid_answers(
             QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
         )
         return
-    asked = {"sigma": sigma, "n": n, "alpha": alpha}
-    _predict_smoothed(saved, images, asked, label_only, as_json)
+    _predict_smoothed(saved, images, given, label_only, as_json)
+
+
+def _write_texts(
+    run: str, release: Release | None, files: Sequence[Path], texts: list[str] | None,
+    sampling: dict[str, Any], to: Path,
+) -> None:  # fmt: skip
+    """Sample texts from a release into a new folder. Raises UserError."""
+    import secrets
+
+    from pydantic import TypeAdapter, ValidationError
+
+    from dpdist.core.fields import validation_message
+    from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
+
+    if release is None:
+        raise UserError(
+            f"--to: samples from a release, got the run {run}; make one with `dpdist release`"
+        )
+    prompts = [*(texts or ())]
+    for path in files:
+        prompts += parse_prompts(read_text(path), path)
+    usual = {"count": 1, "max_tokens": 100, "temperature": 1.0, "seed": secrets.randbits(32)}
+    try:
+        how = TypeAdapter(Sampling).validate_python(usual | sampling)
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = ".".join(map(str, item["loc"]))
+        raise UserError(
+            f"sampling.{key}: {validation_message(item)}, got {quoted(item['input'])}"
+        ) from None
+    folder = write_texts(release, prompts or [""], how, to)
+    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
+    typer.echo(str(folder))
 
 
 def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
@@ -681,9 +624,9 @@ def _predict_smoothed(
     """Print label and radius of images; without any noise the label alone, and that it is plain."""
     from dpdist import models
 
-    asked = given["n"] is not None or given["alpha"] is not None
-    defaults = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA}
-    options = given | {key: given[key] or usual for key, usual in defaults.items()}
+    options = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA} | given
+    if options["n"] > MAX_DRAWS:
+        raise UserError(f"certify.n: must be at most {MAX_DRAWS:,}, got {options['n']:,}")
     spec = models.read_spec(saved_model.path)
     inputs = _read_images(saved_model, images, spec.input_shape)
     console.log(f"{saved_model.path}: loading the model")
@@ -691,10 +634,10 @@ def _predict_smoothed(
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import find_noise_location, resolve_smoothing_sigma
 
-    model, sigma = saved_model.load_model(), options["sigma"]
+    model, sigma = saved_model.load_model(), given.get("sigma")
     if sigma is None and saved_model.certificate is not None:
         sigma = saved_model.certificate.sigma
-    if sigma is None and not (asked or label_only or find_noise_location(model).is_random):
+    if sigma is None and not (given or label_only or find_noise_location(model).is_random):
         _tell_plain_labels(saved_model, model, images, inputs, as_json)
         return
     sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
@@ -714,9 +657,10 @@ def _predict_smoothed(
         _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
 
 
-def _refuse_smoothing(given: dict[str, Any], what: str) -> None:
-    """Raise UserError for options of answers with noise."""
-    if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+def _refuse_smoothing(given: dict[str, Any], label_only: bool, what: str) -> None:
+    """Raise UserError for settings of answers with noise."""
+    useless = [f"certify.{name}" for name in given] + ["--label-only"] * label_only
+    if useless:
         raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
 
 
@@ -749,7 +693,7 @@ def _tell_plain_labels(
 
     console.log(
         f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
-        "--sigma certifies"
+        "--set certify.sigma=S certifies"
     )
     with torch.inference_mode():
         labels = models.predicted_classes(model(torch.stack(inputs))).tolist()

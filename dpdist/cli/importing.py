@@ -145,7 +145,7 @@ def import_command(
     evaluate_stage(recipe, folder)
     typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
     sigma_of = "" if sigma is not None else " --sigma 0.25"
-    typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --every 20")
+    typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --set certify.every=20")
 
 
 def _join(

@@ -56,7 +56,6 @@ _COMMANDS: dict[str, dict[str, Any]] = {
         "release": report.release_command,
         "verify": report.verify_command,
         "predict": certify.predict_command,
-        "generate": report.generate_command,
     },
     "Calculate": {
         "account": account.account_command,

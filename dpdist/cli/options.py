@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -277,12 +277,15 @@ def require_labels(recipe: Recipe, command: str) -> None:
         raise UserError(why)
 
 
-def load_trained_recipe(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
-    """The recipe of a trained run whose inputs are numbers. Raises UserError."""
+def load_trained_recipe(
+    folder: RunFolder, data_root: Path | None, command: str,
+    changes: Mapping[str, Any] | None = None,
+) -> Recipe:  # fmt: skip
+    """The recipe of a trained run whose inputs are numbers, with changes. Raises UserError."""
     from dpdist.runs.recipe import resolve_recipe
 
     folder.require_trained()
-    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root)
+    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root, changes=changes)
     require_numeric_inputs(recipe, command)
     require_labels(recipe, command)
     return recipe

@@ -1,7 +1,7 @@
-"""``dpdist report``, ``release``, ``verify`` and ``generate``: publish.
+"""``dpdist report``, ``release`` and ``verify``: publish.
 
 Only `release` writes a run's folder release/, and `verify` reads one. All other values that these
-commands show or send are those that may be published, and `generate` is post-processing.
+commands show or send are those that may be published.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpdist.cli.options import (
     run_names,
 )
 from dpdist.core.errors import ExitCode, UserError
-from dpdist.core.fields import Count, CountOrZero, Licence, NotNegative
+from dpdist.core.fields import Count, Licence
 
 if TYPE_CHECKING:
     from dpdist.data import Dataset
@@ -300,53 +300,3 @@ def _test_data(release: Release, root: Path | None) -> Dataset:
     from dpdist.training.records import data_source_under
 
     return data.load(data_source_under(release.description.data, root), "test")
-
-
-# --- dpdist generate --------------------------------------------------------------------------
-
-
-_Texts = Annotated[int, option("Texts to sample for each prompt.", Count)]
-_Tokens = Annotated[int, option("Most tokens of a text behind its prompt.", Count)]
-_Prompts = Annotated[
-    Path | None,
-    path_option(
-        "A file with a prompt a line; .jsonl: texts or messages (default: one empty prompt)."
-    ),
-]
-_To = Annotated[Path, path_option("A new folder, for the texts and the card.", metavar="FOLDER")]
-_Temperature = Annotated[
-    float, option("Divides the scores; 0: the most probable token.", NotNegative)
-]
-_Seed = Annotated[
-    int | None, option("Samples the same texts again (default: a fresh one).", CountOrZero)
-]
-
-
-def generate_command(
-    release: ReleaseArgument,
-    to: _To,
-    n: _Texts = 1,
-    prompt_file: _Prompts = None,
-    tokens: _Tokens = 100,
-    temperature: _Temperature = 1.0,
-    seed: _Seed = None,
-    trust_factory: TrustFactory = None,
-    signer: Signer = None,
-) -> None:
-    """Sample texts from a released model of next tokens, at no further cost of privacy.
-
-    The folder holds the texts, the release's privacy card, and what the card does not promise.
-    """
-    import secrets
-
-    from dpdist.core import console
-    from dpdist.core.files import read_text
-    from dpdist.release.bundle import load
-    from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
-
-    prompts = [""] if prompt_file is None else parse_prompts(read_text(prompt_file), prompt_file)
-    sampling = Sampling(n, tokens, temperature, secrets.randbits(32) if seed is None else seed)
-    found = load(release, trusted_factory=trust_factory, signer=signer)
-    folder = write_texts(found, prompts, sampling, to)
-    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
-    typer.echo(str(folder))

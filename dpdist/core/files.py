@@ -751,6 +751,14 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
             f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
             f"{table.num_rows:,} are there"
         )
+    check_columns(table, columns, path)
+    if table.num_rows == 0:
+        raise UserError(f"{path}: damaged: holds no rows")
+    return table
+
+
+def check_columns(table: pa.Table, columns: Mapping[str, ColumnSpec], path: Path) -> None:
+    """Raise UserError naming column and row where a table lacks a column or a value of its kind."""
     names = table.column_names
     twice = sorted({name for name in names if names.count(name) > 1})
     missing = [name for name in columns if name not in names]
@@ -758,11 +766,8 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
         said = [f"no column {name!r}" for name in missing]
         said += [f"column {name!r} is there twice" for name in twice]
         raise UserError(f"{path}: damaged: {', '.join(said)}")
-    if table.num_rows == 0:
-        raise UserError(f"{path}: damaged: holds no rows")
     for name, (kind, least) in columns.items():
         _check_column(path, name, table[name], kind, least)
-    return table
 
 
 def _check_column(

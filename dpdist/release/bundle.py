@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate
+    from dpdist.certification.subject import Subject
     from dpdist.certification.table import CertificateTable
     from dpdist.data.text import TextColumn
     from dpdist.models import ModelSpec
@@ -923,6 +924,22 @@ class Release:
         for each in module.modules():  # no own loop begins with a part of it unnoticed
             setattr(each, models.TRAINED_BY, str(self.path))
         return module
+
+    @property
+    def subject(self) -> Subject:
+        """Return the model as jobs take it, a `Subject`; loaded and hashed once, as `model` is.
+
+        Raises:
+            UserError: nothing certifies or attacks such inputs or outputs.
+            ReleaseError: the model's files are damaged.
+        """
+        from dpdist.certification.subject import Subject
+        from dpdist.models import read_factory_code
+
+        self.require_numeric_inputs()
+        self.need_label()
+        code = read_factory_code(self.path)
+        return Subject(self.model, self.description.model, self.path, code)
 
     @cached_property
     def text_answerer(self) -> TextAnswerer:

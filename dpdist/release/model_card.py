@@ -96,8 +96,7 @@ def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     if spec.following:
         # Given always: not every tokenizer begins a text by itself, where a prompt is required.
         sampled = (
-            f"dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt{trust}"
-            "   # sampled, with the card\n"
+            f"dpdist predict FOLDER prompts.txt --to texts{trust}   # sampled, with the card\n"
         )
     return f"""\
 ```

@@ -37,9 +37,8 @@ from markupsafe import Markup
 
 from dpdist.attacks.table import AttackTable, check_line
 from dpdist.certification import statistics
-from dpdist.certification.certificate import ABSTAIN
 from dpdist.certification.noise import norm_name
-from dpdist.certification.table import CertificateTable
+from dpdist.certification.table import ABSTAIN, CertificateTable
 from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.files import (

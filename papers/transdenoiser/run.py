@@ -189,7 +189,9 @@ class Bench:
 
     def command(self, *words: str) -> None:
         """One dpdist command, in this process."""
-        root = ["--data-root", str(self.data_root)] if self.data_root is not None else []
+        root = [] if self.data_root is None else ["--data-root", str(self.data_root)]
+        if words[0] == "certify" and root:
+            root = ["--set", f"data.root={self.data_root}"]
         print("$ dpdist", *words, *root, flush=True)
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -262,9 +264,11 @@ class Bench:
     def alone(self, row: Row) -> None:
         """The frozen classifier without a denoiser: the jobs behind certify and attack."""
         folder = self.place(row)
-        from dpdist.attacks.job import attack_model
+        from dpdist.attacks.job import AttackJob
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
+        from dpdist.certification.subject import Subject
+        from dpdist.cluster.resumable_job import run_job
         from dpdist.training.public_training import accuracy
         from dpdist.training.records import data_source, load_test_records
 
@@ -274,10 +278,11 @@ class Bench:
         test = load_test_records(recipe, data_source(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
-        certify(self.public / ALONE, test, settings, folder / "certificates")
+        subject = Subject.load(self.public / ALONE)
+        certify(subject, test, settings, folder / "certificates")
         attack = AttackSettings(norm="l2", sizes=SIZES, attacks=self.attacks, every=section.every)
-        attack_model(self.public / ALONE, test, attack, folder / "attacks" / attack.folder_name)
-        found = accuracy(models.load(self.public / ALONE), test)
+        run_job(AttackJob(subject, test, attack), folder / "attacks" / attack.folder_name)
+        found = accuracy(subject.model, test)
         (folder / "accuracy.json").write_text(json.dumps(found))
 
 

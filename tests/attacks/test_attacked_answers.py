@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support import certificates
 from support.batch_dependent import Honest, Inputs, save
 from support.certificates import check_certificates
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ DATA = Inputs(72, marked=True)
 
 def attack(kind: str, settings: AttackSettings, tmp_path: Path, name: str = "out") -> Path:
     spec = save(kind, tmp_path / "model")
-    job.attack_model(tmp_path / "model", DATA, settings, tmp_path / name, actors=2,
+    certificates.attack_model(tmp_path / "model", DATA, settings, tmp_path / name, actors=2,
                      trusted_factory=spec.name)  # fmt: skip
     return tmp_path / name / TABLE
 

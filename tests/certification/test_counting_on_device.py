@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.certificates import with_changes
 from support.local_execution import TestExecutor, run_without_ray
 from support.simulated_device import NAME, count_transfers, simulated_device
@@ -322,7 +323,7 @@ def certify(tmp_path, monkeypatch):
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
         monkeypatch.setattr(TestExecutor, "gpus", have)
         own = with_changes(settings, **options.pop("settings", {}))
-        found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
+        found = certificates.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
         return found.to_pylist(), tmp_path / name
 
     return run

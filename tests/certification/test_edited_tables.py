@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from support import certificates
 from support.certificates import Data
 from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
@@ -19,7 +20,7 @@ from dpdist.attacks.table import read_attack
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.expected_scores import SIZE_COLUMNS
-from dpdist.certification.registry import kind_of_table, settings_of
+from dpdist.certification.registry import class_of_table, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import HITS
 from dpdist.certification.table_reader import recertify
@@ -71,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
             model = folder / f"model-{noisy}"
             if not model.exists():
                 model_of(model, noisy)
-            job.certify(model, Data(10), settings_of({**COMMON, **own}), folder / name)
+            certificates.certify(model, Data(10), settings_of({**COMMON, **own}), folder / name)
         yield {name: folder / name / job.TABLE for name in SECTIONS}
 
 
@@ -130,7 +131,7 @@ def test_every_value_of_a_row_is_held_against_its_counts(
 def follows(path: Path, to: Path, place: int, **changes: Any) -> Path:
     """A copy in which one row has other counts, and says all that follows from these."""
     table = tables.read(edited(path, to, place, **changes))
-    kind = kind_of_table(table).table_format
+    kind = class_of_table(table)
     try:
         made = kind.recompute_columns(table, table["alpha"][0].as_py())
     except ValueError:  # nothing does

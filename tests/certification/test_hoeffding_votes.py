@@ -147,11 +147,11 @@ def test_the_command(here: None, tmp_path: Path) -> None:
     spec = ModelSpec("linear", (1, 8, 8), 10, {})
     models.save(models.initialise(spec, 0), spec, tmp_path / "model")
     words = ("certify", "--model", "linear", "--weights", tmp_path / "model" / "model.safetensors",
-             "--data", "digits", "--sigma", "0.25", "--n", "100", "--max-inputs", "2",
-             "--runs", tmp_path, "--name", "x")  # fmt: skip
-    done = call(*words, "--bound", "hoeffding")
+             "--data", "digits", "--sigma", "0.25", "--n", "100", "--runs", tmp_path / "r",
+             "--set", "certify.max_inputs=2")  # fmt: skip
+    done = call(*words, "--set", "certify.bound=hoeffding")
     assert done.exit_code == 0, (done.output, done.exception)
-    (path,) = tmp_path.glob("x/certificates/*/certificates.parquet")
+    (path,) = tmp_path.glob("r/model/certificates/*/certificates.parquet")
     assert path.parent.name == "sigma-0.25-hoeffding-n-100"
     assert table_reader.read(path).certificate_class is HoeffdingVotes
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.certificates import check_certificates
 from support.local_execution import run_without_ray
 from support.mechanisms import laplace_epsilon
@@ -182,7 +183,7 @@ def certify_plane(home: Path, **more: object) -> Path:
     models.save(plane(), SPEC, home / "model")
     given = {"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"}
     settings = settings_of({**given, **more})
-    job.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
+    certificates.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
     return home / "c" / job.TABLE
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import certificates
 from support.batch_dependent import (
     CLASSES,
     MODELS,
@@ -50,7 +51,7 @@ def certify(kind: str, tmp_path: Path, name: str = "out", **more: Any) -> Path:
     spec = save(kind, tmp_path / "model")
     settings = settings_of(SETTINGS | more)
     data = Inputs(70, marked=True)
-    job.certify(tmp_path / "model", data, settings, tmp_path / name, actors=2,
+    certificates.certify(tmp_path / "model", data, settings, tmp_path / name, actors=2,
                 trusted_factory=spec.name)  # fmt: skip
     return tmp_path / name
 
@@ -114,7 +115,9 @@ def test_copies_have_the_noise_that_is_executed(
         models.attach_noise(model, torch.full(split.hidden_shape(SHAPE), 0.5))
         section, first, std = {"n": 64, "batch": 64, "seed": "1"}, split.first, 0.5
     models.save(model, spec, tmp_path / "model")
-    job.certify(tmp_path / "model", Inputs(70), settings_of(section), tmp_path / "out", actors=1)
+    certificates.certify(
+        tmp_path / "model", Inputs(70), settings_of(section), tmp_path / "out", actors=1
+    )
     ((_, batch, copies),) = seen
     inputs = Inputs(70).batch(slice(0, 64))
     with torch.no_grad():
@@ -195,7 +198,9 @@ def test_every_sampler_is_looked_at(
         spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=True)
         section = {"n0": 16, "n": 40, "batch": 16, "seed": "1", "form": "eager"}
     models.save(model, spec, tmp_path / "model")
-    job.certify(tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1)
+    certificates.certify(
+        tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1
+    )
     hidden = {numbers for *_, numbers in asked}
     assert len(hidden) == 1 and (hidden == {36}) == votes
     for index in range(2):

@@ -777,7 +777,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run", "--until", "train", "new.yaml"),
         ("tune", "searched.yaml"),
         ("certify", "x"),
-        ("certify", "x", "--at", "attacked:pgd,0.1"),
+        ("certify", "x", "--set", "attacked.attack=pgd", "--set", "attacked.size=0.1"),
         ("certify", "runs/x/release"),
         ("attack", "x", "--sizes", "0.1"),
         ("attack", "x", "--check-certificates"),

@@ -398,8 +398,8 @@ def test_predict_and_a_release_take_raw_features():
     release.answerer(sigma=1e-6, n=100)(row)
     assert torch.allclose(seen[-1].mean(0), torch.tensor([0.5, 0.5]), atol=1e-3)
     for where in (folder.path, folder.release_folder):
-        done = CliRunner().invoke(app, ["predict", str(where), "row.npy", "--sigma", "1e-6",
-                                        "--n", "200", "--json"])  # fmt: skip
+        done = CliRunner().invoke(app, ["predict", str(where), "row.npy", "--json",
+            "--set", "certify.sigma=1e-6", "--set", "certify.n=200"])  # fmt: skip
         assert done.exception is None, done.exception
         with torch.no_grad():
             best = int(models.load(folder.model_folder)(torch.tensor([[0.5, 0.5]])).argmax())

@@ -101,15 +101,13 @@ OPTIONS = {
     ("account", "--delta", "1e-4"): {"epsilon": 1, "records": 100, "batch-size": 10, "steps": 5},
     ("account", "--json"): {"hits": 90, "draws": 100, "sigma": 0.5, "alpha": 0.01, "dimension": 10},
     ("budget",): {"folder": ".", "delta": 1e-5},
-    ("certify", "x"): {"sigma": 1, "n": 10, "n0": 10, "alpha": 0.1, "mode": "fixed", "radii": "0.1",
-                       "noise": "gaussian", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
-                       "output": "o", "tsv": "t", "csv": "c", "rebound": "alpha=0.01",
-                       "data-root": ".", "runs": "runs", "bound": "hoeffding", "norm": "l2"},
+    ("certify", "x"): {"sigma": 1, "n": 10, "radii": "0.1", "set": "certify.max_inputs=1",
+                       "workers": 1, "output": "o", "runs": "runs"},
     ("attack", "x"): {"norm": "l2", "sizes": "0.1", "attacks": "pgd", "steps": 1, "restarts": 1,
                       "step-scale": 1, "sigma": 1, "draws": 1, "n": 1, "alpha": 0.1, "seed": "s",
                       "labels": "true", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
                       "certificates": "a"},
-    ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
+    ("predict", "x", "i.npy"): {"set": "certify.n=50", "runs": "runs"},
     ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
     ("import", "n"): {"run": "x", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
@@ -133,8 +131,6 @@ def test_options(fuzz, tmp_path, finished):
     def one(place, value):
         command, name = place
         given = {**OPTIONS[command], name: value}
-        if command[0] == "certify" and name != "rebound":
-            del given["rebound"]
         line = [part for key, each in given.items() for part in (f"--{key}", str(each))]
         fuzz.call((name, value), tmp_path, *command, *line)
         for path in tmp_path.iterdir():
@@ -147,8 +143,8 @@ def test_options(fuzz, tmp_path, finished):
 
 READERS = [
     ["report", "x"], ["release", "x", "--not-private"], ["report", "x", "x"],
-    ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
-    ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
+    ["certify", "runs/x/certificates/sigma-0.5-fixed-n-100", "--set", "certify.alpha=0.01"],
+    ["predict", "x", "i.npy", "--set", "certify.n=50"], ["cluster", "export", "x"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
     ["attack", "x", "--check-certificates"],
     ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--saw", "s"],

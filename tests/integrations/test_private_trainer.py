@@ -705,9 +705,10 @@ def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch)
     assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
     assert again("what?")["input_ids"] == tokenizer("what?")["input_ids"]
     (tmp_path / "p.jsonl").write_text('[{"role": "user", "content": "q"}]\n"q"\n')
-    asked = ["--prompt-file", str(tmp_path / "p.jsonl"), "--tokens", "4", "--n", "2"]
+    asked = ["--set", "sampling.max_tokens=4", "--set", "sampling.count=2"]
     trusted = ["--trust-factory", "chats:adapted"]
-    done = call(["generate", str(release), "--to", str(texts), *asked, *trusted])
+    prompts = str(tmp_path / "p.jsonl")
+    done = call(["predict", str(release), prompts, "--to", str(texts), *asked, *trusted])
     assert done.exit_code == 0, done.output
     assert len((texts / "texts.jsonl").read_text().splitlines()) == 4
     done = call(["predict", str(release), "--text", "q 3", "--json", *trusted])

@@ -412,8 +412,9 @@ def test_all_commands(
     assert json.loads((run / "evaluation.json").read_text())["accuracy"] > 0.87
     np.save(tmp_path / "image.npy", np.zeros(SHAPE, np.float32))
     few = ("--max-inputs", 3)
-    dpdist("predict", "f", "image.npy", "--sigma", 0.1, "--n", 100)
-    dpdist("certify", "f", "--sigma", 0.1, "--n", 100, "--n0", 10, *few)
+    dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
+    few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
+    dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)
     dpdist("attack", "f", "--attacks", "pgd", "--steps", 2, *few)
     assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
     dpdist("release", "f")

@@ -249,8 +249,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     assert here("predict", "x", "0.npy").code == 0
     for words, named in (
         (["--label-only"], "--label-only"),
-        (["--n", "10000"], "--n"),
-        (["--alpha", "0.001"], "--alpha"),
+        (["--set", "certify.n=10000"], "certify.n"),
     ):
         one_line(here("predict", "x", "0.npy", *words), f"{named}: must be left out: this run")
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.

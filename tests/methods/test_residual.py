@@ -277,7 +277,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     assert plan == make_plan(parse_recipe(same, "r"), plan.records, "r")
     assert 0 < read_facts(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
     label = {str(n) for n in range(10)} | {"ABSTAIN"}
-    said = dpdist("predict", "r", "x.npy", "--n", 100)
+    said = dpdist("predict", "r", "x.npy", "--set", "certify.n=100")
     assert label & set(said.split()), said
     assert "fgsm" in dpdist(
         "attack", "r", "--norm", "l2", "--sizes", "0.5", "--attacks", "fgsm", "--n", 20,

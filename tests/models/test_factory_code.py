@@ -16,14 +16,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import certificates
 from support.certificates import Data
 from support.local_execution import run_without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attacker, AttackJob, _form, attack_model
+from dpdist.attacks.job import Attacker, AttackJob, _form
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.subject import Subject
 from dpdist.certification.table import read_job_record
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode, require_current_sources
@@ -258,12 +260,12 @@ ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
 
 
 def attacked(model: Path, output: Path) -> Any:
-    return attack_model(model, Data(), ATTACK, output, trusted_factory="mine:net")
+    return certificates.attack_model(model, Data(), ATTACK, output, trusted_factory="mine:net")
 
 
 def certified(model: Path, output: Path, **more: Any) -> Any:
     settings = SETTINGS.model_copy(update=more)
-    return job.certify(model, Data(), settings, output, trusted_factory="mine:net")
+    return certificates.certify(model, Data(), settings, output, trusted_factory="mine:net")
 
 
 def test_a_finished_table_is_refused_for_changed_code(
@@ -310,10 +312,8 @@ def test_a_worker_with_other_code_does_nothing(
     run_without_ray(monkeypatch)
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
-    certifying = job.CertificationJob(
-        job.Subject.load(model, "mine:net"), Data(), SETTINGS
-    )._assignment
-    attacking = AttackJob(model, Data(), ATTACK, "mine:net").assignment
+    certifying = job.CertificationJob(Subject.load(model, "mine:net"), Data(), SETTINGS)._assignment
+    attacking = AttackJob(Subject.load(model, "mine:net"), Data(), ATTACK).assignment
     certifying.on_device()
     Attacker(attacking)
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
+from support import certificates
 from support.local_execution import run_without_ray
 
 import dpdist
@@ -204,7 +205,7 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mir
         def batch(self, indices):
             return torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(1))[indices]
 
-    job.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
+    certificates.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
     source = StreamKeys(
         "certify", "5", models.model_hash(tmp_path / "model"), "these", "gaussian", 0.5
     )

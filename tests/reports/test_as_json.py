@@ -73,7 +73,7 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     assert table["certified"][1]["accuracy"] == facts.tables[0].certified_accuracy(0.1)
     assert 0 <= table["population"][0]["at_least"] <= table["certified"][0]["accuracy"]
 
-    again = answer("certify", "small", "--rebound", "alpha=0.01")
+    again = answer("certify", facts.tables[0].path, "--set", "certify.alpha=0.01")
     assert again["run"] == "small" and again["certificates"][0]["alpha"] == 0.01
     assert answer("run", "small.yaml", "--name", "other")["run"] == "other"
     both = answer("report", "small", "other", "--l2", "0.1")

@@ -18,7 +18,7 @@ from dpdist import evaluation, pipeline
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.statistics import ERROR, curve_difference, difference_interval
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
@@ -54,9 +54,7 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
         verdict = counted.decide(
             [{"selected": selected, "histogram": counts}], counted.build_sampler(None, ())
         )
-        rows.append(
-            kind_of(type(settings)).table_format.row(settings, index, labels, verdict, None)
-        )
+        rows.append(settings.table_row(index, labels, verdict, None))
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
                      "sigma": settings.sigma, "start": indices.start,

@@ -22,7 +22,6 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, certify_scores
-from dpdist.certification.registry import kind_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.variants import HoeffdingVotes
 from dpdist.certification.worker import ScoreSampler
@@ -47,15 +46,14 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
     verdict = certify_scores(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
     place = ScoreSampler(1.0, NORMS)
-    kind = kind_of(ExpectedScores).table_format
-    rows = [kind.row(settings, i, label, verdict, place) for i, label in enumerate(labels)]
+    rows = [settings.table_row(i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
                      "bound": bound, "radii": [0.01]},
         "model": "m", "data": "d", "sensitivity": asdict(NORMS), "seed": "s",
         "classifier": {"form": "eager", "batch": 100, "notes": []},
     }  # fmt: skip
-    tables.write(tables.build(rows, about, kind.schema()), path)
+    tables.write(tables.build(rows, about, settings.table_schema()), path)
     return path
 
 
@@ -67,7 +65,7 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     verdict = settings.decide(
         [{"selected": 0, "histogram": [N - 5, 5]}], settings.build_sampler(None, ())
     )
-    rows = [kind_of(kind).table_format.row(settings, i, i // 3, verdict, None) for i in range(4)]
+    rows = [settings.table_row(i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {
             "n": N, "mode": settings.mode, "noise": settings.noise, "sigma": settings.sigma,
@@ -93,7 +91,7 @@ def test_every_page_prints_the_same_certified_accuracy(
     found = table_reader.read(path)
     assert found.certified_accuracy(0.01) == 0.75
     assert (found.size_if_correct() >= 0.01).tolist() == [True, True, True, False]
-    certify._print_tables("run", [path], [], False)
+    certify._print_table("run", table_reader.read(path), [], False)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
     assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
@@ -282,7 +280,7 @@ def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> N
     (kept / "settings.json").write_text("{}")
     before = (kept / path.name).read_bytes()
     with pytest.raises(UserError, match=r"first-alpha-0\.01: holds a certification"):
-        certify._recertify_table(run, path.parent, "alpha=0.01")
+        certify._recertified(path.parent, {"certify": {"alpha": 0.01}})
     assert (kept / path.name).read_bytes() == before
 
 

@@ -26,7 +26,6 @@ from dpdist.attacks.settings import CheckSettings
 from dpdist.audits.target import AuditResult
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.registry import kind_of
 from dpdist.core.errors import UserError
 from dpdist.evaluation import SplitImages, split_images
 from dpdist.privacy.card import AuditFinding
@@ -114,7 +113,7 @@ def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None
         verdict = settings.decide(
             [{"selected": selected, "histogram": counts}], settings.build_sampler(None, ())
         )
-        rows.append(kind_of(type(settings)).table_format.row(settings, index, label, verdict, None))
+        rows.append(settings.table_row(index, label, verdict, None))
     about = {
         "settings": {"n": 1000, "mode": "fixed", "noise": "gaussian", "sigma": 0.5,
                      "radii": [0.1, 0.25]},

@@ -268,7 +268,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
 
     # Its recipe continues it: nothing is left to train.
     prepare(smoothed.read_recipe(), smoothed, "test")
-    out = dpdist("certify", "smoothed", "--runs", tmp_path, "--actors", 1, cwd=tmp_path)
+    out = dpdist("certify", "smoothed", "--runs", tmp_path, "--workers", 1, cwd=tmp_path)
     assert "certified at L2 radius 0.1" in out
     (table,) = smoothed.certificates.glob("*/certificates.parquet")
     assert pq.read_table(table).num_rows == 10
