@@ -35,9 +35,9 @@ from dpdist.core.files import (
 from dpdist.data.discovery import (
     ChosenColumns,
     inspect_folder,
-    picture_schema,
 )
-from dpdist.data.parquet import classes_in, decode_picture, pictures_in, split_files
+from dpdist.data.parquet import decode_picture
+from dpdist.data.tables import classes_in, picture_schema, pictures_in, split_files
 from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
