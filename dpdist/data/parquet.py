@@ -344,6 +344,19 @@ def _decode(
     write_checksums(out)
 
 
+def read_features(path: Path, columns: Columns) -> np.ndarray:
+    """Return the features of a table's rows as they are, float32 (rows, features).
+
+    Raises UserError for a column that is missing, and for what is no finite number, by its row.
+    """
+    file = open_table(path)
+    columns = columns.expand_patterns(file.schema.names, str(path))
+    parts = [_inputs(table, file, first, columns) for first, table in file.rows(columns.features)]
+    if not parts:
+        raise file.error(NO_RECORDS)
+    return np.concatenate(parts)
+
+
 NO_RECORDS = "must hold one record at least, got no records"
 
 
