@@ -8,7 +8,7 @@ of texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -387,8 +387,9 @@ _Inputs = Annotated[
     typer.Argument(
         callback=path_callback(),
         metavar="[FILE]...",
-        help="Image files, .npy arrays of the model's input shape, or files of one text each; "
-        "with --to, one file with a prompt on each line (.jsonl: texts or messages).",
+        help="Image files, .npy arrays of the model's input shape, tables of features (.csv, "
+        ".jsonl, .parquet), of which each row is an input, or files of one text each; with --to, "
+        "one file with a prompt on each line (.jsonl: texts or messages).",
     ),
 ]
 _Texts = Annotated[
@@ -461,7 +462,8 @@ def predict_command(
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
-    images = list(files or ())
+    saved = _with_rows(saved, files or [])
+    images = list(saved.inputs)
     if targets != "class":
         _refuse_smoothing(given, label_only, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
@@ -470,9 +472,7 @@ def predict_command(
         _refuse_smoothing(given, label_only, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
-        _predict_with_paid_answers(
-            QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
-        )
+        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, images, as_json)
         return
     _predict_smoothed(saved, images, given, label_only, as_json)
 
@@ -574,6 +574,8 @@ class _SavedModel:
     load_model: Callable[[], nn.Module]
     fit: Callable[[Any], Any] = lambda pixels: pixels
     bounded: bool = True  # numbers of images lie in [0, 1]
+    columns: Any = None  # names of the features of a table
+    inputs: Mapping[Path, Any] = field(default_factory=dict)  # by name: a row; None: to be read
 
 
 def _saved_release(release: Release) -> _SavedModel:
@@ -583,7 +585,7 @@ def _saved_release(release: Release) -> _SavedModel:
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
         about.data.columns.scale, lambda: release.model,
-        release.fit_picture, not about.raw_inputs,
+        release.fit_picture, not about.raw_inputs, about.data.columns,
     )  # fmt: skip
 
 
@@ -594,7 +596,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
         data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
-        _picture_fit(folder, recipe), recipe.by_script is None,
+        _picture_fit(folder, recipe), recipe.by_script is None, data.columns,
     )  # fmt: skip
 
 
@@ -709,20 +711,24 @@ def _tell_plain_labels(
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...],
-    scale: Callable[[Any], Any], as_json: bool,
-) -> None:  # fmt: skip
+    oracle: QueryOracle, saved: _SavedModel, images: list[Path], as_json: bool
+) -> None:
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
-    inputs = torch.stack([_read_image(path, oracle.input_shape, scale) for path in images])
+    inputs = torch.stack([_read_image(saved, path, oracle.input_shape) for path in images])
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
         if as_json:
-            answer = {"image": str(path), "label": label, "class": classes[label], "scores": scores}
+            answer = {
+                "image": str(path),
+                "label": label,
+                "class": saved.classes[label],
+                "scores": scores,
+            }
             console.print_json(answer)
         else:
-            typer.echo(f"{path}: {classes[label]}")
+            typer.echo(f"{path}: {saved.classes[label]}")
     console.log(f"{oracle.answers_left:,} answers are left")
 
 
@@ -751,41 +757,51 @@ def _print_answer(
         typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
 
 
+def _with_rows(saved: _SavedModel, files: list[Path]) -> _SavedModel:
+    """Return the model with its inputs: each row of a table of features is one, FILE:ROW."""
+    from dpdist.data.parquet import Columns, read_features
+
+    found: dict[Path, Any] = {}
+    for file in files:
+        if file.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
+            found[file] = None
+            continue
+        if not (saved.columns and saved.columns.features):
+            raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
+        columns = Columns(label=saved.columns.label, features=tuple(saved.columns.features))
+        rows = read_features(file, columns)
+        found |= {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
+    return replace(saved, inputs=found)
+
+
 def _read_images(saved: _SavedModel, paths: list[Path], shape: tuple[int, ...]) -> list[Tensor]:
     """Return the inputs of some files, each of the model's shape."""
-    if not saved.bounded and any(path.suffix != ".npy" for path in paths):
+    pictures = [path for path in paths if saved.inputs[path] is None and path.suffix != ".npy"]
+    if not saved.bounded and pictures:
         console.log(
             "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
             "not known here"
         )
-    return [_read_image(path, shape, saved.scale, saved.fit, saved.bounded) for path in paths]
+    return [_read_image(saved, path, shape) for path in paths]
 
 
-def _read_image(
-    path: Path,
-    input_shape: tuple[int, ...],
-    scale: Callable[[Any], Any] = lambda values: values,
-    fit: Callable[[Any], Any] = lambda pixels: pixels,
-    bounded: bool = True,
-) -> Any:
-    """Return the input of a file.
-
-    scale: maps raw features of an array to those of the model. fit: brings a picture to its size.
-    bounded: whether numbers of images must lie in [0, 1].
-    """
+def _read_image(saved: _SavedModel, path: Path, input_shape: tuple[int, ...]) -> Any:
+    """Return the input of a file, or of a row of a table."""
     import numpy as np
 
     from dpdist.certification.predict import to_model_input
     from dpdist.data.parquet import UnreadableImage, decode_picture
 
     try:
-        if path.suffix == ".npy":
+        if (values := saved.inputs[path]) is not None:
+            values = saved.scale(values)
+        elif path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
             if values.shape == input_shape and len(input_shape) == 1:
-                values = scale(values)
+                values = saved.scale(values)
         else:
-            values = fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
-        return to_model_input(values, input_shape, bounded=bounded)
+            values = saved.fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
+        return to_model_input(values, input_shape, bounded=saved.bounded)
     except UnreadableImage as error:
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
     except ValueError as error:

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Finite, RunName
 
 if TYPE_CHECKING:
-    from dpdist.data.discovery import DiscoveredDataset, FoundSources
+    from dpdist.data.discovery import DiscoveredDataset
 
 
 # --- dpdist init ------------------------------------------------------------------------------
@@ -91,9 +90,9 @@ def init_command(
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
-    Splits, columns, classes, their names and the size of an input are found out from the files.
-    Pictures in folders, and CSV files, are first written as Parquet beside them. Columns that are
-    no input are named and left out: texts beside numbers, identifiers. On a terminal, public
+    Splits, columns, classes, their names and the size of an input are found out from the files,
+    which stay as they are. Columns that are no input are named and left out: texts beside numbers,
+    identifiers. On a terminal, public
     ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
     recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
     and answers, of which the answers are learned.
@@ -105,25 +104,12 @@ def init_command(
         raise UserError(f"{output}: exists already; name another --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, group)
-    sources = discovery.find_sources(folder)
-    if sources.names:
-        # Aside until nothing can be refused any more: what is left would be taken for the data.
-        with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
-            if sources.csv:
-                found = discovery.inspect_csv_folder(folder, Path(aside), chosen)
-            elif chosen == discovery.ChosenColumns():
-                found = discovery.inspect_picture_folder(folder, Path(aside))
-            else:
-                raise UserError("--label, --features, --group: must be left out with pictures")
-            scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
-            files = sorted(path for path in Path(aside).iterdir() if path.is_file())
-            _write_recipe(found, name, output, scaled, files, model)
-    else:
-        found = discovery.inspect_folder(folder, chosen)
-        scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
-        _write_recipe(found, name, output, scaled, (), model)
+    found = discovery.inspect_folder(folder, chosen)
+    scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
+    _write_recipe(found, name, output, scaled, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
-    _tell_sources(folder, sources)
+    if found.unread:
+        typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
     _tell_left_out(found, scaled)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
@@ -202,15 +188,6 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     return None
 
 
-def _tell_sources(folder: Path, sources: FoundSources) -> None:
-    """Print which sources are not read."""
-    if sources.unread:
-        typer.echo(
-            f"not read: {', '.join(sources.unread)}: Parquet lies in {folder} that dpdist init did "
-            "not make of it; to read it, move that away"
-        )
-
-
 def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
     """Print the columns that are no input, and that features lack public ranges."""
     for column, why in found.left_out:
@@ -280,26 +257,15 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 def _write_recipe(
     dataset: DiscoveredDataset, name: str | None, output: Path, ranges: Ranges,
-    files: Sequence[Path] = (), base: _BaseModel | None = None,
+    base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
-    """Write the recipe, and move the files that it reads to their places; all or nothing.
-
-    Raises UserError for a recipe that nobody could run.
-    """
-    from dpdist.core.files import move_files, parse_yaml, write_atomic
+    """Write the recipe. Raises UserError for one that nobody could run."""
+    from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
     text = starter_recipe(dataset, name or output.stem, ranges, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
-    moved = move_files(files, dataset.root / dataset.name)
-    try:
-        write_atomic(output, text)
-    except BaseException:
-        for path in moved:
-            path.unlink(missing_ok=True)
-        raise
-    for path in moved:
-        typer.echo(f"wrote {path}")
+    write_atomic(output, text)
 
 
 def describe_data(dataset: DiscoveredDataset) -> str:
@@ -312,7 +278,11 @@ def describe_data(dataset: DiscoveredDataset) -> str:
         inputs = f"chats of column {dataset.messages_column}"
     if dataset.answer_columns is not None:
         inputs = "prompts of column {}, answers of column {}".format(*dataset.answer_columns)
-    told = "next tokens" if dataset.predicts_next_token else f"{dataset.classes} classes"
+    told = "next tokens"
+    if not dataset.predicts_next_token:
+        told = f"{len(dataset.labels) or dataset.classes} classes"
+    if dataset.labels:
+        told += f" (labels {', '.join(map(str, dataset.labels[:8]))})"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
         f"{told}"
@@ -468,6 +438,8 @@ def _data_lines(
     lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
     if dataset.class_names:
         lines.append(f"  names: {_json_text(list(dataset.class_names))}")
+    if dataset.labels:
+        lines.append(f"  labels: {list(dataset.labels)}   # the classes, renumbered from 0")
     for key, value, usual in (
         ("train", dataset.train_split, "train"),
         ("test", dataset.test_split, "test"),
@@ -543,7 +515,7 @@ def list_data(data_root: DataRoot = None) -> None:
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
     from dpdist.data import discovery, load
-    from dpdist.data.parquet import split_files
+    from dpdist.data.tables import open_table, split_files
     from dpdist.evaluation import data_units_row
     from dpdist.runs.recipe import parse_changes, resolve_recipe
     from dpdist.training.job import check_data as check_training_data
@@ -572,7 +544,8 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         typer.echo(f"columns: inputs {inputs}{label}")
         if columns.group is None:
             files = split_files(section.root, section.name, section.train)
-            _tell_repeats(discovery.repeating_columns(files, None if following else columns.label))
+            tables, label = [open_table(file) for file in files], columns.label
+            _tell_repeats(discovery.repeating_columns(tables, None if following else label))
     for _, said in data_units_row(resolved, test):
         typer.echo(f"units: {said}")
     typer.echo(f"no private record is in {test.name}: compared by content")

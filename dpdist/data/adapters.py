@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import FEATURES_KEY, open_parquet
+from dpdist.core.files import FEATURES_KEY
 from dpdist.data import names_nobody
 from dpdist.data.column_names import (
     check_names,
@@ -149,8 +149,8 @@ def as_records(
     Args:
         data: `(X, y)` or X, of arrays or tensors (X may be a tuple or dict of them); a map-style
             data set, a list of items or a `DataLoader`; a `datasets.Dataset`, a pandas `DataFrame`,
-            a pyarrow `Table`, a Ray Data set, a Parquet file's path; the name of a built-in data
-            set; `Records`.
+            a pyarrow `Table`, a dict of columns, a Ray Data set, the path of a Parquet, CSV or
+            JSONL file; the name of a built-in data set; `Records`.
         inputs: of named fields, the one that is the input, or several: features of a table, else a
             dict. Default: all but target and unit.
         target: of named fields, the one that a model should say: one value or tensor a record.
@@ -226,24 +226,9 @@ def _adapted(data: Any, options: Options) -> Records:
         return _of_fields(data, None, options)
     if isinstance(data, tuple) and len(data) == 2:
         return _of_fields(data[0], data, options)
-    if isinstance(data, Mapping) and any(isinstance(key, str) for key in data):
-        _refuse_columns(data, options)
+    if isinstance(data, Mapping) and data and all(isinstance(key, str) for key in data):
+        return ArrayRecords.of(*_mapping_columns(data, options), options)
     return _of_items(data, options)
-
-
-def _refuse_columns(data: Mapping[Any, Any], options: Options) -> NoReturn:
-    """Refuse a dict of columns, or what numpy.load returns of .npz, with the form that is taken."""
-    names = [name for name in options.inputs or data if name not in (options.target, options.unit)]
-    some = ", ".join(f"{name!r}: data[{name!r}]" for name in names[:3])
-    inputs = f"{{{some}{', ...' if len(names) > 3 else ''}}}"
-    if len(names) == 1:
-        inputs = f"data[{names[0]!r}]"
-    targets = "targets" if options.target is None else f"data[{options.target!r}]"
-    kind = type(data).__name__
-    options.refuse(
-        f"must be (inputs, targets), of which inputs may be a dict, got a {kind} of columns",
-        f"give ({inputs}, {targets}), or a table of pandas or pyarrow",
-    )
 
 
 # --- arrays -----------------------------------------------------------------------------------
@@ -368,19 +353,13 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
 
 def _check_dense(name: str, column: Tensor, options: Options) -> None:
     """Refuse a tensor whose numbers are not all there, each in a place of its own."""
-    kinds = {
-        "a nested one": column.is_nested,
-        "a sparse one": column.layout is not torch.strided,
-        "a quantized one": column.is_quantized,
-        "one on the device meta": column.is_meta,
-        f"{column.dtype}": column.is_floating_point() and column.element_size() == 1,
-    }
-    for kind, found in kinds.items():
-        if found:
-            options.refuse(
-                f"field {name!r} must be a dense tensor of numbers, got {kind}",
-                "make one first (to_padded_tensor, to_dense, dequantize, float)",
-            )
+    eighth = column.is_floating_point() and column.element_size() == 1
+    strided = column.layout is torch.strided and not (column.is_nested or column.is_quantized)
+    if eighth or not strided or column.is_meta:
+        options.refuse(
+            f"field {name!r} must be a dense tensor of numbers, got another kind",
+            "make one first (to_padded_tensor, to_dense, dequantize, float)",
+        )
 
 
 def _long(target: Tensor) -> Tensor:
@@ -572,11 +551,44 @@ def _check_columns(names: Sequence[str], options: Options) -> None:
         options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
 
 
+def _mapping_columns(data: Mapping[str, Any], options: Options) -> tuple[dict[str, Any], Any]:
+    """Return a dict of arrays, or what numpy.load returns of .npz, as columns of a table."""
+    import pyarrow as pa
+
+    def numbers(name: str, _: Collection[str]) -> Tensor:
+        return _checked(name, data[name], options)
+
+    def units(name: str) -> np.ndarray:
+        return _unit_numbers(pa.chunked_array([pa.array(np.asarray(data[name]))]), options)
+
+    check_names(list(data), options.name)
+    return _arranged(list(data), numbers, units, options)
+
+
 def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
     """Return a table's columns by name, features as one matrix, and the shape of a batch."""
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         options.refuse(f"columns must have names of their own, got {twice[0]!r} twice", "rename it")
+    return _arranged(
+        names,
+        lambda name, fields: _array(name, table.column(name), options, fields),
+        lambda name: _unit_numbers(table.column(name), options),
+        options,
+    )
+
+
+def _arranged(
+    names: Sequence[str],
+    numbers: Callable[[str, Collection[str]], Any],
+    units: Callable[[str], np.ndarray],
+    options: Options,
+) -> tuple[dict[str, Any], Any]:
+    """Return columns by name, features as one matrix, and the shape of a batch.
+
+    numbers: returns a column of numbers, given the names of all fields. units: returns a number for
+    each record's unit.
+    """
     _check_columns(names, options)
     unit = options.unit if isinstance(options.unit, str) else None
     chosen = options.inputs or [name for name in names if name not in (options.target, unit)]
@@ -584,30 +596,28 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
         options.refuse("must have a column of inputs beside target and unit", _known(names))
     found: dict[str, Any] = {}
     wanted = [*chosen, *([] if options.target is None else [options.target])]
-    arrays = {name: _array(name, table.column(name), options, wanted) for name in wanted}
+    arrays = {name: numbers(name, wanted) for name in wanted}
     answers = None if options.target is None else arrays.pop(options.target)
+    shape: Any = None
     if len(chosen) == 1 and (options.single or arrays[chosen[0]].ndim > 1):
         found[INPUTS] = arrays[chosen[0]]
-        shape = None
     elif all(array.ndim == 1 for array in arrays.values()):
         _check_features(arrays, answers, options)
         found[INPUTS] = np.stack([np.asarray(arrays[n], np.float32) for n in chosen], axis=1)
-        shape = None
     else:
         found, shape = dict(arrays), dict
     if options.target is not None:
         found[options.target if shape is dict else TARGETS] = answers
     if unit is not None:
-        found[unit] = _unit_numbers(table.column(unit), options)
+        found[unit] = units(unit)
     return found, shape
 
 
-def _check_features(
-    arrays: Mapping[str, np.ndarray], answers: np.ndarray | None, options: Options
-) -> None:
+def _check_features(arrays: Mapping[str, Any], answers: Any, options: Options) -> None:
     """Refuse the answer among the features; warn of a column that may say whose a record is."""
     for name, array in arrays.items():
-        if answers is not None and answers.ndim == 1 and tells_answer(array, answers):
+        flat = answers is not None and answers.ndim == 1
+        if flat and tells_answer(np.asarray(array), np.asarray(answers)):
             options.refuse(
                 f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
                 "for the names of its values",
@@ -619,7 +629,7 @@ def _check_features(
             warnings.warn(
                 f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
                 f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
@@ -708,23 +718,21 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
 
 
 def _of_name(name: str, options: Options) -> Records:
-    """Return a built-in data set's training split, or a Parquet file's rows."""
-    from dpdist.data import BUILT_IN, DataSource, check_sources, load
+    """Return a built-in data set's training split, or a file's rows."""
+    from dpdist.data import BUILT_IN, DataSource, load
+    from dpdist.data.tables import open_table
 
     if name in BUILT_IN:
         return load(DataSource(name, BUILT_IN[name]), "train")
-    if Path(name).suffix != ".parquet" and not Path(name).exists():
+    if not Path(name).exists():
         options.refuse(
-            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a Parquet file, got {name!r}",
-            "give the file's path",
+            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a file, got {name!r}",
+            "give the path of a Parquet, CSV or JSONL file",
         )
-    reader = open_parquet(name)
-    check_sources(Path(name).resolve().parent)
-    try:
-        table = reader.read()
-    except Exception:
-        options.refuse(f"must be a readable Parquet file, got {name!r}", "write it again")
-    return _of_table(table, options)
+    file = open_table(Path(name))
+    return _of_table(
+        file.read(file.schema.names).replace_schema_metadata(file.schema.metadata), options
+    )
 
 
 # --- items ------------------------------------------------------------------------------------
@@ -1112,33 +1120,22 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
     if isinstance(source, torch_data.IterableDataset):
         _length(source, options)
     batches, sampler = loader.batch_sampler, loader.sampler
-    if batches is not None and type(batches) is not torch_data.BatchSampler:
+    own = next(
+        (
+            type(each).__name__
+            for each, known in (
+                (batches, (torch_data.BatchSampler, type(None))),
+                (sampler, (*_ORDERS, torch_data.DistributedSampler)),
+            )
+            if type(each) not in known
+        ),
+        "drop_last=True" if loader.drop_last else "",
+    )
+    if own:
         options.refuse(
-            f"the DataLoader must not bring batches of its own, got a {type(batches).__name__}",
-            f"{_DRAWN}: pass the data set itself",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if isinstance(sampler, torch_data.WeightedRandomSampler):
-        options.refuse(
-            "the DataLoader must not weight records, got a WeightedRandomSampler",
-            f"{_DRAWN}: pass the data set itself, and put weights into the loss",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if isinstance(sampler, torch_data.SubsetRandomSampler):
-        options.refuse(
-            "the DataLoader must not choose records, got a SubsetRandomSampler",
-            "pass torch.utils.data.Subset(dataset, indices)",
-        )
-    if type(sampler) not in (*_ORDERS, torch_data.DistributedSampler):
-        options.refuse(
-            f"the DataLoader must not bring a sampler of its own, got a {type(sampler).__name__}",
-            f"{_DRAWN}: pass the data set itself",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if loader.drop_last:
-        options.refuse(
-            "the DataLoader must not drop records, got drop_last=True",
-            "every record may join every step: leave drop_last out",
+            f"the DataLoader must not choose, weight or drop records itself, got {own}",
+            f"{_DRAWN}: pass the data set itself, a part of it by torch.utils.data.Subset, and put "
+            "weights into the loss",
             see="how-to/own-data.md#data-in-python",
         )
     words = (

@@ -228,11 +228,8 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
     """Raise UserError when a private record is among the test records or any public ones, or when
     the method cannot learn from these.
 
-    So it does where the records' files changed since they were made into Parquet. Returns what the
-    model's public part is and saw (`check_pretrained`).
+    Returns what the model's public part is and saw (`check_pretrained`).
     """
-    if source.root is not None:
-        data.check_sources(source.root / source.name)
     test = load_test_records(recipe, source)
     private = private_records(recipe, source)
     pretrained = check_pretrained(recipe, private, context)

@@ -29,8 +29,8 @@ from dpdist import data, models
 from dpdist.cli import importing
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY, atomic_folder, open_parquet, write_json
-from dpdist.data.discovery import ChosenColumns, inspect_folder, picture_schema
-from dpdist.data.parquet import split_files
+from dpdist.data.discovery import ChosenColumns, inspect_folder
+from dpdist.data.tables import picture_schema, split_files
 from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest

@@ -34,8 +34,8 @@ from dpdist.core.files import (
     read_bytes,
     write_json,
 )
-from dpdist.data.discovery import picture_schema
-from dpdist.data.parquet import classes_in, decode_picture, pictures_in
+from dpdist.data.parquet import decode_picture
+from dpdist.data.tables import classes_in, picture_schema, pictures_in
 from dpdist.data.test_inputs import fit_picture
 
 Log = Callable[[str], None]

@@ -40,10 +40,10 @@ def test_bytes_with_begin_end_and_padding(tmp_path):
 
 def test_complaints(tmp_path):
     write(tmp_path, ["a", None])
-    with pytest.raises(UserError, match=r"train\.parquet row 1: no text"):
+    with pytest.raises(UserError, match=r"train\.parquet row 1: column 'text'"):
         load(source(tmp_path), "train")
     write(tmp_path, [1, 2])
-    with pytest.raises(UserError, match=r"text column 'text' is int64, must be text"):
+    with pytest.raises(UserError, match=r"column 'text' must be text, got int64"):
         load(source(tmp_path), "train")
     with pytest.raises(UserError, match=r"no column 'words'; it has text, label"):
         load(source(tmp_path, column="words"), "train")
