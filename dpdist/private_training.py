@@ -53,6 +53,7 @@ from dpdist.data.adapters import (
     check_tokens,
     preference_records,
 )
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import TARGETS, GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
@@ -111,7 +112,6 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     declare,
-    single_records,
     with_kept_score,
     with_score,
 )
@@ -496,14 +496,8 @@ def _check_public(public: Records, private: Records, kind: str, classes: int) ->
     if isinstance(private, GroupedRecords):
         private = private.records
         check_units_apart(public, private)
-    inputs, _ = _arrays(public, np.arange(len(public)), kind)
-    found, common = hash_inputs(inputs), 0
-    for start in range(0, len(private), _AT_ONCE):
-        some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
-        if isinstance(some, Tensor) and some.shape[1:] == inputs.shape[1:]:
-            own = some.float().cpu().numpy()
-            common += int(np.isin(hash_inputs(np.ascontiguousarray(own)), found).sum())
-    if common:
+    _arrays(public, np.arange(len(public)), kind)
+    if common := count_common(public, private):
         raise UserError(
             f"held_out: must share no record with data, got {common:,} in common: scores on them "
             "would be published"

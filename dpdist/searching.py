@@ -54,6 +54,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.data.adapters import as_records
+from dpdist.data.overlap import count_common
 from dpdist.data.protocol import UNITS, Records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.noise import add_noise
@@ -88,7 +89,6 @@ from dpdist.training.private_score import (
     RecordValues,
     Value,
     check_apart,
-    count_common,
     value_name,
 )
 from dpdist.training.script_state import keep_module_record
