@@ -78,6 +78,7 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_stage, stage_of_card
+from dpdist.runs.charging import begin_charge, check_charge, end_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import (
     Recipe,
@@ -91,12 +92,9 @@ from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
-    begin_charge,
-    check_charge,
     check_kept,
     check_same_data,
     choose_run_key,
-    end_charge,
     ensure_run_key,
     read_run_key,
 )
