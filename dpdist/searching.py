@@ -74,7 +74,8 @@ from dpdist.private_training import (
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import PublishedTrial, SearchTerms, read_facts
+from dpdist.reports.facts import read_facts
+from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import (
     Recipe,
