@@ -100,7 +100,6 @@ from dpdist.training.job import (
 )
 from dpdist.training.model_setup import (
     MEASURED,
-    changed_blocks,
     importance_weighted,
     measured_rounding,
 )
@@ -1064,7 +1063,6 @@ class PrivateTraining:
         )
         engine.records_per_example = privacy.max_records_per_group or 1
         engine.rounding = self._recipe.resources.rounding
-        engine.changed_blocks = changed_blocks(self._recipe, self._workers.count)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
@@ -1216,8 +1214,9 @@ class PrivateTraining:
         assert ledger.epoch is not None
         self._epoch, self._before = ledger.epoch, ledger.released_steps(ledger.epoch)
         shards = build_shards(
-            len(self._records), plan.records, reducer, self._recipe.training.reproducible
-        )
+            len(self._records), plan.records, reducer, self._recipe.training.reproducible,
+            nominal=plan.nominal,
+        )  # fmt: skip
         self._step = PrivateStep(
             self._engine, self._records, key, attempt.label, reducer=reducer, shards=shards,
             ledger=held, announced=attempt.announced, announcing=self._workers.announcing,

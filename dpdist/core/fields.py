@@ -470,7 +470,6 @@ def describe_rounding(
     micro_batch: int | None,
     precision: str,
     moves: float | None,
-    nominal: bool = False,
 ) -> str:
     """Return what a guarantee assumes of floating point, in sentences for the card.
 
@@ -479,7 +478,6 @@ def describe_rounding(
         micro_batch: `resources.micro_batch`.
         precision: of the trained parameters, float32 or float64.
         moves: measured change of a clipped gradient, in clip norms; None where it was not measured.
-        nominal: whether the number of records is protected, so that those behind a record move up.
     """
     if micro_batch == 1:
         return (
@@ -494,15 +492,12 @@ def describe_rounding(
             "depends on values. Sums are float64."
         )
     assumed, slack = _ROUNDING_BITS[precision]
-    changed = "one block only (others keep their positions in the data set and their blocks)"
-    if nominal:
-        changed = "one block and of two at each border between shards, each with such a slack"
     said = (
         "Floating point: assumed that moving a record to another row, or to a pass of another "
         f"length, changes its clipped gradient by at most 2^-{assumed} C, so that the "
         f"{MOST_MOVED:,} records of a keyed block stay within the slack of the clip (2^-{slack}). "
         "Passes have one shape but a block's last, which has the rows that are left; one record "
-        f"more changes the passes of {changed}; sums are float64."
+        "more changes the passes of one block only (others keep their blocks); sums are float64."
     )
     if moves is None:
         return f"{said} Not measured."

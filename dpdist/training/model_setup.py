@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
+from dpdist.config.training import TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import Clipping, make_clipping
@@ -330,7 +330,6 @@ def build_engine(
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
     engine.rounding = recipe.resources.rounding
-    engine.changed_blocks = changed_blocks(recipe)
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
@@ -397,18 +396,6 @@ def objective(training: TrainingRecipe) -> Objective:
         ) from error
     record_digests(training.loss, code or source_digests(training.loss))
     return objective_of(found)
-
-
-def changed_blocks(recipe: Recipe, workers: int | None = None) -> int:
-    """Return the number of keyed blocks, over all workers, that one record more changes.
-
-    Where the number of records is protected, the records behind it move up by one place, and the
-    first record of each later shard moves into the shard before.
-    """
-    if recipe.privacy.nominal_records is None:
-        return 1
-    shards = recipe.resources.max_workers if workers is None else workers
-    return 2 * (CANONICAL_SHARDS if recipe.training.reproducible else shards) - 1
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:

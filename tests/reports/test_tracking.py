@@ -77,13 +77,8 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
 
 @pytest.mark.long
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
-    searched = [
-        f
-        for f in iter_metrics(
-            replace(facts, account=replace(facts.account, search=SimpleNamespace()))
-        )
-        if "epsilon" in f[0]
-    ]
+    of_search = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
+    searched = [f for f in iter_metrics(of_search) if "epsilon" in f[0]]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
     fixed_key = replace(facts.guarantee, fixed_key=True)
     fixed = replace(facts, account=replace(facts.account, guarantee=fixed_key))
