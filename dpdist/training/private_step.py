@@ -21,10 +21,10 @@ from dpdist.gradients import noise
 from dpdist.gradients.engine import GradientEngine, GroupMembers, TrainingObjective
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.sampling import Blocks, keyed_hash, poisson_sample, worker_range
+from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
-from dpdist.randomness.keys import derive_key, key_id
+from dpdist.randomness.keys import derive_key, key_id, stream_words
 from dpdist.training.canaries import Canaries
 from dpdist.training.collectives import Reducer, Shards, leaf_digests, release_id
 from dpdist.training.monitoring import StepMetrics
@@ -223,8 +223,8 @@ class PrivateStep:
             return self.members(key, begin, end, step_plan)
         own = row if self.shards.num_rows > 1 else self.reducer.rank
         drawn = self.members(key, 0, len(self.data), step_plan)
-        shard = keyed_hash(derive_key(key, "shards"), drawn) % np.uint64(count)
-        return np.asarray(drawn[shard == own])
+        words = stream_words(derive_key(key, "shards"), 0, len(self.data))[drawn]
+        return np.asarray(drawn[words % np.uint64(count) == own])
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
         """Draw the records that join a step, by Poisson sampling.
@@ -335,11 +335,12 @@ def build_shards(
 
     nominal: that number was declared, and is another than theirs. The last range takes what is
     beyond it, and a step hashes its records into shards. So where a record is left out, and those
-    behind it move up by one position, the others keep their shards and blocks: sample, shard and
-    block of a position are independent of all other positions and alike in distribution, and each
-    record is paired with the words of the position it had (a coupling). One keyed block changes, as
-    at a fixed number of records, and none where the record does not join
-    (`dpdist.gradients.clipping.sum_slack`). Ranges would move a record at each border.
+    behind it move up by one position, the others keep their shards and blocks: the words by which
+    a position joins, and its shard, are independent of all other positions' and alike in
+    distribution (so are blocks, as far as their hash is random), and each record is paired with
+    the words of the position it had (a coupling). One keyed block changes, as at a fixed number of
+    records, and none where the record does not join (`dpdist.gradients.clipping.sum_slack`). Ranges
+    would move a record at each border.
     """
     count = CANONICAL_SHARDS if reproducible else reducer.world_size
     hashed = count if nominal and count > 1 else 0
