@@ -470,6 +470,7 @@ def describe_rounding(
     micro_batch: int | None,
     precision: str,
     moves: float | None,
+    nominal: bool = False,
 ) -> str:
     """Return what a guarantee assumes of floating point, in sentences for the card.
 
@@ -478,6 +479,7 @@ def describe_rounding(
         micro_batch: `resources.micro_batch`.
         precision: of the trained parameters, float32 or float64.
         moves: measured change of a clipped gradient, in clip norms; None where it was not measured.
+        nominal: whether the number of records is protected, so that those behind a record move up.
     """
     if micro_batch == 1:
         return (
@@ -492,12 +494,13 @@ def describe_rounding(
             "depends on values. Sums are float64."
         )
     assumed, slack = _ROUNDING_BITS[precision]
+    kept = "their blocks" if nominal else "their positions in the data set and their blocks"
     said = (
         "Floating point: assumed that moving a record to another row, or to a pass of another "
         f"length, changes its clipped gradient by at most 2^-{assumed} C, so that the "
         f"{MOST_MOVED:,} records of a keyed block stay within the slack of the clip (2^-{slack}). "
         "Passes have one shape but a block's last, which has the rows that are left; one record "
-        "more changes the passes of one block only (others keep their blocks); sums are float64."
+        f"more changes the passes of one block only (others keep {kept}); sums are float64."
     )
     if moves is None:
         return f"{said} Not measured."

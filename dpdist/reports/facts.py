@@ -381,6 +381,7 @@ class Facts:
         return describe_rounding(
             resources.rounding, resources.micro_batch,
             measured["precision"], measured.get("moves"),
+            self.recipe.privacy.nominal_records is not None,
         )  # fmt: skip
 
     @property
