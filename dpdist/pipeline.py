@@ -333,7 +333,7 @@ def dry_run(
     of a new run, and a row says why this name cannot have it. A row says so, too, where this
     machine has no room for the workers; a cluster may. Raises as `run` does before it begins.
     """
-    from dpdist.training.model_setup import describe_cost
+    from dpdist.training.estimate import describe_cost
 
     folder = RunFolder(Path(runs) / recipe.name)
     checked = partial(_check_run, recipe, search=recipe.tune is not None, pretrain=False)

@@ -53,6 +53,7 @@ from dpdist.data.adapters import (
     check_tokens,
     preference_records,
 )
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import TARGETS, GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
@@ -77,6 +78,7 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_stage, stage_of_card
+from dpdist.runs.charging import begin_charge, check_charge, end_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import (
     Recipe,
@@ -90,18 +92,14 @@ from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
-    begin_charge,
-    check_charge,
     check_kept,
     check_same_data,
     choose_run_key,
-    end_charge,
     ensure_run_key,
     read_run_key,
 )
 from dpdist.training.model_setup import (
     MEASURED,
-    changed_blocks,
     importance_weighted,
     measured_rounding,
 )
@@ -111,7 +109,6 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     declare,
-    single_records,
     with_kept_score,
     with_score,
 )
@@ -496,14 +493,8 @@ def _check_public(public: Records, private: Records, kind: str, classes: int) ->
     if isinstance(private, GroupedRecords):
         private = private.records
         check_units_apart(public, private)
-    inputs, _ = _arrays(public, np.arange(len(public)), kind)
-    found, common = hash_inputs(inputs), 0
-    for start in range(0, len(private), _AT_ONCE):
-        some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
-        if isinstance(some, Tensor) and some.shape[1:] == inputs.shape[1:]:
-            own = some.float().cpu().numpy()
-            common += int(np.isin(hash_inputs(np.ascontiguousarray(own)), found).sum())
-    if common:
+    _arrays(public, np.arange(len(public)), kind)
+    if common := count_common(public, private):
         raise UserError(
             f"held_out: must share no record with data, got {common:,} in common: scores on them "
             "would be published"
@@ -1072,7 +1063,6 @@ class PrivateTraining:
         )
         engine.records_per_example = privacy.max_records_per_group or 1
         engine.rounding = self._recipe.resources.rounding
-        engine.changed_blocks = changed_blocks(self._recipe, self._workers.count)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
@@ -1224,8 +1214,9 @@ class PrivateTraining:
         assert ledger.epoch is not None
         self._epoch, self._before = ledger.epoch, ledger.released_steps(ledger.epoch)
         shards = build_shards(
-            len(self._records), plan.records, reducer, self._recipe.training.reproducible
-        )
+            len(self._records), plan.records, reducer, self._recipe.training.reproducible,
+            nominal=plan.nominal,
+        )  # fmt: skip
         self._step = PrivateStep(
             self._engine, self._records, key, attempt.label, reducer=reducer, shards=shards,
             ledger=held, announced=attempt.announced, announcing=self._workers.announcing,

@@ -54,6 +54,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.data.adapters import as_records
+from dpdist.data.overlap import count_common
 from dpdist.data.protocol import UNITS, Records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.noise import add_noise
@@ -73,7 +74,8 @@ from dpdist.private_training import (
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import PublishedTrial, SearchTerms, read_facts
+from dpdist.reports.facts import read_facts
+from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import (
     Recipe,
@@ -88,7 +90,6 @@ from dpdist.training.private_score import (
     RecordValues,
     Value,
     check_apart,
-    count_common,
     value_name,
 )
 from dpdist.training.script_state import keep_module_record

@@ -32,9 +32,9 @@ from dpdist.privacy.budget import Charge, Lineage, read_budgets
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
+from dpdist.runs.charging import check_charge, reserve_charge, settle_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
-from dpdist.training import job
 from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
 from dpdist.training.records import (
     by_unit,
@@ -414,7 +414,7 @@ class Search:
         begun = self.folder.processes.exists() and self._charge_id()
         if not (begun and any(each.find_charge(begun) for each in read_budgets(budget))):
             records = load_training_records(self.recipe, 0.0, 1.0)
-            job.check_charge(self.recipe, self.cost.plan, records, context)
+            check_charge(self.recipe, self.cost.plan, records, context)
 
     def _charge_budget(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""
@@ -426,9 +426,9 @@ class Search:
             self._charge_id(), self.recipe.name, plan, (), self._lineage(settle)
         )
         if settle:
-            job.settle_charge(self.recipe, records, charge, where)
+            settle_charge(self.recipe, records, charge, where)
         else:
-            job.reserve_charge(self.recipe, records, charge, where)
+            reserve_charge(self.recipe, records, charge, where)
 
     def _lineage(self, finished: bool) -> Lineage:
         """Return the releases that this search may make, or made where it ended.

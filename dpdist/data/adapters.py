@@ -13,6 +13,7 @@ import json
 import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -41,11 +42,11 @@ from dpdist.data.protocol import (
     fingerprint_of,
     invented_like,
     kept_generators,
-    mac_of,
     seed_generators,
     seed_of,
     warn_if_standardised,
 )
+from dpdist.data.record_hashes import digests_of_input, stored_input
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
 
 if TYPE_CHECKING:
@@ -817,18 +818,19 @@ class ItemRecords(Records):
             )
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield a MAC of each record's tensors, and one of its item before random transforms."""
-        options = self._options
+        """Yield MACs of each record's tensors, and of its item before random transforms."""
+        options, hidden = self._options, self._plain is self._source
         read = options.before_transform or self._plain.__getitem__
         for index, macs in enumerate(super().input_macs(key)):
             with kept_generators(self._generators):
                 named, _ = _named(self._item(read, index, _CHECK_KEY), options)
             for name in (options.target or TARGETS, options.unit):
                 named.pop(name, None) if isinstance(name, str) else None
-            try:
-                yield (*macs, mac_of(key, named))
-            except TypeError:  # an item of another kind: its tensors alone are compared
-                yield macs
+            found = {*macs}
+            for item in (named, stored_input(self._source, index, files=hidden)):
+                with suppress(TypeError):  # an item of another kind: its tensors alone are compared
+                    found |= set() if item is None else digests_of_input(key, item)
+            yield tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}
@@ -1078,20 +1080,27 @@ _UNCHANGED = {
 
 def without_transforms(source: Any) -> Any:
     """Return a copy of a data set whose `transform`, `target_transform` and `transforms`, as
-    torchvision names them, change nothing; of a part, with that of the whole."""
-    names = [name for name in _UNCHANGED if getattr(source, name, None) is not None]
-    inner = getattr(source, "dataset", None)
-    if not names and inner is None:
+    torchvision names them, change nothing; of a part or of several, with those of the wholes."""
+    changes: dict[str, Any] = {
+        name: unchanged for name, unchanged in _UNCHANGED.items()
+        if getattr(source, name, None) is not None
+    }  # fmt: skip
+    inner, parts = getattr(source, "dataset", None), getattr(source, "datasets", None)
+    if inner is not None and (plain := without_transforms(inner)) is not inner:
+        changes["dataset"] = plain
+    if isinstance(parts, list):
+        plain_parts = [without_transforms(part) for part in parts]
+        if any(one is not other for one, other in zip(plain_parts, parts, strict=True)):
+            changes["datasets"] = plain_parts
+    if not changes:
         return source
-    plain = copy.copy(source)
+    copied = copy.copy(source)
     try:
-        for name in names:
-            setattr(plain, name, _UNCHANGED[name])
-        if inner is not None:
-            plain.dataset = without_transforms(inner)
+        for name, value in changes.items():
+            setattr(copied, name, value)
     except AttributeError:  # a property: the data set keeps its own way
         return source
-    return plain
+    return copied
 
 
 _HUGGING_FACE = {"IterableDataset": "dataset.take(n) collected with Dataset.from_list",

@@ -3,7 +3,8 @@
 A record is identified by a hash of its input as a model sees it, without its label; a text by a
 hash of the whole document, whatever reads it. The same picture stored as 8 or as 16 bits, under
 another label or in another row is the same record; one changed pixel or letter makes another one,
-which no comparison finds.
+which no comparison finds. Data sets in Python are compared by `digests_of_input`, which also sees
+through types, layouts and containers; `dpdist.data.overlap` is the one comparison.
 
 A folder of the cache is as private and as decisive as the files that it was made of: which records
 are public, tested on or trained on follows from it. So its last file holds the checksums of the
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,106 @@ def hash_inputs(inputs: np.ndarray) -> np.ndarray:
                 row.tobytes(), digest_size=16, person=b"dpdist.record"
             ).digest()
     return np.frombuffer(bytes(found), dtype="S16")
+
+
+# --- inputs in any form -----------------------------------------------------------------------
+
+
+_WHOLE = 2**24  # beyond, float32 does not hold every whole number
+_COLOURS = (3, 4)  # channels of a picture
+
+
+def digests_of_input(key: bytes, value: Any) -> set[bytes]:
+    """Return keyed digests of a record's input; two forms of one input share one of them.
+
+    The value is a number, text, array, tensor or picture, or a list, tuple or mapping of them.
+    Numbers of any type are compared as float32 (large ones as float64), bytes also as fractions of
+    255, pictures with their channels first and last, all of them flat. A mapping's values are taken
+    in the order of its names.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    parts = list(_leaves(value))
+    found = set()
+    for scaled in (False, True):
+        for moved in (False, True):
+            digest = hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.input")
+            for part in parts:
+                digest.update(part if isinstance(part, bytes) else _canonical(part, scaled, moved))
+            found.add(digest.digest())
+    return found
+
+
+def _leaves(value: Any) -> Iterator[np.ndarray | bytes]:
+    """Yield texts as bytes, and arrays. Raises TypeError."""
+    if value is None:
+        return
+    if isinstance(value, str | bytes):
+        yield value.encode() if isinstance(value, str) else value
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from _leaves(value[name])
+    elif isinstance(value, list | tuple) and not _is_numeric(value):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
+            value = value.detach().cpu()
+            value = value.double().numpy() if value.is_floating_point() else value.numpy()
+        array = np.asarray(value)  # a picture, too
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"a {type(value).__name__}")
+        yield array
+
+
+def _is_numeric(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether all of them are numbers, so that they are one array."""
+    return bool(values) and all(isinstance(each, int | float | np.number) for each in values)
+
+
+def _canonical(array: np.ndarray, scaled: bool, moved: bool) -> bytes:
+    """Return numbers as bytes. scaled: bytes as fractions; moved: channels of the last axis first.
+
+    Raises nothing: an array that is no picture stays as it is.
+    """
+    if moved and array.ndim == 3 and array.shape[-1] in _COLOURS:
+        array = np.moveaxis(array, -1, 0)
+    if scaled:
+        array = to_model_inputs(array)
+    large = array.dtype.itemsize > 2 and bool(np.any(np.abs(array) > _WHOLE))
+    numbers: np.ndarray = array.astype(np.float64 if large else np.float32)
+    return (numbers + 0.0).tobytes()  # -0.0 becomes 0.0
+
+
+def stored_input(source: Any, index: int, files: bool) -> Any:
+    """Return the input that a map-style data set keeps at a position, before it transforms it.
+
+    Known are torch's `Subset` and `ConcatDataset`, and the places where torchvision's data sets
+    keep theirs: `data` (arrays), `samples` and `imgs` (names of picture files). None for others.
+
+    files: whether to read files, which takes time.
+    """
+    while True:
+        if hasattr(source, "indices") and hasattr(source, "dataset"):
+            source, index = source.dataset, int(source.indices[index])
+        elif hasattr(source, "datasets") and hasattr(source, "cumulative_sizes"):
+            part = int(np.searchsorted(source.cumulative_sizes, index, side="right"))
+            index -= source.cumulative_sizes[part - 1] if part else 0
+            source = source.datasets[part]
+        else:
+            break
+    rows: Any = getattr(source, "data", None)
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and len(rows) == len(source):
+        return rows[index]
+    for name in ("samples", "imgs") if files else ():
+        rows = getattr(source, name, None)
+        if isinstance(rows, list) and len(rows) == len(source):
+            from PIL import Image
+
+            with Image.open(rows[index][0]) as picture:
+                return np.asarray(picture.convert("RGB"))
+    return None
 
 
 def names_nobody(value: Any) -> bool:

@@ -180,8 +180,6 @@ class GradientEngine:
             added up, and the sum is clipped once. Set it before the first sum.
         rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
             record may move a record's row, or `fixed-row`. Set it before the first sum.
-        changed_blocks: keyed blocks, of all workers, whose rows one record more changes: 1 where no
-            other record moves. Each rounds otherwise, and the clip leaves room for it.
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
@@ -246,7 +244,7 @@ class GradientEngine:
         clipping.check(self.layers)
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
-        self.records_per_example, self.changed_blocks = 1, 1
+        self.records_per_example = 1
         self.rounding: Rounding = "standard"
         kinds = {type(module) for module in model.modules()}
         # torch's InstanceNorm gives a single record in that format a wrong gradient.
@@ -448,7 +446,7 @@ class GradientEngine:
         dtype = self.precision
         if self.blocks is None:
             return rounding_slack(dtype)
-        return rounding_slack(dtype) + self.changed_blocks * sum_slack(dtype)
+        return rounding_slack(dtype) + sum_slack(dtype)
 
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""

@@ -34,6 +34,7 @@ from dpdist.data.adapters import (
     tokenization_of,
     without_transforms,
 )
+from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import kept_modes, raise_all, refusal, refuse
@@ -43,7 +44,6 @@ from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
 from dpdist.runs.folder import RunFolder
-from dpdist.training.private_score import count_common
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
     transformers: Any = import_extra("transformers", "hf", "PrivateTrainer")

@@ -738,6 +738,14 @@ class Ledger(JournalBacked):
             counts[plan.training_phase_index(step)] += releases
         return plan.executed_phases(counts)
 
+    def superseded_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """Return the releases beyond the first of each step, as phases."""
+        return tuple(
+            replace(plan.training_phases[plan.training_phase_index(step)], steps=releases - 1)
+            for step, releases in self._releases_per_step.items()
+            if releases > 1
+        )
+
     def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
         """Return the dp_accounting event of everything on record.
 

@@ -28,6 +28,7 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import (
     UNITS,
     GroupedRecords,
@@ -184,18 +185,6 @@ def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
                 "record pays for the steps or for the scores"
             )
-
-
-def count_common(some: Records, others: Records) -> int:
-    """Return how many of some records are among others, by keyed hashes of their inputs."""
-    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
-    found = {mac for macs in single_records(others).input_macs(key) for mac in macs}
-    return sum(not found.isdisjoint(macs) for macs in single_records(some).input_macs(key))
-
-
-def single_records(records: Records) -> Records:
-    """Return the records themselves, where they are grouped."""
-    return records.records if isinstance(records, GroupedRecords) else records
 
 
 # --- the scores ---------------------------------------------------------------------------------

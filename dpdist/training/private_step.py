@@ -24,7 +24,7 @@ from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
-from dpdist.randomness.keys import derive_key, key_id
+from dpdist.randomness.keys import derive_key, key_id, stream_words
 from dpdist.training.canaries import Canaries
 from dpdist.training.collectives import Reducer, Shards, leaf_digests, release_id
 from dpdist.training.monitoring import StepMetrics
@@ -121,7 +121,7 @@ class PrivateStep:
         if reducer is None:
             reducer = Reducer(0, 1, engine.parameters[0].device)
         if shards is None:
-            shards = build_shards(len(data), len(data), reducer, False)
+            shards = build_shards(len(data), len(data), reducer, False, nominal=False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
         # Without a ledger: the id of each released sum, by the label that keys its noise.
         self._released: dict[str, str] = {}
@@ -189,7 +189,7 @@ class PrivateStep:
         rows = self.reducer.zero_rows(self.shards.num_rows, engine.size)
         seen, joined = StepMetrics(), []
         for row, begin, end in self.shards.local_shards:
-            members = self.members(sample_key, begin, end, step_plan)
+            members = self._members_of_shard(sample_key, row, begin, end, step_plan)
             joined.append((row, members))
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
@@ -213,6 +213,18 @@ class PrivateStep:
         key = derive_key(self.key, "data", self.attempt_of(step), step)
         seen: StepData = self.data.for_step(key)
         return seen
+
+    def _members_of_shard(
+        self, key: bytes, row: int, begin: int, end: int, step_plan: StepPlan
+    ) -> np.ndarray:
+        """Draw the records of one shard: of a range, or those that the key hashes into it."""
+        count = self.shards.hashed
+        if not count:
+            return self.members(key, begin, end, step_plan)
+        own = row if self.shards.num_rows > 1 else self.reducer.rank
+        drawn = self.members(key, 0, len(self.data), step_plan)
+        words = stream_words(derive_key(key, "shards"), 0, len(self.data))[drawn]
+        return np.asarray(drawn[words % np.uint64(count) == own])
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
         """Draw the records that join a step, by Poisson sampling.
@@ -316,13 +328,22 @@ def check_clip(engine: GradientEngine, clip_norm: float) -> None:
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
 
 
-def build_shards(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
+def build_shards(
+    records: int, planned: int, reducer: Reducer, reproducible: bool, *, nominal: bool
+) -> Shards:
     """Cut the records into shards at the plan's number of records.
 
-    Where that number was declared, it is another than theirs: the last shard takes what is beyond
-    it, and nothing else changes with their number.
+    nominal: that number was declared, and is another than theirs. The last range takes what is
+    beyond it, and a step hashes its records into shards. So where a record is left out, and those
+    behind it move up by one position, the others keep their shards and blocks: the words by which
+    a position joins, and its shard, are independent of all other positions' and alike in
+    distribution (so are blocks, as far as their hash is random), and each record is paired with
+    the words of the position it had (a coupling). One keyed block changes, as at a fixed number of
+    records, and none where the record does not join (`dpdist.gradients.clipping.sum_slack`). Ranges
+    would move a record at each border.
     """
     count = CANONICAL_SHARDS if reproducible else reducer.world_size
+    hashed = count if nominal and count > 1 else 0
 
     def bounds(shard: int) -> tuple[int, int]:
         begin, end = worker_range(planned, shard, count)
@@ -330,6 +351,6 @@ def build_shards(records: int, planned: int, reducer: Reducer, reproducible: boo
 
     largest = -(-planned // count)
     if not reproducible:
-        return Shards(1, largest, [(0, *bounds(reducer.rank))])
+        return Shards(1, largest, [(0, *bounds(reducer.rank))], hashed)
     rows = range(*worker_range(count, reducer.rank, reducer.world_size))
-    return Shards(count, largest, [(row, *bounds(row)) for row in rows])
+    return Shards(count, largest, [(row, *bounds(row)) for row in rows], hashed)

@@ -518,7 +518,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
-    shards = build_shards(len(records), plan.records, reducer, reproducible)
+    shards = build_shards(len(records), plan.records, reducer, reproducible, nominal=plan.nominal)
     # on nothing private, before anything is on record
     if recipe.method.capabilities.takes_gradient_steps:
         rate = optimizer.learning_rate(0)

@@ -75,7 +75,8 @@ def test_of_a_run(run, dpdist, monkeypatch):
 def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
     def searched(folder: RunFolder) -> Facts:
         found = read_facts(folder)
-        return replace(found, guarantee=replace(found.guarantee, epsilon=99.0))
+        larger = replace(found.guarantee, epsilon=99.0)
+        return replace(found, account=replace(found.account, guarantee=larger))
 
     monkeypatch.setattr(facts, "read_facts", searched)
     assert dpdist("audit", "x", "--runs", run.path.parent, *FEW).code == 0

@@ -28,8 +28,8 @@ from dpdist.reports.compare import accuracy_differences
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.pretraining import pretrain
 
 pytestmark = pytest.mark.whole

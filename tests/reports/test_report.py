@@ -297,7 +297,9 @@ def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPa
     none = make_verdict(dataclasses.replace(facts, tables=[], evaluation=None))
     assert "nothing is certified" in none.sentence and "was not measured" in none.sentence
     infinite = Guarantee(math.inf, 1e-4, "add-or-remove-one", "proved", "none")
-    open_ = dataclasses.replace(facts, guarantee=infinite)
+    open_ = dataclasses.replace(
+        facts, account=dataclasses.replace(facts.account, guarantee=infinite)
+    )
     assert (
         make_verdict(open_).severity == "bad"
         and "epsilon is infinite" in make_verdict(open_).sentence

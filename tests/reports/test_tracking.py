@@ -77,11 +77,11 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
 
 @pytest.mark.long
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
-    searched = [
-        f for f in iter_metrics(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]
-    ]
+    of_search = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
+    searched = [f for f in iter_metrics(of_search) if "epsilon" in f[0]]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
-    fixed = replace(facts, guarantee=replace(facts.guarantee, fixed_key=True))
+    fixed_key = replace(facts.guarantee, fixed_key=True)
+    fixed = replace(facts, account=replace(facts.account, guarantee=fixed_key))
     assert not [f for f in iter_metrics(fixed) if "privacy" in f[0]]
 
 
@@ -189,7 +189,7 @@ def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch,
 def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsys):
     """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
     pytest.importorskip("tensorboardX")
-    searched = replace(facts, search=SimpleNamespace())
+    searched = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
     monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
     assert not list(tmp_path.iterdir()) and "dpdist report" in capsys.readouterr().err

@@ -37,8 +37,9 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
-from dpdist.training.model_setup import build_engine, describe_cost, initial_model, model_spec
+from dpdist.training.model_setup import build_engine, initial_model, model_spec
 from dpdist.training.private_step import PrivateStep
 from dpdist.tuning.search import check_search
 from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit, apply_values

@@ -10,8 +10,8 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_group, read_groups
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]

@@ -16,7 +16,7 @@ from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.training import estimate as module
-from dpdist.training.model_setup import examples_per_second
+from dpdist.training.estimate import examples_per_second
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 

@@ -32,8 +32,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise, refuse_unused
 from dpdist.training import records as chosen
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.private_step import PrivateStep
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
