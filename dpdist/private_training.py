@@ -60,6 +60,7 @@ from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take, tensors_of
+from dpdist.gradients.independence import SYNTHETIC_KEY
 from dpdist.gradients.objective import (
     check_takes_pairs,
     checked_losses,
@@ -70,6 +71,7 @@ from dpdist.gradients.objective import (
     token_limits,
     without_wrapper,
 )
+from dpdist.gradients.random_passes import keyed_draws
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
@@ -283,25 +285,6 @@ def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
                 "killed would go on with another learning rate: give state=[scheduler]",
                 see="how-to/own-loop.md#what-your-loop-may-look-at",
             )
-
-
-def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
-    """Raise UserError for a forward pass that draws random numbers."""
-
-    def states() -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]
-
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        before = states()
-        losses()
-        drew = not all(map(torch.equal, before, states()))
-    if drew:
-        raise UserError(
-            "model: draws random numbers in its forward pass (dropout?), which cannot be keyed by "
-            "record: set its probability to 0, take the layer out, or call model.eval() first",
-            see="how-to/own-loop.md#what-is-refused",
-        )
 
 
 class _HashedRecords:
@@ -1075,7 +1058,8 @@ class PrivateTraining:
         engine.changed_blocks = changed_blocks(self._recipe, self._workers.count)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
-            _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
+            with keyed_draws(SYNTHETIC_KEY, self._device), torch.no_grad():
+                checked_losses(self.model, objective, *few)
             # Worker 0 screens for all: `_check_same_start` compares their models and settings.
             (engine.validate if self._workers.first else engine.prepare)(*examples)
         # As they were checked: they stay so from here on, also before the first step.

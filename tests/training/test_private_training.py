@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, private_training
+from dpdist.core.fields import DRAWS_BY_ROW
 from dpdist.core.files import read_json
 from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
@@ -746,6 +747,13 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+class Drawing(nn.Module):
+    """Draws one number for the whole pass."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.rand(())
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
@@ -796,7 +804,8 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
         (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
         (normed, sgd, {}, "normalises over the batch"),
-        (dropping, sgd, {}, "model: draws random numbers"),
+        (lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 2)), sgd, {},
+         "model: must draw random numbers for each record, got rand for all rows of a pass"),
         (Mixing, sgd, {}, "depends on another example"),
         (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
         (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
@@ -939,6 +948,28 @@ def test_another_mode_is_refused(tmp_path):
         t.step()
     model.eval()
     t.step()
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    """Dropout follows from the run's key and the step, whatever the script's generator did."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(4)
+        return dropping()
+
+    whole = training(tmp_path / "whole", model := network())
+    whole.run_all()
+    killed = training(tmp_path / "killed", network())
+    for _ in range(3):
+        torch.rand(7)
+        killed.step()
+    killed.close()
+    training(tmp_path / "killed", again := network()).run_all()
+    assert torch.equal(flat(model), flat(again))
+    card = dpdist.read_facts(whole.run).privacy_card()
+    assert DRAWS_BY_ROW in card["assumptions"]
+    plain = training(tmp_path / "plain").run_all()
+    assert DRAWS_BY_ROW not in dpdist.read_facts(plain).privacy_card()["assumptions"]
 
 
 @pytest.mark.parametrize(
