@@ -43,6 +43,7 @@ from dpdist.gradients.clipping import (
     rounding_slack,
     sum_slack,
 )
+from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import (
     Inputs,
     Layer,
@@ -170,7 +171,8 @@ class GradientEngine:
             it stays in evaluation mode, with statistics of public data; `validate` refuses other
             mixing, before the first sum and on no record. Its parameters are only read.
         objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-            (`dpdist.gradients.hooks.OwnLoss`).
+            (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
+            `torch.nn.CrossEntropyLoss()`.
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
             DP-SGD. It may be replaced between steps.
@@ -216,7 +218,7 @@ class GradientEngine:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | nn.Module,
         *,
         clipping: Clipping,
         perturbation: Perturbation | None = None,
@@ -230,6 +232,8 @@ class GradientEngine:
         raise_malloc_thresholds()
         self.model = model
         self._modes = self._current_modes()  # in which the model was looked at
+        if isinstance(objective, nn.Module):
+            objective = OwnLoss(CriterionLoss(objective))
         self.objective = objective
         self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
