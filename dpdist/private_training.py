@@ -59,8 +59,10 @@ from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
+from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take, tensors_of
+from dpdist.gradients.independence import SYNTHETIC_KEY
 from dpdist.gradients.objective import (
     check_takes_pairs,
     checked_losses,
@@ -71,6 +73,7 @@ from dpdist.gradients.objective import (
     token_limits,
     without_wrapper,
 )
+from dpdist.gradients.random_passes import keyed_draws
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
@@ -282,25 +285,6 @@ def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
             )
 
 
-def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
-    """Raise UserError for a forward pass that draws random numbers."""
-
-    def states() -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]
-
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        before = states()
-        losses()
-        drew = not all(map(torch.equal, before, states()))
-    if drew:
-        raise UserError(
-            "model: draws random numbers in its forward pass (dropout?), which cannot be keyed by "
-            "record: set its probability to 0, take the layer out, or call model.eval() first",
-            see="how-to/own-loop.md#what-is-refused",
-        )
-
-
 class _HashedRecords:
     """Recognise records on a budget: by their inputs, and by items before random transforms."""
 
@@ -354,6 +338,8 @@ def _check_what_is_learned(records: Records, loss: Any, model: nn.Module, classe
     """Raise UserError for targets or tokens that do not fit the loss or the model."""
     if isinstance(loss, str):
         check_targets(records, loss, classes)
+    elif isinstance(loss, nn.Module) and CriterionLoss(loss).takes_classes(records.examples(1)[1]):
+        check_targets(records, "cross-entropy", classes)
     tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
     if tokens and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)
@@ -829,7 +815,8 @@ class PrivateTraining:
             wrapped for distributed training are refused.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
-        loss: a name, such as "cross-entropy", or a callable that returns one value a record.
+        loss: a name, such as "cross-entropy"; a criterion object, such as
+            `torch.nn.CrossEntropyLoss()`; or a callable that returns one value per record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step (of groups where privacy has unit: group);
             the real one is drawn.
@@ -997,7 +984,7 @@ class PrivateTraining:
                 "script": {
                     "model": _name_of(type(self.model)),
                     "optimizer": _name_of(type(self.optimizer)),
-                    "loss": self._loss if isinstance(self._loss, str) else _name_of(self._loss),
+                    "loss": self._described_loss,
                     "replaced": list(self._records.replaced),
                     "assumed": [*self._assumed, *self._records.assumed],
                     "began_with": self._stages,
@@ -1039,7 +1026,16 @@ class PrivateTraining:
         """Return the kind of the targets: "class", "number" or "labels"."""
         if isinstance(self._loss, str):
             return _KINDS.get(self._loss, "class")
+        if isinstance(self._loss, nn.BCEWithLogitsLoss):
+            return "labels"
         return "number" if self._records.examples(2)[1].is_floating_point() else "class"
+
+    @property
+    def _described_loss(self) -> str:
+        """Return the loss, with its settings where it is an object."""
+        if isinstance(self._loss, nn.Module):
+            return CriterionLoss(self._loss).describe()
+        return self._loss if isinstance(self._loss, str) else _name_of(self._loss)
 
     def _loss_name(self) -> str:
         """Return how a recipe names the loss; none can call a script's own."""
@@ -1065,7 +1061,8 @@ class PrivateTraining:
         engine.rounding = self._recipe.resources.rounding
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
-            _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
+            with keyed_draws(SYNTHETIC_KEY, self._device), torch.no_grad():
+                checked_losses(self.model, objective, *few)
             # Worker 0 screens for all: `_check_same_start` compares their models and settings.
             (engine.validate if self._workers.first else engine.prepare)(*examples)
         # As they were checked: they stay so from here on, also before the first step.
@@ -1176,7 +1173,8 @@ class PrivateTraining:
         return {name: checkpoint.tensors_digest(tensors)}
 
     def _code(self) -> str:
-        return code_digest_of(self.model, self._loss)
+        loss = type(self._loss) if isinstance(self._loss, nn.Module) else self._loss
+        return code_digest_of(self.model, loss)
 
     def _write_down(self, checked: CheckedTraining, run_key: bytes) -> None:
         """Begin the run's folder, or open it; its public records, its key and its plan."""
@@ -1915,7 +1913,8 @@ def fit(
         model: the module itself, as in `PrivateTraining`; its trainable parameters are given to the
             optimizer.
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
-        loss: a name, such as "cross-entropy", or a callable that returns one value a record.
+        loss: a name, such as "cross-entropy"; a criterion object, such as
+            `torch.nn.CrossEntropyLoss()`; or a callable that returns one value per record.
         optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...).
         learning_rate: learning rate of the optimizer, constant.
         privacy: a `dpdist.Privacy`, or its fields as a dict.

@@ -460,6 +460,11 @@ INDEPENDENCE = {
 }
 
 
+# assumed where a model draws random numbers in its passes (`dpdist.gradients.random_passes`)
+DRAWS_BY_ROW = (
+    "each row's random draws are independent of other rows, and torch's generator (not "
+    "cryptographic) cannot be told from true randomness"
+)
 MOST_MOVED = 1025  # records that one record more may move: those of its keyed block
 # By precision: bits of what is assumed of a move, and of the slack that the clip has for it.
 _ROUNDING_BITS = {"float32": (19, 8), "float64": (35, 24)}

@@ -24,7 +24,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from dpdist.gradients.clipping import (
     rounding_slack,
     sum_slack,
 )
+from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import (
     Inputs,
     Layer,
@@ -51,6 +52,7 @@ from dpdist.gradients.hooks import (
     device_of,
     each_tensor,
     example_losses,
+    find_drawing_layers,
     find_layers,
     find_shared_arguments,
     rows_of,
@@ -64,7 +66,8 @@ from dpdist.gradients.independence import (
     has_known_layers,
     largest_move,
 )
-from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
+from dpdist.gradients.layer_rules import DrawsByExample
+from dpdist.gradients.passes import Rounding, labelled_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
     LayerCall,
@@ -73,6 +76,7 @@ from dpdist.gradients.per_example import (
     sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
+from dpdist.gradients.random_passes import Draws, DrawsOfRows, keyed_draws, pass_key
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
@@ -165,7 +169,8 @@ class GradientEngine:
             it stays in evaluation mode, with statistics of public data; `validate` refuses other
             mixing, before the first sum and on no record. Its parameters are only read.
         objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-            (`dpdist.gradients.hooks.OwnLoss`).
+            (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
+            `torch.nn.CrossEntropyLoss()`.
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
             DP-SGD. It may be replaced between steps.
@@ -180,6 +185,9 @@ class GradientEngine:
             added up, and the sum is clipped once. Set it before the first sum.
         rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
             record may move a record's row, or `fixed-row`. Set it before the first sum.
+        shard: a number of the sum among those of a step with one draw key, such as the first record
+            of a worker's: no two passes of a step draw from one state (`random_passes`).
+        draws: what the model and its loss draw in a pass, as it was found.
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
@@ -206,7 +214,7 @@ class GradientEngine:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | nn.Module,
         *,
         clipping: Clipping,
         perturbation: Perturbation | None = None,
@@ -220,6 +228,8 @@ class GradientEngine:
         raise_malloc_thresholds()
         self.model = model
         self._modes = self._current_modes()  # in which the model was looked at
+        if isinstance(objective, nn.Module):
+            objective = OwnLoss(CriterionLoss(objective))
         self.objective = objective
         self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
@@ -246,6 +256,7 @@ class GradientEngine:
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
         self.records_per_example = 1
         self.rounding: Rounding = "standard"
+        self.shard, self.draws = 0, Draws()
         kinds = {type(module) for module in model.modules()}
         # torch's InstanceNorm gives a single record in that format a wrong gradient.
         self._channels_last = (
@@ -330,17 +341,18 @@ class GradientEngine:
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
         blocked = self._keyed_blocks(draw_key, record_ids)
+        self._check_draws_by_row(blocked is not None)
         run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)
         if rounds_factors(device_of(inputs)):  # float64 products never do
             run = 1
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
-        for rows, real in self.iter_passes(batch, draw_key, record_ids):
+        for label, rows, real in self._labelled_passes(batch, draw_key, record_ids):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
-                take(inputs, rows), targets[rows], draw_key, ids, perturbed, own
+                take(inputs, rows), targets[rows], draw_key, ids, perturbed, own, label
             )
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[real]
@@ -357,17 +369,51 @@ class GradientEngine:
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
         """Yield the physical passes over a batch: its rows, and which of them count; the others
         repeat one that does."""
+        for _, rows, real in self._labelled_passes(batch, draw_key, record_ids):
+            yield rows, real
+
+    def _labelled_passes(
+        self, batch: int, draw_key: bytes, record_ids: Tensor | None
+    ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
+        """Yield the passes, each behind the label of what the model draws in it."""
         blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
             step = self.micro_batch or max(1, batch)
-            yield from (
-                (rows, slice(len(rows))) for rows in torch.arange(batch).split(step) if batch
-            )
+            for number, rows in enumerate(torch.arange(batch).split(step)):
+                if batch:
+                    yield ("pass", "by position", number), rows, slice(len(rows))
             return
         rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
-        for members, real in iter_passes(blocks, draw_key, ids, rows, self.rounding):
+        for label, members, real in labelled_passes(blocks, draw_key, ids, rows, self.rounding):
             places = real if isinstance(real, slice) else torch.from_numpy(real)
-            yield torch.from_numpy(members), places
+            yield label, torch.from_numpy(members), places
+
+    def _drawing(
+        self, draw_key: bytes, label: tuple[str | int, ...]
+    ) -> AbstractContextManager[None]:
+        """Let the model draw in the block what the pass of this label draws
+        (`dpdist.gradients.random_passes`)."""
+        if not self.draws.any:
+            return nullcontext()
+        if not draw_key:
+            raise UserError(
+                "draw_key: must be 32 secret bytes, new for each step, for a model or loss that "
+                "draws random numbers (dropout), got none: they are keyed by it"
+            )
+        of_shard = ("shard", self.shard) if label[0] == "pass" else ()
+        return keyed_draws(pass_key(draw_key, *of_shard, *label), self.parameters[0].device)
+
+    def _check_draws_by_row(self, blocked: bool) -> None:
+        """Raise UserError where rows of a pass share what the layout takes to be their own."""
+        alone = self.micro_batch == 1 or self.isolate or self.perturbation.per_example
+        if self.draws.shared and not (alone or (blocked and self.rounding == "fixed-row")):
+            raise UserError(
+                f"model: must draw random numbers for each record, got {self.draws.shared[0]} for "
+                "all rows of a pass, so that one record more could move them all: set "
+                "resources.rounding: fixed-row or resources.micro_batch: 1, or draw with a "
+                "dimension of the batch",
+                see="explanation/gradients.md#random-numbers-in-a-pass",
+            )
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
         """Return examples of the shapes and types of these: those that were screened where there
@@ -475,13 +521,16 @@ class GradientEngine:
         record_ids: Tensor | None,
         perturbed: dict[int, dict[str, Tensor]],
         members: GroupMembers | None = None,
+        label: tuple[str | int, ...] = ("pass",),
     ) -> tuple[list[PerExampleGradient], Tensor]:
         """Sums over the draws (not yet weighted but by their shares) and over the records of a
-        group, one entry per parameter; mean losses (B,)."""
+        group, one entry per parameter; mean losses (B,). label: of the pass, for what it draws."""
         gradients = self._empty_gradients()
         if members is None:
             seen = self._laid_out(inputs)
-            total = self._add_draws(seen, targets, draw_key, record_ids, perturbed, gradients, None)
+            total = self._add_draws(
+                seen, targets, draw_key, record_ids, perturbed, gradients, None, label
+            )
             return gradients, total / self.perturbation.count
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for place in range(self.records_per_example):
@@ -489,7 +538,7 @@ class GradientEngine:
             weights = members.weights[:, place]
             losses = self._add_draws(
                 self._laid_out(record), wanted, draw_key, members.ids[:, place], perturbed,
-                gradients, weights,
+                gradients, weights, (*label, "place", place),
             )  # fmt: skip
             total += losses * weights
         return gradients, total / (self.perturbation.count * members.weights.sum(1))
@@ -503,6 +552,7 @@ class GradientEngine:
         perturbed: dict[int, dict[str, Tensor]],
         gradients: list[PerExampleGradient],
         weights: Tensor | None,
+        label: tuple[str | int, ...],
     ) -> Tensor:
         """Add the gradients of one record of each example, under every draw; summed losses (B,).
 
@@ -511,26 +561,41 @@ class GradientEngine:
         draws = self.perturbation
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for draw in range(draws.count):
-            seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
             part = None if draws.draw_weights is None else draws.draw_weights[draw]
             share = part if weights is None else weights * (1.0 if part is None else part)
-            if self.isolate or draws.per_example:
-                losses = self._isolated_pass(
-                    seen, targets, draw_key, record_ids, draw, gradients, share
+            with self._drawing(draw_key, (*label, "draw", draw)):
+                losses = self._losses_of_draw(
+                    inputs, targets, draw_key, record_ids, draw, perturbed, gradients, share
                 )
-            else:
-                values = perturbed.get(draw)
-                if values is None:
-                    values = draws.perturb_parameters(self._trainable(), draw_key, draw)
-                    if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
-                        perturbed[draw] = values
-                with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
-                    losses = run_pass(
-                        self.model, self._layers, self.objective, seen, targets, values,
-                        _collector(gradients), weights=share,
-                    )  # fmt: skip
             total += losses.double() * (1.0 if part is None else part * draws.count)
         return total
+
+    def _losses_of_draw(
+        self,
+        inputs: Inputs,
+        targets: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        draw: int,
+        perturbed: dict[int, dict[str, Tensor]],
+        gradients: list[PerExampleGradient],
+        share: Tensor | float | None,
+    ) -> Tensor:
+        """Add the gradients of one draw; losses (B,)."""
+        draws = self.perturbation
+        seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
+        if self.isolate or draws.per_example:
+            return self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients, share)
+        values = perturbed.get(draw)
+        if values is None:
+            values = draws.perturb_parameters(self._trainable(), draw_key, draw)
+            if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
+                perturbed[draw] = values
+        with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
+            return run_pass(
+                self.model, self._layers, self.objective, seen, targets, values,
+                _collector(gradients), weights=share,
+            )  # fmt: skip
 
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -544,7 +609,12 @@ class GradientEngine:
             return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the model makes of them."""
+        """Return what the model makes of them. Raises UserError where it draws."""
+        if self.draws.any:
+            raise UserError(
+                "model: must draw no random numbers for targets that it makes itself "
+                "(consistency), got dropout or the like: set its probability to 0"
+            )
         with sums_in_order(inputs.device):
             found: Tensor = self.model(inputs)
             return found
@@ -590,19 +660,29 @@ class GradientEngine:
         }
 
         def loss(
-            own: dict[str, Tensor], example: Inputs, target: Tensor, weight: Tensor | float | None
+            own: dict[str, Tensor],
+            example: Inputs,
+            target: Tensor,
+            weight: Tensor | float | None,
+            zero: Tensor | None,
         ) -> tuple[Tensor, Tensor]:
             alone, everything = take(example, None), {**own, **frozen}
-            value = example_losses(self.model, self.objective, everything, alone, target[None])[0]
+            with nullcontext() if zero is None else DrawsByExample(zero):
+                value = example_losses(self.model, self.objective, everything, alone, target[None])[
+                    0
+                ]
             return value if weight is None else weight * value, value.detach()
 
         each = 0 if isinstance(share, Tensor) else None
+        zeros = torch.zeros(len(targets), device=targets.device) if self.draws.any else None
         per_example = torch.func.vmap(
-            torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
+            torch.func.grad(loss, has_aux=True),
+            in_dims=(own_values, 0, 0, each, None if zeros is None else 0),
+            randomness="error" if zeros is None else "different",
         )
         losses: Tensor
         with _errors_of_isolated_models(), sums_in_order(device_of(inputs)):
-            grads, losses = per_example(values, inputs, targets, share)
+            grads, losses = per_example(values, inputs, targets, share, zeros)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
         return losses
@@ -650,10 +730,18 @@ class GradientEngine:
             if not self.isolate:
                 self._kinds.clear()
                 self._find_shared(inputs, targets)
+            draws = find_drawing_layers(self.model, self._layers, self.objective, inputs, targets)
+            if draws is None:
+                raise UserError(
+                    "the model must run on two and on three copies of an example, got an error for "
+                    "each: mend it, or give examples that it takes to validate()"
+                )
+            self.draws = draws
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+        self._check_draws_by_row(True)
 
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
         """Return by how much clipped gradients changed at most, in units of the sensitivity, when
@@ -678,15 +766,16 @@ class GradientEngine:
                 some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
                 labels = torch.stack([labels] * count, 1)
             gradients, _ = self._per_example_gradients(
-                some, labels, SYNTHETIC_KEY, ids, {}, members
+                some, labels, SYNTHETIC_KEY, ids, {}, members, ("pass", *rows)
             )
             table = self._squared_norms(gradients)
             if table is None:
                 table = torch.zeros(len(self.layers), len(rows), dtype=torch.float64)
             return gradients, self._factors(table)[self._row]
 
+        moved = DrawsOfRows(run) if self.draws.any else run
         with _preserve_random_state(device_of(inputs)):
-            found = largest_move(run, len(targets), self.rows_per_pass(blocks))
+            found = largest_move(moved, len(targets), self.rows_per_pass(blocks))
         return found / self.sensitivity
 
     def _current_modes(self) -> list[bool]:
@@ -800,7 +889,7 @@ def _errors_of_isolated_models() -> Iterator[None]:
     except Exception as error:
         raise UserError(
             "the model must run on each record alone under torch.func.vmap (model.isolate), "
-            "without random numbers and without branches on values: "
+            "without branches on values: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.torch_settings import DETERMINISTIC
+from dpdist.gradients.random_passes import States
 
 # --- three forms ------------------------------------------------------------------------------
 
@@ -672,7 +673,8 @@ class LayerCall:
     belong to no example, although one may be as long as the batch. output_gradients: the gradient
     of the summed loss with respect to every tensor of the (flattened) output, zeros where it was
     not used. parameters: the values used in this call by local name (perturbed ones under
-    parameter draws). trainable: the local names whose gradients are wanted.
+    parameter draws). trainable: the local names whose gradients are wanted. states: of torch's
+    generators when the call began, where the layer draws and its rule runs it again.
     """
 
     module: nn.Module
@@ -682,6 +684,7 @@ class LayerCall:
     parameters: dict[str, Tensor]
     trainable: frozenset[str]
     shared: frozenset[int] = frozenset()
+    states: States | None = None
 
     @property
     def input(self) -> Tensor:

@@ -170,6 +170,7 @@ def refuse_recurrent_layers(model: nn.Module) -> None:
         module, kind = layer.module, type(layer.module)
         own = kind.forward not in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
         if isinstance(module, nn.RNNBase) and layer.fallback and not own:
+            # cuDNN's dropout draws from a state of its own, which cannot be replayed.
             inside = "proj_size" if module.proj_size else "dropout"
             then = "Linear" if module.proj_size else "Dropout"
             raise UserError(

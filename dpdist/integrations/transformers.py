@@ -651,8 +651,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     scores, never a loss. `args.output_dir` is the run's folder; the same script continues it.
 
     Args:
-        model: of `transformers`, or a `peft` model of one, in the mode in which it is trained: a
-            model with dropout is given in `eval()` mode, or its probability is 0.
+        model: of `transformers`, or a `peft` model of one, in the mode in which it is trained.
         args: `transformers.TrainingArguments`. `per_device_train_batch_size` is the expected batch;
             arguments that the private step does not read are refused.
         train_dataset: the PRIVATE records: a map-style data set of dicts of fields, as the Trainer

@@ -276,12 +276,12 @@ def normalised(
     return NormalisedNetwork(network, *constants)
 
 
-def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
+def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False) -> None:
     """Raise UserError unless the module maps (B, *input_shape) to (B, classes), or (B, T, classes)
     where it says what follows, without drawing.
 
-    Dropout is refused: its masks follow the position in the batch, so that one record fewer would
-    change the mask, and the gradient, of every record after it; and no restart could replay it.
+    may_draw: whether it may draw, as in steps whose draws are keyed
+    (`dpdist.gradients.random_passes`); an answer that draws cannot be given again.
     """
     inputs = torch.zeros(2, *spec.input_shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -302,12 +302,11 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
             f"model {spec.name!r} gives {shape} for 2 inputs, must be {wanted}: one logit for each "
             f"{each}"
         )
-    if drew:
+    if drew and not may_draw:
         raise UserError(
-            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which "
-            "private training cannot key by record: set its probability to 0, or take the layer "
-            "out; method input-noise regularises instead",
-            see="explanation/gradients.md#what-is-refused",
+            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which only "
+            "method dp-sgd can key by record: set its probability to 0, or take the layer out",
+            see="explanation/gradients.md#random-numbers-in-a-pass",
         )
 
 

@@ -23,6 +23,7 @@ from dpdist.config.training import Stage
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
+    DRAWS_BY_ROW,
     INDEPENDENCE,
     MEASURES,
     SCREENED,
@@ -357,6 +358,8 @@ class Facts:
         )
         if self.record_independence == SCREENED:
             lines.append("the model and the loss treat each record alone")
+        if self.record_independence and "draws" in self.training_summary.get("rounding", {}):
+            lines.append(DRAWS_BY_ROW)
         recipe = self.recipe
         own_code = recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name
         if own_code and not self.plan.trained_elsewhere:

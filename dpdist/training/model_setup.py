@@ -171,10 +171,12 @@ def measured_rounding(
         largest: records of the largest shard.
 
     Returns:
-        `precision`, and `moves` in units of the clip norm; without it where no record of a noisy
-        step moves, or the examples do not run.
+        `precision`, `draws` where the model draws random numbers, and `moves` in units of the clip
+        norm; without it where no record of a noisy step moves, or the examples do not run.
     """
     step, found = plan.step(0), {"precision": str(engine.precision).removeprefix("torch.")}
+    if engine.draws.any:
+        found["draws"] = "by record"
     if not step.noise_multiplier or engine.rounding != "standard" or engine.micro_batch == 1:
         return found
     blocks = Blocks.for_batches(largest, step.mean_rate, step.batch_cap)
@@ -232,7 +234,7 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
-    models.check_outputs(module, spec)
+    models.check_outputs(module, spec, may_draw=recipe.method.name == "dp-sgd")
     probe = public_probe(data.load(data_source(recipe), "test"))
     learned = objective(recipe.training)
     if recipe.training.own_loss:

@@ -191,6 +191,7 @@ class PrivateStep:
         for row, begin, end in self.shards.local_shards:
             members = self._members_of_shard(sample_key, row, begin, end, step_plan)
             joined.append((row, members))
+            engine.shard = begin
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)

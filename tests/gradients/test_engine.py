@@ -495,13 +495,6 @@ def test_recurrent_layers_in_half_precision_are_trained(kind):
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_dropout_is_allowed():
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
-    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
-    assert engine.clipped_sum(torch.randn(6, 4), torch.zeros(6, dtype=torch.long)).flat.any()
-
-
 def test_mean_objective_and_frozen_model_are_refused(model):
     engine = GradientEngine(model, F.cross_entropy, clipping=FlatClipping(1.0))
     with pytest.raises(UserError, match="reduction='none'"):

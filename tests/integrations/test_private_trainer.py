@@ -623,12 +623,13 @@ def test_a_digest_is_that_of_the_base_beside_trained_copies():
     assert integration.base_digest(model) != wanted
 
 
-def test_dropout_is_refused(tmp_path):
+def test_dropout_trains(tmp_path):
     torch.manual_seed(5)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT)).train()
     rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
-    with pytest.raises(UserError, match=r"model: draws random numbers in its forward pass"):
-        trainer(tmp_path / "run", model, train_dataset=rows)
+    before = model.classifier.weight.clone()
+    trainer(tmp_path / "run", model, train_dataset=rows).train()
+    assert not torch.equal(before, model.classifier.weight)
 
 
 # --- adapters

@@ -239,7 +239,9 @@ def test_factories_that_fail(name, message):
 def test_modules_that_cannot_be_trained(module, message):
     with pytest.raises(UserError, match=message):
         models.check_outputs(module, ModelSpec("mine:net", (6,), 4))
-    models.check_outputs(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0)), ModelSpec("x", (6,), 4))
+    for chance, may_draw in ((0.0, False), (0.1, True)):
+        dropping = nn.Sequential(nn.Linear(6, 4), nn.Dropout(chance))
+        models.check_outputs(dropping, ModelSpec("x", (6,), 4), may_draw=may_draw)
 
 
 @pytest.mark.long

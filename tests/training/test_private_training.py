@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, private_training
+from dpdist.core.fields import DRAWS_BY_ROW
 from dpdist.core.files import read_json
 from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
@@ -744,6 +745,13 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+class Drawing(nn.Module):
+    """Draws one number for the whole pass."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.rand(())
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
@@ -794,22 +802,14 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
         (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
         (normed, sgd, {}, "normalises over the batch"),
-        (dropping, sgd, {}, "model: draws random numbers"),
+        (lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 2)), sgd, {},
+         "model: must draw random numbers for each record, got rand for all rows of a pass"),
         (Mixing, sgd, {}, "depends on another example"),
         (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
         (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
         (Net, sgd, {"privacy": {"epsilon": -1, "delta": 1e-3}}, "privacy.epsilon: must be"),
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
         (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(weight=torch.ones(10))},
-            r"got a CrossEntropyLoss with weight; take a function of module and batch",
-        ),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
-            r"got a CrossEntropyLoss with label_smoothing; take a function of module and batch",
-        ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
         (Net, sgd, {"data": (records()[0], records()[1][:, None])},
@@ -848,10 +848,10 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (Net, sgd, {"loss": F.nll_loss},
          "such as lambda module, batch: torch.nn.functional.nll_loss(module(batch[0]), batch"),
         (Net, sgd, {"loss": torch.nn.functional.softplus}, "got torch's softplus; take a function"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; take 'cross-en"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss(reduction="mean")}, "take 'cross-entropy'"),
-        (Net, sgd, {"loss": nn.L1Loss()}, "got a L1Loss; take a function of module and batch"),
-        (Net, sgd, {"loss": nn.NLLLoss(reduction="sum")}, "got a NLLLoss; take a function"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; make one"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss(),
+                    "data": (records()[0], 7 * torch.ones(80).long())},
+         "targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
          "got <lambda>, which fails on invented records (batch is (inputs, "
          "targets)): TypeError: cross_entropy_loss()"),
@@ -861,7 +861,7 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (Net, sgd, {"loss": lambda module, batch: module(batch)}, "fails on invented records"),
         (Net, sgd, {"loss": lambda module, batch: batch["x"]}, "fails on invented records (batch"),
         (Net, sgd, {"loss": lambda module, batch: None}, "one loss per example"),
-        (Net, sgd, {"loss": None}, "loss: must be a name or a function of module and batch, got a"),
+        (Net, sgd, {"loss": None}, "loss: must be a name, a criterion object or a function of"),
         (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
         (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
          f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
@@ -937,6 +937,41 @@ def test_another_mode_is_refused(tmp_path):
         t.step()
     model.eval()
     t.step()
+
+
+def test_a_criterion_object_trains_and_must_stay_the_same(tmp_path):
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), label_smoothing=0.1)
+    t = training(tmp_path / "own", loss=criterion)
+    t.step()
+    t.close()
+    with pytest.raises(UserError, match="loss"):
+        training(tmp_path / "own", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).step()
+    training(tmp_path / "own", loss=criterion).run_all()
+    plain = [training(tmp_path / str(n), m := Net(), loss=loss).run_all() and flat(m)
+             for n, loss in enumerate(("cross-entropy", nn.CrossEntropyLoss()))]  # fmt: skip
+    assert torch.allclose(*plain)
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    """Dropout follows from the run's key and the step, whatever the script's generator did."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(4)
+        return dropping()
+
+    whole = training(tmp_path / "whole", model := network())
+    whole.run_all()
+    killed = training(tmp_path / "killed", network())
+    for _ in range(3):
+        torch.rand(7)
+        killed.step()
+    killed.close()
+    training(tmp_path / "killed", again := network()).run_all()
+    assert torch.equal(flat(model), flat(again))
+    card = dpdist.read_facts(whole.run).privacy_card()
+    assert DRAWS_BY_ROW in card["assumptions"]
+    plain = training(tmp_path / "plain").run_all()
+    assert DRAWS_BY_ROW not in dpdist.read_facts(plain).privacy_card()["assumptions"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dpdist.gradients.clipping import Clipping, NoClipping
 from dpdist.gradients.engine import ClippedSum, GradientEngine, GroupMembers
 from dpdist.gradients.hooks import Inputs, Objective, device_of, example_losses, rows_of
 from dpdist.gradients.per_example import sums_in_order
+from dpdist.gradients.random_passes import keyed_draws, pass_key
 from dpdist.gradients.validation import normalises_over_batch
 from dpdist.randomness.noisy_modules import override_outputs
 
@@ -70,6 +71,7 @@ class WholeBatchEngine(GradientEngine):
         try:
             with (
                 override_outputs(self.model, self._hidden_noise(record_ids, draw_key, 0)),
+                keyed_draws(pass_key(draw_key, "whole batch"), device_of(inputs)),
                 torch.enable_grad(),
                 sums_in_order(device_of(inputs)),
             ):
