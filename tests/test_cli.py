@@ -21,7 +21,7 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 COMMANDS = [
-    "run", "train", "tune", "sweep", "certify", "attack", "predict", "report", "release",
+    "run", "train", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "radius", "recipes", "data",
 ]  # fmt: skip
 

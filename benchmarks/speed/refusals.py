@@ -49,8 +49,6 @@ CASES = (
     "run small.yaml --set training.steps=0",
     "train nothing",
     "tune small.yaml",
-    "sweep small.yaml --space nothing",
-    "sweep small.yaml --space small.yaml --metric nothing",
     "pretrain small.yaml",
     "certify nothing",
     "certify begun",

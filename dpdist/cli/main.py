@@ -42,7 +42,6 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "Train": {
         "train": run.train_command,
         "tune": run.tune_command,
-        "sweep": run.sweep_command,
         "pretrain": run.pretrain_command,
         "denoise": run.denoise_command,
     },
