@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
     from dpdist.searching import SearchResult as SearchResult
+    from dpdist.searching import trainable as trainable
     from dpdist.searching import tune as tune
     from dpdist.training.estimate import Estimate as Estimate
     from dpdist.training.estimate import estimate as estimate
@@ -94,6 +95,7 @@ _LAZY = {
     "Estimate": "dpdist.training.estimate",
     "tune": "dpdist.searching",
     "SearchResult": "dpdist.searching",
+    "trainable": "dpdist.searching",
     "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",

@@ -285,7 +285,7 @@ def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
             )
 
 
-class _HashedRecords:
+class HashedRecords:
     """Recognise records on a budget: by their inputs, and by items before random transforms."""
 
     def __init__(self, records: Records) -> None:
@@ -385,7 +385,7 @@ def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> 
         )
 
 
-def _scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
+def scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
     """Return held-out records by group. Raises UserError where a group has records on both sides.
 
     The units of both must be of one kind, numbers or texts, or equal ones would be missed.
@@ -1096,7 +1096,7 @@ class PrivateTraining:
                 f"got {len(records):,}"
             )
         _check_groups(recipe, records)
-        self._hashed = None if recipe.privacy.budget is None else _HashedRecords(records)
+        self._hashed = None if recipe.privacy.budget is None else HashedRecords(records)
         if self._hashed is not None and not continued and self._workers.first:
             check_charge(recipe, plan, self._hashed, _CONTEXT)
         check_clip(self._engine, plan.clip_norm)
@@ -1604,7 +1604,7 @@ class PrivateTraining:
         """Return the scores that `score` declares, checked; the plan pays for them afterwards."""
         begun = self._recipe.score
         if self._recipe.group_unit is not None:
-            records = _scored_by_unit(self._recipe, self._records, records)
+            records = scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
                 check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):

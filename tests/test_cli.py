@@ -20,7 +20,7 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 COMMANDS = [
-    "run", "tune", "sweep", "certify", "attack", "predict", "report", "release",
+    "run", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "recipes", "data",
 ]  # fmt: skip
 

@@ -32,7 +32,7 @@ from dpdist.privacy.budget import Charge, Lineage, read_budgets
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
-from dpdist.runs.charging import check_charge, reserve_charge, settle_charge
+from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
 from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
@@ -64,6 +64,8 @@ from dpdist.tuning.space import (
     iter_probe_values,
 )
 from dpdist.tuning.trial import (
+    ContinueTrial,
+    continue_recipe_trial,
     count_concurrent_trials,
     make_tune_pass,
     scoring_data,
@@ -219,8 +221,19 @@ class Search:
 
     def _run_pass(self, executor: Executor, concurrent: int) -> None:
         executor.run_trials(
-            make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier)
+            make_tune_pass(
+                self.folder,
+                self.recipe,
+                concurrent,
+                self.trial_noise_multiplier,
+                self._continue_trial,
+            )
         )
+
+    @property
+    def _continue_trial(self) -> ContinueTrial:
+        """Return what brings a trial to its end."""
+        return continue_recipe_trial
 
     def plan_trial(self, values: TrialValues) -> tuple[Recipe, PrivacyPlan]:
         """The recipe of a trial and the plan that it executes.
@@ -318,9 +331,14 @@ class Search:
         trained = source.require_trained()
         read_verified_ledger(source)
         for name in (
-            "plan.json", "ledger.jsonl", "ledger.anchor", "run.key", "data.json", "fixed-key",
+            "plan.json",
+            "ledger.jsonl",
+            "ledger.anchor",
+            "run.key",
+            "data.json",
+            "fixed-key",
             "pretrained.json",
-        ):  # fmt: skip
+        ):
             if (source.private / name).exists():
                 write_atomic(target.private / name, (source.private / name).read_bytes())
                 (target.private / name).chmod(0o600)
@@ -402,6 +420,10 @@ class Search:
 
     # --- the data set's budget
 
+    def budget_records(self) -> Hashed:
+        """Return all private records of the search: some to train on, the others to score on."""
+        return load_training_records(self.recipe, 0.0, 1.0)
+
     def _charge_id(self) -> str:
         result: str = read_terms(self.folder)["charge"]
         return result
@@ -413,15 +435,14 @@ class Search:
             return
         begun = self.folder.processes.exists() and self._charge_id()
         if not (begun and any(each.find_charge(begun) for each in read_budgets(budget))):
-            records = load_training_records(self.recipe, 0.0, 1.0)
-            check_charge(self.recipe, self.cost.plan, records, context)
+            check_charge(self.recipe, self.cost.plan, self.budget_records(), context)
 
     def _charge_budget(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""
         if self.recipe.privacy.budget is None:
             return
         plan, where = self.cost.plan, str(self.run_folder.recipe_file)
-        records = load_training_records(self.recipe, 0.0, 1.0)  # some to train, the others to score
+        records = self.budget_records()
         charge = Charge.for_plan(
             self._charge_id(), self.recipe.name, plan, (), self._lineage(settle)
         )

@@ -51,8 +51,6 @@ CASES = (
     "run small.yaml --set training.steps=0",
     "run nothing --until train",
     "tune small.yaml",
-    "sweep small.yaml --space nothing",
-    "sweep small.yaml --space small.yaml --metric nothing",
     "run small.yaml --until pretrain",
     "certify nothing",
     "certify begun",

@@ -19,7 +19,6 @@ MODULES = (
     "dpdist.runs.folder",
     "dpdist.runs.archive",
     "dpdist.tuning.manifest",
-    "dpdist.tuning.sweep",
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
     "dpdist.reports.facts",

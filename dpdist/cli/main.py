@@ -41,7 +41,6 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     },
     "Train": {
         "tune": run.tune_command,
-        "sweep": run.sweep_command,
     },
     "Certify, attack and audit": {
         "import": importing.import_command,

@@ -1,13 +1,12 @@
-"""``dpdist run``, ``tune``, ``sweep`` and ``recipes``: what a recipe says.
+"""``dpdist run``, ``tune`` and ``recipes``: what a recipe says.
 
 run: all stages of a recipe, or those up to one. tune: search hyper-parameters privately; the
-guarantee covers training and search. sweep: search them by Ray Tune without a secret number of
-trials, on public records or with all trainings counted. recipes: list the included ones, print one
-with its defaults.
+guarantee covers training and search. recipes: list the included ones, print one with its defaults.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,12 +36,11 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent, format_significant
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, RunName, Text, TrialCount
+from dpdist.core.fields import Count, TrialCount
 
 if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
-    from dpdist.tuning.searchers import SweepResults
 
 
 # --- dpdist run -------------------------------------------------------------------------------
@@ -153,6 +151,12 @@ _Resume = Annotated[
 ]
 
 
+_Public = Annotated[
+    bool,
+    flag("--public", "Sweep public records (privacy: none) by Ray Tune instead: NOT PRIVATE."),
+]
+
+
 def tune_command(
     recipe: RecipeArgument,
     changes: Changes = None,
@@ -167,6 +171,7 @@ def tune_command(
     as_json: _AsJson = False,
     plot: _Plot = None,
     resume: _Resume = False,
+    public: _Public = False,
 ) -> None:
     """Search the fields of the recipe's tune section; epsilon covers training and search.
 
@@ -190,6 +195,9 @@ def tune_command(
     resolved = resolve_recipe(
         recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers
     )
+    if public:
+        _print_public(resolved, runs, recipe)
+        return
     from dpdist import pipeline
 
     folder = pipeline.tune(
@@ -199,92 +207,23 @@ def tune_command(
     _print_trials(folder)
 
 
-# --- dpdist sweep -----------------------------------------------------------------------------
-
-
-_Space = Annotated[
-    Path, path_option("YAML file: fields of the recipe and their values, as in tune.space.")
-]
-_Metric = Annotated[
-    str,
-    option(
-        "accuracy, cross-entropy, certified-accuracy@RADIUS or average-radius@CAP.",
-        Text,
-    ),
-]
-_Mode = Annotated[
-    str | None, option("max or min (default: min of cross-entropy, max of all others).", Text)
-]
-_Searcher = Annotated[str | None, option("random, optuna or hyperopt (extras).", Text)]
-_Scheduler = Annotated[str | None, option("Stop bad trials early: asha or median.", Text)]
-_PublicScores = Annotated[
-    str | None,
-    option("Public records to score on (default: the test split).", Text, metavar="NAME[/SPLIT]"),
-]
-_SweepName = Annotated[
-    str | None, option("Name of the sweep (default: the recipe's and -sweep).", RunName, "--name")
-]
-_Seed = Annotated[int | None, option("Seed of the values that are drawn.", CountOrZero)]
-
-
-def sweep_command(
-    recipe: RecipeArgument,
-    space: _Space,
-    samples: Annotated[int, option("Number of trials.", TrialCount)] = 8,
-    metric: _Metric = "accuracy",
-    mode: _Mode = None,
-    searcher: _Searcher = None,
-    scheduler: _Scheduler = None,
-    public_scores: _PublicScores = None,
-    concurrent: Annotated[int | None, option("Trials at once, at most.", Count)] = None,
-    seed: _Seed = None,
-    changes: Changes = None,
-    name: _SweepName = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-) -> None:
-    """Sweep hyper-parameters by Ray Tune: NOT PRIVATE, or with every training counted.
-
-    With `privacy: none` the records are public, and all trials are shown. With privacy on, epsilon
-    is the total of all trainings, and scores must be public. The same command continues.
-    """
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), data_root=data_root, workers=workers
-    )
+def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
+    """Sweep a recipe on public records; print its trials."""
     from dpdist import pipeline
+    from dpdist.tuning.public import NOT_PRIVATE
 
-    found = pipeline.sweep(
-        resolved, space, folder=runs / (name or f"{resolved.name}-sweep"), metric=metric,
-        public_scores=public_scores, context=recipe, mode=mode, num_samples=samples,
-        searcher=searcher, scheduler=scheduler, concurrent=concurrent, seed=seed,
-    )  # fmt: skip
-    _print_sweep(found)
-
-
-def _print_sweep(found: SweepResults | RunFolder) -> None:
-    from dpdist import pipeline
-    from dpdist.runs.folder import RunFolder
-    from dpdist.tuning.sweep import read_sweep, sweep_table
-    from dpdist.tuning.sweep_recipe import describe_releases
-
-    if isinstance(found, RunFolder):
-        rows = [*pipeline.summary(found), *describe_releases(found)]
-        typer.echo(console.format_table(rows, title=f"run {found.name}"))
-        _print_trials(found)
-        return
-    record, trials = read_sweep(found.folder)
-    best = next((trial for trial in trials if trial.chosen), None)
-    shown = "none: no trial reported the metric"
-    if best is not None:
-        shown = f"{record.asked['metric']} {best.metrics[record.asked['metric']]:.4g}"
-        shown += f" ({found.folder / best.folder})" if best.folder else ""
-    rows = [("privacy", record.privacy), ("best", shown)]
-    rows.append(("report", str(found.folder / "report" / "index.html")))
-    typer.echo(console.format_table(rows, title=f"sweep {found.folder.name}"))
-    typer.echo(console.format_columns(*sweep_table(found.folder)))
+    grid = pipeline.tune_public(recipe, runs=runs, context=context)
+    rows = []
+    for result in grid:
+        metrics = result.metrics or {}
+        values = ", ".join(f"{key} {value}" for key, value in (result.config or {}).items())
+        score = "failed" if result.error else f"{metrics.get('score', math.nan):.4g}"
+        rows.append(
+            [str(metrics.get("trial_id", "")), values, score, str(metrics.get("steps", ""))]
+        )
+    folder = runs / f"{recipe.name}-public"
+    typer.echo(f"{NOT_PRIVATE}\nrun folders of the trials: {folder / 'trials'}")
+    typer.echo(console.format_columns(["trial", "values", "score", "steps"], rows))
 
 
 def _print_trials(folder: RunFolder) -> None:

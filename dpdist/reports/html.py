@@ -1,4 +1,4 @@
-"""The report: one HTML page of a run or sweep that opens offline, and one over a folder of runs.
+"""The report: one HTML page of a run that opens offline, and one over a folder of runs.
 
 The page shows figures, tables, and the source that each was computed from. It also states where it
 comes from: code, machine, data, seeds, and the command that makes it again. No part of that is
@@ -657,31 +657,6 @@ def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[
         else format_percent(1 - bound_at_radius.certifiable_upper_bound)
     )
     return format_percent(bound_at_radius.accuracy_lower_bound), spared
-
-
-# --- the page of an ordinary sweep ------------------------------------------------------------
-
-
-def write_sweep_page(
-    folder: Path,
-    statement: str,
-    trials: tuple[list[str], list[list[str]]],
-    settings: Sequence[tuple[str, str]],
-) -> Path:
-    """Write report/index.html of an ordinary sweep; return the page.
-
-    statement: what may be said of its privacy. trials: header and rows. settings: name and value of
-    what was asked for.
-    """
-    header, rows = trials
-    page = folder / "report" / "index.html"
-    page.parent.mkdir(exist_ok=True)
-    shown = render_template(
-        "sweep.html", heading=folder.name, statement=statement, header=header, rows=rows,
-        settings=settings,
-    )  # fmt: skip
-    write_atomic(page, shown)
-    return page
 
 
 # --- the page over all runs -------------------------------------------------------------------

@@ -228,7 +228,7 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
         resources.cpus_per_worker,
         resources.gpus_per_worker,
         make_private_folder(job.folder.private / "ray"),
-        _torch_config,
+        torch_config,
         restarts,
     )
     job.folder.failure.unlink(missing_ok=True)
@@ -250,7 +250,8 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
     )
 
 
-def _torch_config() -> Any:
+def torch_config() -> Any:
+    """Return Ray Train's configuration of torch, for a `WorkerGroup`."""
     from dpdist.training.rendezvous import ManualProcessGroupConfig
 
     return ManualProcessGroupConfig()

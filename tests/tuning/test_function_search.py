@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -108,14 +107,14 @@ def run_trial(search: searching.FunctionSearch, number: int, train: Any = build)
     if not path.exists():  # as the searcher writes it
         noise = search.trial_noise_multiplier(trial.values)
         searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
-    known = search._explorer._function
+    known = search._explorer.function
     function = searching.TrainFunction(
         train, known.records, known.scored, known.value, known.public, known.noise_given
     )
     searching.run_trial(
         search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
         lambda rung, score: None,
-        lambda *given: searching._continue_trial(function, search.recipe, *given),
+        lambda *given: searching._train_and_score(function, search.recipe, *given),
     )  # fmt: skip
     return read_scores(search.folder, number)
 
@@ -227,13 +226,6 @@ MODELS: list[nn.Module] = []
 CALLS: list[int] = []
 
 
-def shared_model(config: Any) -> PrivateTraining:
-    """The model lives outside: it would go on from trial to trial."""
-    if not MODELS:
-        MODELS.append(nn.Linear(WIDTH, 2))
-    return build(config, model=MODELS[0])
-
-
 def counting(config: Any) -> PrivateTraining:
     CALLS.append(1)
     model = nn.Linear(WIDTH, 2)
@@ -248,15 +240,6 @@ def counting_in_a_setting(config: Any) -> PrivateTraining:
     return build(
         config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * len(CALLS))
     )
-
-
-def warm_optimizer(config: Any) -> PrivateTraining:
-    model = nn.Linear(WIDTH, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return build(config, model=model, optimizer=optimizer)
 
 
 def stepped(config: Any) -> PrivateTraining:
@@ -363,12 +346,6 @@ def own_class(config: Any) -> PrivateTraining:
     )  # fmt: skip
 
 
-def own_step(config: Any) -> PrivateTraining:
-    training = build(config)
-    training._gradient = lambda number: None  # type: ignore[method-assign,assignment]
-    return training
-
-
 def keyed(config: Any) -> PrivateTraining:
     privacy = config.privacy.model_copy(update={"run_key": "7f" * 32})
     return build(config, privacy=privacy)
@@ -395,10 +372,8 @@ def raising(config: Any) -> PrivateTraining:
 
 
 REFUSED = [
-    (shared_model, {}, "train: must build a new model in each call"),
     (counting, {}, "train: must build the same model, optimizer and settings"),
     (counting_in_a_setting, {}, "train: must build the same model, optimizer and settings"),
-    (warm_optimizer, {}, "train: must return the training before its first step, with a new"),
     (stepped, {}, "train: must return the training before its first step"),
     (two, {}, "train: must make exactly one PrivateTraining, the one that it returns, made 2"),
     (hidden_second, {}, "train: must make exactly one PrivateTraining, .* made 2"),
@@ -421,7 +396,6 @@ REFUSED = [
     (build, {"data": OWNED, "score": {"public": SAME_OWNER}}, "must share no unit with data"),
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* subclass, got Own"),
-    (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
     (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
@@ -441,13 +415,10 @@ REFUSED = [
     (build, {"score": {"public": SCORED, "noise": 1.0}}, "noise belongs to private scoring"),
     (build, {"score": {"held_out": SCORED, "public": SCORED}}, "exactly one of held_out"),
     (build, {"score": {"hold_out": 0.1}}, "tune: score.hold_out: must be one of held_out, public"),
-    (build, {"privacy": {**PRIVATE, "budget": "x"}}, "privacy.budget: must be None in a search"),
     (build, {"space": {"lr": {"uniform": [2, 1]}}}, "tune: space.lr: uniform must be .*ascending"),
     (build, {"data": None}, "tune: data: is required"),
-    (build, {"resources": {"workers": 2}}, "tune: resources.workers: must be left out"),
+    (build, {"resources": {"workers": 2}}, "resources.workers: must be 1 in one process"),
     (build, {"resources": {"archive": "s3://x/y"}}, "tune: resources.archive: must be left out"),
-    (build, {"private": False}, "tune: data: must be left out with private=False"),
-    (build, {"num_samples": 3}, "tune: num_samples: must be left out, .* follows law="),
     ("digits", {}, "tune: data: must be left out with a recipe"),
     (7, {}, "tune: train: must be a function of a config, or a recipe, got int"),
 ]  # fmt: skip
@@ -468,16 +439,6 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
         )
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("swept", [build, "digits", {"data": {"name": "digits"}}])
-def test_an_ordinary_sweep_is_one_of_recipes_and_functions(swept, tmp_path, monkeypatch):
-    def sweep(*given: Any, **options: Any) -> Any:
-        return given, options
-
-    monkeypatch.setattr("dpdist.searching.sweep_ordinarily", sweep)
-    found = dpdist.tune(swept, SPACE, private=False, folder=tmp_path / "own", num_samples=3)
-    assert found == ((swept, SPACE), {"folder": tmp_path / "own", "num_samples": 3})
 
 
 def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
@@ -503,7 +464,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
         outputs = SCORED[0].double() @ weights.weight.double().T + weights.bias.double()
         total = float((outputs.argmax(1) == SCORED[1]).sum())
         own_key = derive_key(trial.key, "score of a function")
-        records = search._explorer._function.fingerprint(derive_key(own_key, "fingerprint"))
+        records = search._explorer.function.fingerprint(derive_key(own_key, "fingerprint"))
         made_of = [searching.models.model_hash(own.model_folder), records, total.hex(), 3.0]
         key = derive_key(own_key, "noise", json.dumps(made_of))
         uniform, turn = stream_words(key, 0, 2).tolist()
@@ -662,12 +623,12 @@ def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypa
 @pytest.mark.slow
 def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
-    known = search._explorer._function
+    known = search._explorer.function
     for other in (
         {"records": dpdist.as_records(rows(RECORDS, 9))},
         {"scored": dpdist.as_records(rows(HELD_OUT, 9))},
     ):
-        search._explorer._function = dataclasses.replace(known, **other)
+        search._explorer.function = dataclasses.replace(known, **other)
         number = 0 if "records" in other else 1
         assert "other records than those that the search" in run_trial(search, number)["failed"]
 
@@ -1035,30 +996,6 @@ def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatc
     torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))
 
 
-class Opens:
-    """Write a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-def test_a_file_that_the_search_did_not_write_is_never_unpickled(tmp_path):
-    file, sign = tmp_path / "function.pickle", tmp_path / "executed"
-    own = pickle.dumps({"here": "/"})
-    file.write_bytes(own)
-    digest = searching._sent_digest(own)
-    assert searching._read_sent(file, digest) == {"here": "/"}
-    file.write_bytes(pickle.dumps(Opens(sign)))
-    with pytest.raises(UserError, match="must be what this search wrote"):
-        searching._read_sent(file, digest)
-    assert not sign.exists()
-    pickle.loads(file.read_bytes())
-    assert sign.exists()
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
@@ -1086,7 +1023,7 @@ def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
         assert ledger.release_counts == dict.fromkeys(range(30), 1)
         log = (folder.path / "logs" / f"{number:05d}.txt").read_text()
         # A copy of the module as it was before the first call: each process begins with that.
-        assert re.findall(r"seen (\d) in", log)[:2] == ["1", "2"]
+        assert set(re.findall(r"seen (\d) in", log)) == {"1"}
         assert "input None" in log
     own = SearchFolder(RunFolder(tmp_path / "whole"))
     logs = [(own.path / "logs" / f"{n:05d}.txt").read_text() for n in range(3)]
