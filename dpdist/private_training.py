@@ -101,6 +101,7 @@ from dpdist.training.job import (
     ensure_run_key,
     read_run_key,
 )
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import (
     MEASURED,
     importance_weighted,
@@ -133,7 +134,6 @@ from dpdist.training.script_state import (
 from dpdist.training.trained_weights import mark_trained, origins, trained_by, write_trained
 from dpdist.training.worker import (
     Attempt,
-    TrainingDiverged,
     method_state_digest,
     replay_fingerprint,
 )

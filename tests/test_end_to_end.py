@@ -95,7 +95,8 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     for line in err.splitlines():
         assert line.startswith(("training", "certifying")), f"chatter on the terminal: {line}"
     assert (run / "private" / "teachers").exists()
-    assert len(list((run / "private").glob("learnt-*"))) == 2
+    assert len(list((run / "private").glob("before-*"))) == 2
+    assert len(list((run / "private").glob("after-*"))) == 2
     page = (run / "report" / "index.html").read_text()
     assert "<svg" in page and "data:image/png;base64," in page
     assert "http://" not in page and "https://" not in page

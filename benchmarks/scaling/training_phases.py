@@ -66,7 +66,7 @@ class PhaseTimer:
 
         return done
 
-    def attach(self, one: Any) -> None:
+    def attach(self, one: Any, learner: Any) -> None:
         """Wrap what a `Loop` calls in a step."""
         import torch
 
@@ -79,8 +79,8 @@ class PhaseTimer:
         of.engine.clipped_sum = self.wrap("gradients", of.engine.clipped_sum)
         private_step._announce = self.wrap("ledger", private_step._announce)
         private_step.add_noise = self.wrap("noise", private_step.add_noise)
-        one.optimizer.update = self.wrap("update", one.optimizer.update)
-        one.divergence.check = self.wrap("check", one.divergence.check)
+        learner.update = self.wrap("update", learner.update)
+        learner.not_finite = self.wrap("check", learner.not_finite)
         if one.monitor is not None:
             one.monitor.record_step = self.wrap("write", one.monitor.record_step)
         total, meet = self.wrap("sum", of.reducer.sum_rows), of.reducer.all_reduce
@@ -92,22 +92,24 @@ class PhaseTimer:
             return total(*arguments)
 
         of.reducer.sum_rows = summed
-        whole = self.wrap("step", one._step)
+        whole = self.wrap("step", one.take)
 
-        def step(number: int, todo: Any) -> None:
+        def step(flag: bool) -> Any:
+            number = one.done
             if number == self.first:
                 self.is_active, self.began = True, time.perf_counter()
                 self.queued, self.others = -queued_seconds(), -time.process_time()
             self.steps += self.is_active
-            whole(number, todo)
+            taken = whole(flag)
             if number + 1 == one.last:
                 self.queued, self.others = (
                     self.queued + queued_seconds(),
                     self.others + time.process_time(),
                 )
                 self.ended = time.perf_counter()
+            return taken
 
-        one._step = step
+        one.take = step
 
     def to_dict(self) -> dict[str, Any]:
         each = 1e3 / self.steps
@@ -129,10 +131,9 @@ def make_watched_run(steps: int, answer: Path) -> Any:
     def run(job: Any, reducer: Any, until: int | None = None, host_leaves: Any = None) -> None:
         watch = PhaseTimer(steps // 3)
         with ExitStack() as stack:
-            one = worker.restore(job, reducer, stack, until)
-            one.host_leaves = host_leaves
-            watch.attach(one)
-            job.recipe.method.execution().learn(one)
+            one, learner = worker.restore(job, reducer, stack, until)
+            watch.attach(one, learner)
+            worker.take_steps(one, learner, host_leaves)
             one.finish()
         (answer / f"{os.getpid()}.json").write_text(json.dumps(watch.to_dict()))
 

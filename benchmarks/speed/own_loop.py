@@ -67,14 +67,12 @@ def prepared(records: int, batch: int, steps: int) -> TrainJob:
 
 def recipe_loop(job: TrainJob, stack: ExitStack) -> tuple[Step, nn.Module]:
     """Return a step of the loop that trains a recipe, and its model."""
-    loop = worker.restore(job, Reducer(0, 1, torch.device("cpu")), stack)
-    numbers = iter(range(job.plan.steps))
+    loop, learner = worker.restore(job, Reducer(0, 1, torch.device("cpu")), stack)
 
     def step() -> None:
-        number = next(numbers)
-        loop._step(number, job.plan.step(number))
+        loop.take()
 
-    return step, loop.model
+    return step, learner.model
 
 
 def own_loop(job: TrainJob, dataset: Any) -> tuple[dpdist.PrivateTraining, nn.Module]:

@@ -152,6 +152,15 @@ class PrivateStep:
         replayed = (label for first, end, label in self.announced if first <= step < end)
         return next(replayed, self.attempt)
 
+    def draw_key(self, step: int, *labels: str | int) -> bytes:
+        """Return the key of a step's random draws for records, bytes.
+
+        Args:
+            step: number of the step.
+            labels: further labels.
+        """
+        return derive_key(self.key, "draw", self.attempt_of(step), step, *labels)
+
     def gradient(
         self, step: int, step_plan: StepPlan, flag: bool = False
     ) -> tuple[Tensor, StepMetrics, bool]:
@@ -185,7 +194,7 @@ class PrivateStep:
             self.shards.largest_shard, step_plan.mean_rate, step_plan.batch_cap
         )
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
-        draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
+        draw_key = self.draw_key(step)
         rows = self.reducer.zero_rows(self.shards.num_rows, engine.size)
         seen, joined = StepMetrics(), []
         for row, begin, end in self.shards.local_shards:

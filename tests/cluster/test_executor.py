@@ -43,6 +43,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
 from dpdist.training.job import prepare
+from dpdist.training.loop import TrainingDiverged
 
 SEED = "5b" * 32
 
@@ -604,7 +605,7 @@ def train_with(
     ("error", "message"),
     [
         (UserError("training.loss: is no number"), "^training.loss: is no number$"),
-        (worker.TrainingDiverged("it diverged"), "it diverged"),
+        (TrainingDiverged("it diverged"), "it diverged"),
         (LedgerError("the ledger lacks records"), "^the ledger lacks records$"),
     ],
 )

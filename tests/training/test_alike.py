@@ -26,11 +26,11 @@ from dpdist.training.collectives import (
 )
 from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import model_spec
 from dpdist.training.private_step import build_shards
 from dpdist.training.worker import (
     PermitGate,
-    TrainingDiverged,
     ensure_method_state,
     method_state_digest,
     read_method_state,

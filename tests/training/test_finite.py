@@ -16,7 +16,7 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.recipe import check_against_data, parse_recipe
 from dpdist.training import private_step, worker
-from dpdist.training.worker import TrainingDiverged
+from dpdist.training.loop import TrainingDiverged
 
 pytestmark = pytest.mark.guarantee
 

@@ -172,9 +172,9 @@ class Signalled(LocalExecutor):
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
         real = worker.Loop.save
 
-        def signalled(loop: worker.Loop, done: int) -> None:
-            real(loop, done)
-            if done == 3:
+        def signalled(loop: worker.Loop) -> None:
+            real(loop)
+            if loop.done == 3:
                 for _ in range(self.times):
                     signal.raise_signal(signal.SIGTERM)
 

@@ -19,7 +19,15 @@ from pydantic import model_validator
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import Capabilities, DrawCount, Execution, M, Method, MethodState
+from dpdist.methods.base import (
+    Capabilities,
+    DrawCount,
+    Execution,
+    M,
+    Method,
+    MethodState,
+    WorkerInputs,
+)
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -251,31 +259,21 @@ class ResidualExecution(WholeBatchExecution[ResidualPerturbation]):
         place.attach(state.model)
         return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
 
-    def learn(self, worker: Any) -> None:
-        """Take the steps; worker 0 measures the assumptions of the claim before and after them.
+    def measure(self, given: WorkerInputs, stage: str) -> None:
+        """Measure the assumptions of the claim before and after the steps, on worker 0.
 
         It does so on test images: how many private inputs are within the norm is their secret.
         """
-        plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
-        here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
-        if here and worker.start == 0:
-            self._measure(worker, path, "before")
-        worker.steps()
-        if here and worker.last == plan.steps and path.exists():
-            last = worker.flat.clone()
-            # as the model is kept
-            worker.flat.copy_(worker.optimizer.published_parameters(worker.flat))
-            self._measure(worker, path, "after")
-            worker.flat.copy_(last)
-
-    def _measure(self, worker: Any, path: Path, stage: str) -> None:
-        from dpdist import data
         from dpdist.core.files import read_json, write_json
         from dpdist.randomness.keys import derive_key
 
-        test = data.load(worker.job.source, "test")
-        images = test.batch(slice(0, _IMAGES)).to(worker.step.reducer.device)
-        key = derive_key(worker.fixed.key, "residual", stage)
+        path = given.private_folder / _ASSUMPTIONS_FILE
+        left_out = given.rank or not _steps_have_no_noise(given.plan)
+        if left_out or (stage == "after" and not path.exists()):
+            return
+        test = given.public_test()
+        images = test.batch(slice(0, _IMAGES)).to(given.parameters[0].device)
+        key = derive_key(given.state.key, "residual", stage)
         found: dict[str, Any] = {"images": len(test), "within": 0}
         if stage == "after":
             found = read_json(path)
@@ -283,9 +281,7 @@ class ResidualExecution(WholeBatchExecution[ResidualPerturbation]):
             for start in range(0, len(test), _BATCH):
                 norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
                 found["within"] += int((norms <= self.method.input_norm).sum())
-        found[stage] = largest_mean_norm(
-            worker.model, self.noise_location(worker.model), images, key
-        )
+        found[stage] = largest_mean_norm(given.model, self.noise_location(given.model), images, key)
         write_json(path, found)
 
 
