@@ -24,7 +24,6 @@ page.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -39,7 +38,7 @@ import run_small
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from _common import parse_arguments
+from _common import parse_arguments, read_lines
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
@@ -97,8 +96,7 @@ def published(paper: str) -> dict[str, Any]:
 @cache
 def lines_of(name: str) -> tuple[dict[str, Any], ...]:
     """Of a file of results in this folder; none where it is missing."""
-    path = HERE / name
-    return tuple(map(json.loads, path.read_text().splitlines())) if path.exists() else ()
+    return tuple(read_lines(HERE / name))
 
 
 def recipe_of(name: str, change: dict[str, Any] | None = None) -> Recipe:
