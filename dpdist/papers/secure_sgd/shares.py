@@ -33,8 +33,8 @@ from dpdist.methods.base import Execution, MethodSetup, MethodState, check_recor
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.features import resize_images
 from dpdist.models.noise import project_first_layer_norm
+from dpdist.papers.secure_sgd.claims import redistribution
 from dpdist.papers.secure_sgd.method import HiddenNoiseMethod, Redistribution
-from dpdist.privacy.mechanisms import redistribution
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 
