@@ -99,6 +99,7 @@ class FixedHiddenPerturbation(Perturbation):
     def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
+        """Return the output with the one noise."""
         return output + self.noise.to(output)
 
 
