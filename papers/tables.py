@@ -497,11 +497,13 @@ given by its name or as the path `papers/PAPER/recipes/NAME.yaml`.
 
 {systems}
 
-*Works*: the recipe loads, makes its plan and trains two steps in the tests, all of them every
-night (`tests/test_recipes_smoke.py`). The verdict is of the paper's statement.
+*Works*: the recipe loads, makes its plan and trains two steps in the tests. Every night each recipe
+of a paper runs to its end, tiny and on invented records (`tests/test_recipes_smoke.py`). The
+verdict is of the paper's statement.
 
-Each folder has `recipes/`, `run.py`, which measured what its pages state, and its results as lines
-of JSON. `python papers/run_small.py --data-root DATA` trains the rows that a CPU can train.
+Each folder has a README, `recipes/`, `run.py`, which measured what its pages state, its results as
+lines of JSON, and `results/`, the pages with all tables.
+`python papers/run_small.py --data-root DATA` trains the rows that a CPU can train.
 
 ## How to read the pages
 
