@@ -35,7 +35,14 @@ import numpy as np
 import pyarrow.parquet as pq
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from _common import choose_parts, describe_run, parse_arguments, read_parts, require_data
+from _common import (
+    append_line,
+    choose_parts,
+    describe_run,
+    parse_arguments,
+    read_parts,
+    require_data,
+)
 
 from dpdist.attacks.table import read_attack
 from dpdist.cli.main import app
@@ -391,8 +398,7 @@ def run_part(options: argparse.Namespace, name: str, part: Any) -> None:
         "command": "python papers/run_small.py --data-root DATA",
     }  # fmt: skip
     line = about | make(options, name, cell, key)
-    with options.results.open("a") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    append_line(options.results, line)
     told = ", ".join(f"{column} {value:.1f}" for column, value in line["test"].items())
     print(f"  {told}; {line['seconds']} s", flush=True)
 

@@ -24,7 +24,6 @@ page.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -39,7 +38,7 @@ import run_small
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from _common import parse_arguments
+from _common import parse_arguments, read_lines
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
@@ -97,8 +96,7 @@ def published(paper: str) -> dict[str, Any]:
 @cache
 def lines_of(name: str) -> tuple[dict[str, Any], ...]:
     """Of a file of results in this folder; none where it is missing."""
-    path = HERE / name
-    return tuple(map(json.loads, path.read_text().splitlines())) if path.exists() else ()
+    return tuple(read_lines(HERE / name))
 
 
 def recipe_of(name: str, change: dict[str, Any] | None = None) -> Recipe:
@@ -499,11 +497,13 @@ given by its name or as the path `papers/PAPER/recipes/NAME.yaml`.
 
 {systems}
 
-*Works*: the recipe loads, makes its plan and trains two steps in the tests, all of them every
-night (`tests/test_recipes_smoke.py`). The verdict is of the paper's statement.
+*Works*: the recipe loads, makes its plan and trains two steps in the tests. Every night each recipe
+of a paper runs to its end, tiny and on invented records (`tests/test_recipes_smoke.py`). The
+verdict is of the paper's statement.
 
-Each folder has `recipes/`, `run.py`, which measured what its pages state, and its results as lines
-of JSON. `python papers/run_small.py --data-root DATA` trains the rows that a CPU can train.
+Each folder has a README, `recipes/`, `run.py`, which measured what its pages state, its results as
+lines of JSON, and `results/`, the pages with all tables.
+`python papers/run_small.py --data-root DATA` trains the rows that a CPU can train.
 
 ## How to read the pages
 

@@ -104,7 +104,6 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
         for pattern in ("*.py", "*.html", "*.yaml"):
             found = (ROOT / folder).rglob(pattern)
             wanted |= {at + str(path.relative_to(ROOT)) for path in found}
-    wanted |= {f"dpdist/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert wanted - names == set()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dpdist"}
 

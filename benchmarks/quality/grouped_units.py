@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import json
 import math
 import sys
 import time
@@ -40,7 +39,14 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from _common import RESULTS_FOLDER, parse_arguments, scratch_folder, show_gap
+from _common import (
+    RESULTS_FOLDER,
+    append_line,
+    parse_arguments,
+    read_lines,
+    scratch_folder,
+    show_gap,
+)
 from torch import nn
 
 import dpdist
@@ -198,8 +204,7 @@ def run(options: argparse.Namespace) -> None:
                 if known.items() <= each.items():
                     return each
             found = line(way, parts, classes, options, key, rate, clip)
-            with options.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            append_line(options.results, found)
             made.append(found)
             print(f"{way} key {key} lr {rate:g} clip {clip:g}: {found['test']:.2f} %", flush=True)
             return found
@@ -208,10 +213,6 @@ def run(options: argparse.Namespace) -> None:
         best = max(tried, key=lambda each: each["choice"])
         for key in range(options.keys):
             done(key, best["lr"], best["clip"])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_table(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import resource
 import signal
@@ -31,6 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import (
     CHECKOUT,
     RESULTS_FOLDER,
+    append_line,
     choose_parts,
     find_processor,
     make_images,
@@ -337,8 +337,7 @@ def main() -> None:
         if name in read_parts(options.results):
             continue
         line = {"part": name, **work(options, *arguments), "processor": processor()}
-        with options.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(options.results, line)
         print(f"{name}: done", flush=True)
     show(read_parts(options.results))
     return None

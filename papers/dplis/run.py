@@ -31,7 +31,8 @@ import torch
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import describe_run, parse_arguments, require_data
+from _common import append_line, describe_run, parse_arguments, require_data
+from _common import read_lines as read
 
 from dpdist import models
 from dpdist.data import Dataset
@@ -166,10 +167,6 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
             )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--item", help="a table of published.yaml, at full size")
@@ -203,8 +200,7 @@ def main() -> None:
             "commit": describe_run()["commit"],
         }
         line = name | found | about | {"seconds": round(time.monotonic() - began, 1)}
-        with given.results.open("a") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        append_line(given.results, line)
         print(json.dumps(name, ensure_ascii=False), found["test"], flush=True)
 
 

@@ -37,7 +37,15 @@ import pyarrow.parquet as pq
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import describe_run, make_images, parse_arguments, require_data, scratch_folder
+from _common import (
+    append_line,
+    describe_run,
+    make_images,
+    parse_arguments,
+    require_data,
+    scratch_folder,
+)
+from _common import read_lines as read
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
@@ -382,10 +390,6 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
             yield from (f"{data}: {sized}", "", *lines, "")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def make(given: argparse.Namespace) -> None:
     """All results that are not there yet, the most telling first."""
     torch.set_num_threads(1)
@@ -413,10 +417,8 @@ def make(given: argparse.Namespace) -> None:
                     "seconds": round(time.monotonic() - began, 1),
                     "commit": describe_run()["commit"],
                 }
-                line = json.dumps(name | found | taken)
-                with given.results.open("a") as file:
-                    file.write(line + "\n")
-                print(line, flush=True)
+                append_line(given.results, name | found | taken)
+                print(json.dumps(name | found | taken), flush=True)
 
 
 def main() -> None:

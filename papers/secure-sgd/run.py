@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
-import json
 import secrets
 import sys
 import tempfile
@@ -37,7 +36,8 @@ import pyarrow as pa
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import make_images, parse_arguments, require_data, scratch_folder
+from _common import append_line, make_images, parse_arguments, require_data, scratch_folder
+from _common import read_lines as read
 from scipy.stats import t as student_t
 from torch import nn
 
@@ -322,12 +322,6 @@ def interval(values: list[float]) -> str:
     return f"{np.mean(values):+.1f} ± {half:.1f}"
 
 
-def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The trainings of this setting that a file holds."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if setting.items() <= one.items()]
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data-root", type=Path)
@@ -371,8 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_inputs=given.inputs,
         )  # fmt: skip
         found = trained(recipe, settings, given.draws)
-        with given.results.open("a") as file:
-            file.write(json.dumps(mine | found) + "\n")
+        append_line(given.results, mine | found)
         print(f"{row}, seed {seed}: {found['seconds']} s", flush=True)
     print(tables(read(given.results, setting)))
 

@@ -16,7 +16,6 @@ trainings.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import parse_arguments, require_data
+from _common import append_line, parse_arguments, read_lines, require_data
 from torch import nn
 
 from dpdist import models
@@ -170,8 +169,7 @@ def columns(settings: AttackSettings) -> list[tuple[str, str]]:
 
 def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """The trainings of a setting that a file holds, of those that were so attacked."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [one for one in map(json.loads, lines) if setting.items() <= one.items()]
+    found = read_lines(path, setting)
     return [one for one in found if all(size in one.get(name, {}) for name, size in asked)]
 
 
@@ -206,8 +204,7 @@ def main() -> None:
         wanted = columns(settings)
         while not asked.table and len(read(asked.results, setting, wanted)) < asked.seeds:
             found = trained(recipe_of(row, asked.epsilon, asked.data_root), settings)
-            with asked.results.open("a") as file:
-                file.write(json.dumps(setting | found) + "\n")
+            append_line(asked.results, setting | found)
         if done := read(asked.results, setting, wanted)[: asked.seeds]:
             print(line_of(row, done, settings), flush=True)
 

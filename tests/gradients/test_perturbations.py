@@ -18,7 +18,6 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.per_example import OuterProductGradient, PerExampleGradient
 from dpdist.gradients.perturbations import (
     CropAndFlip,
-    FixedHiddenPerturbation,
     HiddenPerturbation,
     InputPerturbation,
     ModulePerturbation,
@@ -27,6 +26,7 @@ from dpdist.gradients.perturbations import (
     standard_normal_per_record,
     standard_normal_shared,
 )
+from dpdist.papers.secure_sgd.shares import FixedHiddenPerturbation
 from dpdist.randomness.noise_location import ModuleNoise
 
 pytestmark = pytest.mark.guarantee

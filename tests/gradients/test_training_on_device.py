@@ -20,7 +20,6 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import (
     CropAndFlip,
-    FixedHiddenPerturbation,
     HiddenPerturbation,
     InputPerturbation,
     ModulePerturbation,
@@ -28,6 +27,7 @@ from dpdist.gradients.perturbations import (
     Perturbation,
 )
 from dpdist.gradients.sampling import Blocks
+from dpdist.papers.secure_sgd.shares import FixedHiddenPerturbation
 from dpdist.papers.transdenoiser.method import TransDenoiser
 from dpdist.papers.transdenoiser.split import split_noise
 from dpdist.randomness.noise_location import ModuleNoise

@@ -13,14 +13,13 @@ from dpdist.papers import composition
 from dpdist.papers.pate import claims as votes_of_pate
 from dpdist.papers.published import published_claims
 from dpdist.papers.residual import claims as residual_claims
-from dpdist.papers.secure_sgd.claims import hgm_claim, secure_sgd_claim
+from dpdist.papers.secure_sgd.claims import hgm_claim, redistribution, secure_sgd_claim
 from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
-from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
-from dpdist.privacy.mechanisms import (
-    gaussian_epsilon,
+from dpdist.papers.transdenoiser.claims import (
     mixed_gaussian_added_std,
-    redistribution,
+    transdenoiser_training_claim,
 )
+from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
 pytestmark = pytest.mark.guarantee

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpdist.methods.pate import PATE, pate_claim
-from dpdist.privacy.mechanisms import confident_gnmax_epsilon
+from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 

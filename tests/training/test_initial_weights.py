@@ -219,7 +219,7 @@ def test_weights_made_by_other_settings_are_refused(weights, tmp_path, change, s
 
 def test_built_in_recipes_of_one_public_folder_make_it_alike():
     made: dict[Path, dict] = {}
-    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
+    for path in sorted((Path(__file__).parents[2] / "dpdist" / "recipes").glob("*.yaml")):
         recipe = resolve_recipe(str(path))
         if recipe.public is not None:
             folder = recipe.model.pretrained_part[1].folder

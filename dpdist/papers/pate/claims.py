@@ -12,6 +12,21 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.mechanisms import Array
 
 
+def confident_gnmax_epsilon(
+    delta: float, queries: int, answers: int, threshold_std: float, vote_std: float
+) -> float:
+    """Return the data-independent epsilon of PATE's Confident-GNMax (Papernot et al. 2018).
+
+    One record moves one teacher's vote: L2 sensitivity 1 in the threshold test (paid for every one
+    of `queries`), sqrt(2) in the noisy vote (paid for `answers`). The caps on both are fixed before
+    looking at votes. All releases are Gaussian, so the composition is exact.
+    """
+    if queries < 1 or answers < 0 or answers > queries:
+        raise ValueError(f"0 <= answers <= queries is needed, got {answers} of {queries}")
+    m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)
+    return float(mechanisms.gaussian_epsilon(delta, 1.0, m))
+
+
 def pate_guarantee(
     queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
 ) -> Guarantee:
@@ -19,7 +34,7 @@ def pate_guarantee(
 
     Proved, data-independent, both caps fixed beforehand.
     """
-    value = mechanisms.confident_gnmax_epsilon(delta, queries, answers, threshold_std, vote_std)
+    value = confident_gnmax_epsilon(delta, queries, answers, threshold_std, vote_std)
     return Guarantee(
         value,
         delta,

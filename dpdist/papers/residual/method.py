@@ -23,7 +23,6 @@ from dpdist.methods.base import (
     Capabilities,
     DrawCount,
     Execution,
-    M,
     Method,
     MethodState,
     WorkerInputs,
@@ -195,28 +194,47 @@ def _check_whole_batches(recipe: BaseRecipe) -> None:
         raise ValueError(f"{broken[0]}, for BatchNorm sees whole batches and mixes their records")
 
 
-class WholeBatchExecution(Execution[M]):
-    """Steps by whole batches, where the model has BatchNorm and nothing is clipped."""
+class WholeBatchExecution(Execution[WholeBatch]):
+    """Steps by whole batches."""
 
     def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
         """Return the engine of whole batches; for a model without BatchNorm the usual one."""
-        from dpdist.gradients.clipping import NoClipping
-        from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
-
-        if not (isinstance(clipping, NoClipping) and mixes_records(model)):
-            return super().engine(model, clipping, **how)
-        task = self.task()
-        return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
+        return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
 
     def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the statistics of BatchNorm, which passes write to."""
-        from dpdist.papers.residual.whole_batch import batch_statistics
-
-        return batch_statistics(model)
+        return _batch_statistics(model)
 
 
-class ResidualExecution(WholeBatchExecution[ResidualPerturbation]):
+def _whole_batch_engine(
+    execution: Execution[Any], model: nn.Module, clipping: Clipping
+) -> GradientEngine | None:
+    """Return the engine of a model with BatchNorm of which nothing is clipped; else None."""
+    from dpdist.gradients.clipping import NoClipping
+    from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
+
+    if not (isinstance(clipping, NoClipping) and mixes_records(model)):
+        return None
+    task = execution.task()
+    return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
+
+
+def _batch_statistics(model: nn.Module) -> dict[str, Tensor]:
+    from dpdist.papers.residual.whole_batch import batch_statistics
+
+    return batch_statistics(model)
+
+
+class ResidualExecution(Execution[ResidualPerturbation]):
     """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
+
+    def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
+        """Return the usual engine; for BatchNorm, without privacy, that of whole batches."""
+        return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
+
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the statistics of BatchNorm, where the model has any."""
+        return _batch_statistics(model)
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.

@@ -24,17 +24,17 @@ from dpdist.gradients.noise import add_noise
 from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
 from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.perturbations import (
-    FixedHiddenPerturbation,
     HiddenPerturbation,
     Perturbation,
+    standard_normal_shared,
 )
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks, poisson_sample
 from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.features import resize_images
 from dpdist.models.noise import project_first_layer_norm
+from dpdist.papers.secure_sgd.claims import redistribution
 from dpdist.papers.secure_sgd.method import HiddenNoiseMethod, Redistribution
-from dpdist.privacy.mechanisms import redistribution
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 
@@ -82,6 +82,25 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
         """Leave the noise in the model; return its spec with it."""
         models.attach_noise(state.model, state.tensors[STD])
         return dataclasses.replace(spec, hidden_noise=True)
+
+
+class FixedHiddenPerturbation(Perturbation):
+    """h + one fixed noise, the same for every record and in every step (Secure-SGD, Algorithm 1).
+
+    run_key: 32 bytes that choose it; the same for the whole run.
+    """
+
+    def __init__(self, module: str, std: Tensor, run_key: bytes) -> None:
+        super().__init__()
+        self.hidden_modules = (module,)
+        normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
+        self.noise = std * normals.view_as(std).to(std)
+
+    def perturb_output(
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
+    ) -> Tensor:
+        """Return the output with the one noise."""
+        return output + self.noise.to(output)
 
 
 # --- the shares r -----------------------------------------------------------------------------
