@@ -166,7 +166,16 @@ def test_an_attack(beside, monkeypatch, capsys):
     for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.table"]):
         monkeypatch.setattr(module, "ATTACKS", every)
     run_without_ray(monkeypatch)
-    asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
+    asked = (
+        "--set",
+        "attacks=[settling]",
+        "--set",
+        "sizes=[0.1]",
+        "--set",
+        "max_inputs=20",
+        "--set",
+        "steps=4",
+    )
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out

@@ -22,8 +22,8 @@ from typer.core import TyperGroup
 from dpdist.attacks.attacked_copies import AttackedCopiesSpec
 from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership_findings import ATTACKS as MEMBERSHIP_ATTACKS
+from dpdist.cli import audit
 from dpdist.cli.main import app
-from dpdist.cli.options import parse_numbers
 from dpdist.core.errors import UserError
 from dpdist.runs.recipe import (
     Recipe,
@@ -115,17 +115,15 @@ def check_dpdist(words: list[str]) -> None:
         if each not in RECIPES | RUNS | PLACEHOLDERS:
             raise UserError(f"{each}: no recipe, and no run that a page names")
     if name == "attack" and given:
-        attacks = given["attacks"].split(",") if given["attacks"] else ["pgd"]
-        AttackSettings(
-            norm=given["norm"] or "linf", attacks=tuple(attacks),
-            sizes=tuple(parse_numbers(given["sizes"], "--sizes") or (0.1,)),
-        )  # fmt: skip
+        asked = audit._settings(audit.AttackKeys, given["changes"] or ()).model_dump()
+        for own in ("certificates", "claim"):
+            asked.pop(own)
+        AttackSettings(**{key: value for key, value in asked.items() if value is not None})
     if name == "certify" and given.get("at"):
         AttackedCopiesSpec.parse(given["at"])
-    if name == "membership" and given.get("attack"):
-        unknown = set(given["attack"].split(",")) - set(MEMBERSHIP_ATTACKS)
-        if unknown and unknown != {"nothing"}:
-            raise UserError(f"--attack: {unknown}")
+    if name == "audit" and given.get("kind") == "membership":
+        own = [each for each in given["changes"] or () if "." not in each.partition("=")[0]]
+        audit._attacks_named(audit._settings(audit.MembershipKeys, own).attacks)
 
 
 def _match(patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -241,9 +239,9 @@ def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkey
         ("dpdist run digits --set training.step=3", "training.step"),
         ("dpdist shine digits", "no command shine"),
         ("dpdist attack digits-2", "no run that a page names"),
-        ("dpdist attack digits --attacks fgsm,pdg", "attacks"),
+        ("dpdist attack digits --set 'attacks=[fgsm,pdg]'", "attacks"),
         ("dpdist certify digits --at attacked:pgd", "--at"),
-        ("dpdist membership digits --attack shadows", "shadows"),
+        ("dpdist audit digits --kind membership --set 'attacks=[shadows]'", "shadows"),
         ("dpdist run digits --data-root DATA, with 4", "unexpected extra argument"),
         ("python papers/secure-sgd/run.py --only hgm-5", "hgm-5"),
         ("python papers/secure-sgd/run.py --only hgm-4, and 2", "none of"),

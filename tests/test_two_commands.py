@@ -131,8 +131,8 @@ TRAIN, RUN, REPORT = (
     ["run", "r.yaml"],
     ["report", "runs/small"],
 )
-POISON = ["poison", "r.yaml", "--models", "3", "--select", "1", "--max-inputs", "2",
-          "--seed", "cd" * 32]  # fmt: skip
+POISON = ["audit", "r.yaml", "--kind", "poison", "--set", "models=3", "--set", "select=1",
+          "--set", "max_inputs=2", "--set", f"seed={'cd' * 32}"]  # fmt: skip
 CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--max-inputs", "4"]
 RELEASE = ["release", "runs/small", "--not-private"]
 BOTH, ALWAYS = {"well", "refused"}, {"well"}

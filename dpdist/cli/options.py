@@ -250,6 +250,9 @@ Start = Annotated[int | None, option("First input.", CountOrZero)]
 Every = Annotated[int | None, option("Every k-th input.", Count)]
 MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
 Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
+MeasuringWorkers = Annotated[
+    int | None, option("Workers (default: all CPUs).", ProcessCount, "--workers")
+]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
 
 Workers = Annotated[

@@ -414,7 +414,7 @@ def test_all_commands(
     few = ("--max-inputs", 3)
     dpdist("predict", "f", "image.npy", "--sigma", 0.1, "--n", 100)
     dpdist("certify", "f", "--sigma", 0.1, "--n", 100, "--n0", 10, *few)
-    dpdist("attack", "f", "--attacks", "pgd", "--steps", 2, *few)
+    dpdist("attack", "f", "--set", "attacks=[pgd]", "--set", "steps=2", *few)
     assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
     dpdist("release", "f")
     card = (run / "release" / "privacy_card.md").read_text()
