@@ -79,7 +79,7 @@ CASES = (
     "cluster template nothing",
     "cluster submit nothing",
     "cluster status --address nothing",
-    "cluster restore nothing",
+    "cluster fetch --restore nothing",
 )
 CODE = """
 import sys

@@ -223,17 +223,6 @@ DataRoot = Annotated[
     Path | None,
     path_option("Folder that holds the data sets (data.root of the recipe).", "--data-root"),
 ]
-Archive = Annotated[
-    str | None, option("Copy the run there as it goes: s3://BUCKET/PREFIX.", None, "--archive")
-]
-ArchivePrivate = Annotated[
-    bool,
-    flag(
-        "--archive-private",
-        "The private state too (run key, ledger, checkpoints): brings a lost folder back.",
-    ),
-]
-
 Log = Annotated[
     list[str] | None,
     option(

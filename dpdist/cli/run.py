@@ -16,8 +16,6 @@ import typer
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     FIGURE_PATH,
-    Archive,
-    ArchivePrivate,
     Changes,
     DataRoot,
     Local,
@@ -61,8 +59,6 @@ def run_command(
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
-    archive: Archive = None,
-    archive_private: ArchivePrivate = False,
     local: Local = None,
     until: _Until = None,
     dry_run: _DryRun = False,
@@ -80,7 +76,6 @@ def run_command(
 
     resolved = resolve_recipe(
         recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-        archive=archive, archive_private=archive_private,
     )  # fmt: skip
     if log:
         from dpdist.reports.tracking import check_tracker_address

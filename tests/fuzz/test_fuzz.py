@@ -112,10 +112,10 @@ OPTIONS = {
     ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
     ("import", "n"): {"run": "x", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
-    ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
+    ("run", "digits", "--dry-run"): {"name": "n", "workers": 1},
     ("data", "list"): {"data-root": "."},
     ("cluster", "fetch", "file:///nowhere"): {"into": "i"},
-    ("cluster", "restore", "file:///nowhere"): {"name": "n", "runs": "r"},
+    ("cluster", "fetch", "--restore", "file:///nowhere"): {"name": "n", "into": "r"},
 }  # fmt: skip
 ARGUMENTS = [v for v in (*TEXTS, *map(str, VALUES[:27])) if "\0" not in v]  # argv holds no NUL
 
@@ -256,7 +256,11 @@ def test_archives(fuzz, tmp_path, finished):
         else:
             target = draw(st.sampled_from(files))
             how = f"{target.name}: {damage(target, draw)}"
-        command = draw(st.sampled_from([["fetch"], ["restore"], ["restore", "--name", "y"]]))
+        command = draw(
+            st.sampled_from(
+                [["fetch"], ["fetch", "--restore"], ["fetch", "--restore", "--name", "y"]]
+            )
+        )
         fuzz.call(how, tmp_path / "here", "cluster", *command, url)
         shutil.rmtree(tmp_path / "here")
         (tmp_path / "here").mkdir()
