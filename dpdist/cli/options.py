@@ -16,7 +16,6 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     PositiveOrZero,
-    Probability,
     ProcessCount,
     RunName,
     validation_message,
@@ -251,8 +250,6 @@ Local = Annotated[
     bool | None,
     flag("--local/--ray", "In this process, or on Ray (default: by the size of the work)."),
 ]
-PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
-AnswerError = Annotated[float, option("Error of each answer.", Probability)]
 PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
