@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.processes import LOOPBACK, descendants, listening_addresses, start
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train
 
 from dpdist.publishing import write_release
@@ -45,18 +46,13 @@ COMMANDS = {
     "train": ["run", "--until", "train", "new.yaml", "--name", "trained", "--ray"],
     "tune": ["tune", "searched.yaml"],
     "certify": ["certify", "x", "--ray"],
-    "attack": ["attack", "x", "--set", "sizes=[0.1]", "--set", "max_inputs=10", "--ray"],
+    "attack": ["attack", "x", *sets("sizes=[0.1]", "max_inputs=10"), "--ray"],
     "poison": [
         "audit",
         "new.yaml",
         "--kind",
         "poison",
-        "--set",
-        "models=4",
-        "--set",
-        "select=1",
-        "--set",
-        "name=poisoned",
+        *sets("models=4", "select=1", "name=poisoned"),
         "--ray",
     ],
 }

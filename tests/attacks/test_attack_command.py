@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.certificates import shift_classes
 from support.local_execution import call
+from support.settings import sets
 
 import dpdist.data
 from dpdist import models
@@ -75,9 +76,9 @@ def good(*arguments: object) -> str:
 def attacked(here: None, runs: Path) -> tuple[Path, str]:
     good("certify", "small", "--runs", runs)
     output = good(
-        "attack", "small", "--runs", runs, "--set", "norm=l2", "--set", "sizes=[0.2,1.0]",
-        "--set", "steps=4", "--set", "attacks=[fgsm,pgd]", "--smoothed",
-        "--set", "max_inputs=20", "--set", "n=300", "--set", "draws=4",
+        "attack", "small", "--runs", runs, "--smoothed",
+        *sets("norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
+        *sets("max_inputs=20", "n=300", "draws=4"),
     )  # fmt: skip
     return runs / "small", output
 
@@ -123,8 +124,7 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
 
 def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--set", "sizes=[0.05]", "--set", "attacks=[fgsm]",
-        "--set", "max_inputs=10",
+        "attack", "small", "--runs", runs, *sets("sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
     )  # fmt: skip
     assert "the network itself" in output and "another classifier than the attacked" in output
     assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
@@ -143,15 +143,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
 @pytest.mark.long
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
-        "attack",
-        "small",
-        "--runs",
-        runs,
-        "--check-certificates",
-        "--set",
-        "steps=4",
-        "--set",
-        "draws=4",
+        "attack", "small", "--runs", runs, "--check-certificates", *sets("steps=4", "draws=4")
     )
     assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
     # The same table, each certificate of another class.
@@ -161,7 +153,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     certificates.write(shift_classes(table), false)
     result = call(
         "attack", "small", "--runs", runs, "--check-certificates",
-        "--set", "certificates='false'", "--set", "step_scale=5",
+        *sets("certificates='false'", "step_scale=5"),
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
     facts = read_facts(RunFolder(runs / "small"))
@@ -179,28 +171,28 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
         (["--set", "sizes=[a]"], "--set: sizes.0: "),
         (["--set", "attacks=[cw]"], "attack.attacks: must be out of"),
         (
-            ["--set", "attacks=[fgsm]", "--set", "steps=10"],
+            sets("attacks=[fgsm]", "steps=10"),
             "attack.steps: must be left out with attacks fgsm",
         ),
         (
-            ["--set", "attacks=[fgsm,mim]", "--set", "restarts=1"],
+            sets("attacks=[fgsm,mim]", "restarts=1"),
             "attack.restarts: must be left out",
         ),
         (
-            ["--set", "attacks=[mim]", "--set", "step_scale=2.5"],
+            sets("attacks=[mim]", "step_scale=2.5"),
             "attack.step_scale: must be left out",
         ),
         (
-            ["--check-certificates", "--set", "attacks=[mim]", "--set", "restarts=2"],
+            ["--check-certificates", *sets("attacks=[mim]", "restarts=2")],
             "attack.restarts: must be",
         ),
         (["--set", "draws=16"], "--set draws: must be left out: the model has no noise"),
         (
-            ["--set", "n=1000", "--set", "alpha=0.001"],
+            sets("n=1000", "alpha=0.001"),
             "--set n, alpha: must be left out: the model has no",
         ),
         (["--set", "sigma=0.1", "--smoothed"], "--smoothed: must be left out"),
-        (["--check-certificates", "--set", "norm=l2", "--set", "n=5"], "--set norm, n: not with"),
+        (["--check-certificates", *sets("norm=l2", "n=5")], "--set norm, n: not with"),
         (["--set", "certificates=x"], "only with --check-certificates"),
         (["--set", "claim=as_printed_linf"], "only with --check-certificates"),
         (["--check-certificates", "--set", "certificates=x"], "x: no such table in"),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.benchmarks import load as load_benchmark
 from support.folder_contents import contents
+from support.settings import sets
 from support.training import make, parameters, train
 
 from dpdist import pipeline
@@ -48,16 +49,7 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
 @pytest.mark.long
 def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path)
-    asked = (
-        "audit",
-        "x.yaml",
-        "--kind",
-        "membership",
-        "--set",
-        "models=4",
-        "--set",
-        "attacks=[lira,rmia]",
-    )
+    asked = ("audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[lira,rmia]"))
     done = dpdist_without_ray(*asked, "--picture", "roc.svg")
     assert done.code == 0, done.err
     for said in ("AUC", "TPR at 0.1 % FPR", "precision", "AUC, mean over models", "one-run test"):
@@ -208,18 +200,18 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "models=3", "--set", "attacks=[lira]"], "lira needs at least 4 models, got 3"),
+        (sets("models=3", "attacks=[lira]"), "lira needs at least 4 models, got 3"),
         (["--set", "attacks=[mira]"], "--set attacks: must be out of shadow, lira,"),
         (["--set", "passes=[10,0]"], "passes.1: must be >= 1, got 0"),
         (["--set", "passes=[100001]"], "must be <= 100000, got 100001"),
         (["--set", "game=dice"], "game: must be"),
         (["--set", "seed=12"], "seed: must be 64 lower-case hex digits"),
         (
-            ["--set", "models=4", "--set", "attacks=[rmia]", "--output", "runs/x/attacks/m"],
+            [*sets("models=4", "attacks=[rmia]"), "--output", "runs/x/attacks/m"],
             "training records",
         ),
         (
-            ["--set", "models=4", "--set", "attacks=[rmia]", "--output", "runs/x/release"],
+            [*sets("models=4", "attacks=[rmia]"), "--output", "runs/x/release"],
             "training records",
         ),
         (["--output", "here"], "--output: holds one bank"),
@@ -267,14 +259,7 @@ def test_shares_too_small_for_the_batch_are_told(dpdist_without_ray: Any, tmp_pa
 def test_a_capped_batch_has_no_bank_by_coins(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, privacy__batch_cap=50)
     done = dpdist_without_ray(
-        "audit",
-        "x.yaml",
-        "--kind",
-        "membership",
-        "--set",
-        "models=4",
-        "--set",
-        "attacks=[rmia]",
+        "audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[rmia]")
     )
     assert done.code == 2 and "a capped batch costs" in done.err, done.err
     assert list(contents(tmp_path)) == ["x.yaml"]
@@ -283,14 +268,7 @@ def test_a_capped_batch_has_no_bank_by_coins(dpdist_without_ray: Any, tmp_path: 
 def test_canaries_are_no_members(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, audit={"kind": "canaries", "canary": "blank", "canaries": 20})
     done = dpdist_without_ray(
-        "audit",
-        "x.yaml",
-        "--kind",
-        "membership",
-        "--set",
-        "models=4",
-        "--set",
-        "attacks=[rmia]",
+        "audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[rmia]")
     )
     assert done.code == 2 and "shadow models are of a recipe without it" in done.err
     assert list(contents(tmp_path)) == ["x.yaml"]

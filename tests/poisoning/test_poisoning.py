@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load as load_tensors
 from scipy import stats
+from support.settings import sets
 from support.training import make
 
 from dpdist import models, pipeline
@@ -290,14 +291,7 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         "x.yaml",
         "--kind",
         "poison",
-        "--set",
-        "partitions=true",
-        "--set",
-        "models=4",
-        "--set",
-        "every=20",
-        "--set",
-        f"seed={SEED}",
+        *sets("partitions=true", "models=4", "every=20", f"seed={SEED}"),
     )
     assert done.code == 0 and "data.max_train is a share of it" in done.out
 
@@ -322,14 +316,7 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
         "x.yaml",
         "--kind",
         "poison",
-        "--set",
-        "models=6",
-        "--set",
-        "select=2",
-        "--set",
-        "alpha=0.3",
-        "--set",
-        "every=40",
+        *sets("models=6", "select=2", "alpha=0.3", "every=40"),
     )
     done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv")
     assert done.code == 0, done.err
@@ -360,25 +347,25 @@ def test_mistakes_are_told_before_a_model_is_trained(
     begun(recipe_of(tmp_path), tmp_path)
     before = sorted((tmp_path / "runs").rglob("*"))
     for asked, complaint in (
-        (("--set", "models=6", "--set", "select=6"), "select"),
+        (sets("models=6", "select=6"), "select"),
         (("--set", "radii=[0.1]"), "sigma"),
-        (("--set", "partitions=true", "--set", "sigma=0.1"), "partitions"),
-        (("--set", "partitions=true", "--set", "radii=[0.1]"), "partitions"),
+        (sets("partitions=true", "sigma=0.1"), "partitions"),
+        (sets("partitions=true", "radii=[0.1]"), "partitions"),
         (("--set", "seed=12"), "seed"),
         (("--set", "start=10000"), "no test input"),
         (("--csv", "runs/x/certificates.csv"), "may be published"),
         (("--csv", "runs/x/private/run_key"), "must end in .csv"),
         (
-            ("--set", "partitions=true", "--set", "alpha=0.1"),
+            sets("partitions=true", "alpha=0.1"),
             "--set alpha: goes with models that draw",
         ),
         (
-            ("--set", "partitions=true", "--set", "select=3"),
+            sets("partitions=true", "select=3"),
             "--set select: goes with models that draw",
         ),
-        (("--set", "partitions=true", "--set", "bag=3"), "choose one"),
+        (sets("partitions=true", "bag=3"), "choose one"),
         (("--set", "bag=10000"), "--set bag: x has"),
-        (("--set", "bag=5", "--set", "select=66"), "select"),
+        (sets("bag=5", "select=66"), "select"),
         (("--set", "models=1000000000"), "models: must be <= 10000"),
     ):
         done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", *asked)
@@ -405,18 +392,9 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         "x.yaml",
         "--kind",
         "poison",
-        "--set",
-        "bag=30",
-        "--set",
-        "models=8",
-        "--set",
-        "select=2",
-        "--set",
-        "every=40",
+        *sets("bag=30", "models=8", "select=2", "every=40"),
     )
-    done = dpdist_without_ray(
-        *asked, "--set", "alpha=0.3", "--set", f"seed={SEED}", "--set", "changes=[0,1]"
-    )
+    done = dpdist_without_ray(*asked, *sets("alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
     assert done.code == 0, done.err
     for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
         assert said in done.out, said
@@ -427,7 +405,7 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     voter = Voter(setup_of(recipe, settings))
     own, _ = settings.training_plan(recipe, len(voter._records))
     assert own.privacy.clipping == "none"
-    sets = []
+    member_sets = []
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         members = draw_subset(derive_key(key, "bag"), len(voter._records), 30)
@@ -437,8 +415,8 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
         assert votes.vote[number].tolist() == said.tolist()
-        sets.append(members)
-    assert members.sum() == 30 and (sets[0] != sets[1]).any()
+        member_sets.append(members)
+    assert members.sum() == 30 and (member_sets[0] != member_sets[1]).any()
     # A model whose logits are no numbers votes for nothing, as one whose training diverged.
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -514,10 +492,7 @@ def write_points(folder: Path, copied: int) -> None:
     "how",
     [
         (),
-        (
-            "--set",
-            "partitions=true",
-        ),
+        ("--set", "partitions=true"),
         ("--set", "bag=10"),
     ],
     ids=["private", "partitions", "bags"],
@@ -546,29 +521,11 @@ def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
             "x.yaml",
             "--kind",
             "poison",
-            "--set",
-            "models=4",
-            "--set",
-            "select=1",
-            "--set",
-            f"seed={SEED}",
+            *sets("models=4", "select=1", f"seed={SEED}"),
             *how[:2],
         )
-        if how == (
-            "--set",
-            "partitions=true",
-        ):
-            asked = (
-                "audit",
-                "x.yaml",
-                "--kind",
-                "poison",
-                "--set",
-                "models=4",
-                "--set",
-                f"seed={SEED}",
-                *how,
-            )
+        if how == ("--set", "partitions=true"):
+            asked = ("audit", "x.yaml", "--kind", "poison", *sets("models=4", f"seed={SEED}"), *how)
         done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--runs", f"runs-{copied}")
         assert done.code == 0, done.err
         assert "records whose input is a test input" in done.out
