@@ -170,9 +170,14 @@ def attack_command(
 
 
 def _run_attack(
-    recipe: Recipe, folder: RunFolder, asked: dict[str, Any], output: Path | None,
-    workers: int | None, local: bool | None, as_json: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    folder: RunFolder,
+    asked: dict[str, Any],
+    output: Path | None,
+    workers: int | None,
+    local: bool | None,
+    as_json: bool,
+) -> None:
     from dpdist import pipeline
     from dpdist.reports.charts import attack_outcome_table
     from dpdist.reports.facts import read_facts
@@ -187,9 +192,15 @@ def _run_attack(
     if as_json:
         rows = [dict(zip(shown.header, row, strict=True)) for row in shown.rows]
         console.print_json(
-            {"run": folder.name, "attacked": table.description, "inputs": table.inputs,
-             "percent": rows, "notes": shown.notes, "table": str(path)}
-        )  # fmt: skip
+            {
+                "run": folder.name,
+                "attacked": table.description,
+                "inputs": table.inputs,
+                "percent": rows,
+                "notes": shown.notes,
+                "table": str(path),
+            }
+        )
         return
     typer.echo(f"under attack, % of {table.inputs:,} inputs ({table.description})")
     typer.echo(console.format_columns(shown.header, shown.rows))
@@ -225,9 +236,15 @@ def _refuse_noise_options(
 
 
 def _attack_certificates(
-    recipe: Recipe, folder: RunFolder, asked: dict[str, Any], about: dict[str, Any],
-    output: Path | None, workers: int | None, local: bool | None, as_json: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    folder: RunFolder,
+    asked: dict[str, Any],
+    about: dict[str, Any],
+    output: Path | None,
+    workers: int | None,
+    local: bool | None,
+    as_json: bool,
+) -> None:
     from dpdist import pipeline
     from dpdist.attacks.settings import CheckSettings
     from dpdist.attacks.table import check_line
@@ -382,9 +399,15 @@ def audit_command(
 
 
 def _audit_epsilon(
-    recipe: Recipe, folder: RunFolder | None, name: str, kind: str | None,
-    overrides: Sequence[str], runs: Path, output: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    folder: RunFolder | None,
+    name: str,
+    kind: str | None,
+    overrides: Sequence[str],
+    runs: Path,
+    output: Path | None,
+    as_json: bool,
+) -> None:
     from dpdist.audits import registry
     from dpdist.audits.canaries import audited_recipe
     from dpdist.audits.target import audit_result_of
@@ -511,9 +534,10 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys, picture: Path | None)
 
 
 def _check_banks(
-    asked: _Asked, banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
+    asked: _Asked,
+    banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
     picture: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise UserError for whatever could go wrong later, before anything is written."""
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
@@ -605,9 +629,15 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
     at = (0.0, *[radius for radius in keys.radii if radius])
     rule = _VoteSettings(keys.models, keys.select or 6, keys.alpha or 0.001, at, keys.sigma)
     settings = Poisoning(
-        keys.models, keys.partitions, keys.sigma, keys.start, keys.every, keys.max_inputs,
-        keys.seed, keys.bag,
-    )  # fmt: skip
+        keys.models,
+        keys.partitions,
+        keys.sigma,
+        keys.start,
+        keys.every,
+        keys.max_inputs,
+        keys.seed,
+        keys.bag,
+    )
     for path in (asked.output, csv):
         settings.output_folder(folder, path)
     if csv is not None and folder.enclosing_run(csv) is not None and csv.suffix.lower() != ".csv":

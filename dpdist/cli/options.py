@@ -278,9 +278,13 @@ def load_trained_recipe(folder: RunFolder, data_root: Path | None, command: str)
 
 
 def open_release_if_any(
-    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True,
+    name: str,
+    trusted_factory: str | None,
+    signer: Path | None = None,
+    *,
+    labelled: bool = True,
     numeric: bool = True,
-) -> Release | None:  # fmt: skip
+) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
     labelled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
     UserError, ReleaseError where `signer` is given and did not sign it."""

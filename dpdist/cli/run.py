@@ -75,8 +75,12 @@ def run_command(
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-    )  # fmt: skip
+        recipe,
+        changes=parse_changes(changes),
+        name=name,
+        data_root=data_root,
+        workers=workers,
+    )
     if log:
         from dpdist.reports.tracking import check_tracker_address
 
