@@ -368,6 +368,11 @@ def audit_command(
     shadow models and attacks all of them. poison trains many models and certifies their votes.
     All of them continue what was interrupted; results of many trainings stay in private/.
 
+    --set takes alpha, audits and exploratory; of mechanism also releases, workers and seed; of
+    canaries also canaries, canary, view and guesses; of many-runs also trainings, canary, copies
+    and seed. Of membership it takes models, attacks, game, passes and seed; of poison models,
+    select, alpha, sigma, radii, changes, partitions, bag, start, every, max_inputs and seed.
+
     Exit code 1 when what is measured exceeds what is proved, and code or proof is wrong, or what is
     claimed.
     """
