@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 _S = TypeVar("_S", bound=Section)
+OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else (given,))
 
 
 def _settings(kind: type[_S], assignments: Sequence[str]) -> _S:
@@ -86,8 +87,8 @@ class AttackKeys(Section):
     """
 
     norm: Text | None = None
-    sizes: tuple[PositiveOrZero, ...] | None = None
-    attacks: tuple[Text, ...] | None = None
+    sizes: Annotated[tuple[Positive, ...], OneOrMore] | None = None
+    attacks: Annotated[tuple[Text, ...], OneOrMore] | None = None
     steps: Count | None = None
     restarts: Count | None = None
     step_scale: Positive | None = None
@@ -313,7 +314,8 @@ _Kind = Annotated[
     str | None,
     option(
         "mechanism (default, or that of the recipe's audit section), canaries, many-runs, "
-        "membership or poison."
+        "membership or poison.",
+        Literal["mechanism", "canaries", "many-runs", "membership", "poison"],
     ),
 ]
 _AuditSet = Annotated[
@@ -505,9 +507,9 @@ class MembershipKeys(Section):
     """
 
     models: ModelCount = 16
-    attacks: tuple[Text, ...] = ("shadow", "lira", "rmia")
+    attacks: Annotated[tuple[Text, ...], OneOrMore] = ("shadow", "lira", "rmia")
     game: Literal["coins", "halves"] = "coins"
-    passes: tuple[Annotated[Count, Field(le=100_000)], ...] = (100,)
+    passes: Annotated[tuple[Annotated[Count, Field(le=100_000)], ...], OneOrMore] = (100,)
     seed: HexKey | None = None
 
 
@@ -610,8 +612,8 @@ class PoisonKeys(Section):
     select: Count | None = None
     alpha: Probability | None = None
     sigma: Positive | None = None
-    radii: tuple[PositiveOrZero, ...] = ()
-    changes: tuple[CountOrZero, ...] = ()
+    radii: Annotated[tuple[PositiveOrZero, ...], OneOrMore] = ()
+    changes: Annotated[tuple[CountOrZero, ...], OneOrMore] = ()
     partitions: bool = False
     bag: Count | None = None
     start: CountOrZero = 0

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 
 _Until = Annotated[
-    Literal["pretrain", "train"] | None, option("Stop after this stage of the recipe.")
+    str | None,
+    option("Stop after this stage: pretrain or train.", Literal["pretrain", "train"]),
 ]
 _DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
 

@@ -169,6 +169,8 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     [
         (["--set", "norm=l1"], "attack.norm: must be one of linf, l2"),
         (["--set", "sizes=[a]"], "--set: sizes.0: "),
+        (["--set", "sizes=0"], "--set: sizes.0: must be > 0, got 0"),
+        (["--set", "colour=1"], "--set: colour: unknown key"),
         (["--set", "attacks=[cw]"], "attack.attacks: must be out of"),
         (
             sets("attacks=[fgsm]", "steps=10"),

@@ -204,6 +204,7 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
         (["--set", "attacks=[mira]"], "--set attacks: must be out of shadow, lira,"),
         (["--set", "passes=[10,0]"], "passes.1: must be >= 1, got 0"),
         (["--set", "passes=[100001]"], "must be <= 100000, got 100001"),
+        (["--set", "attacks=mira"], "--set attacks: must be out of shadow, lira,"),
         (["--set", "game=dice"], "game: must be"),
         (["--set", "seed=12"], "seed: must be 64 lower-case hex digits"),
         (
