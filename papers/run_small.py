@@ -271,9 +271,10 @@ def make(options: argparse.Namespace, part: str, cell: Cell, key: int) -> dict[s
         every = recipe.certify.every if recipe.certify is not None else 1
         noisy = find_noise_location(load_model(recipe, run)).is_random
         command(
-            options, "attack", name, "--runs", str(runs), "--norm", cell.norm, "--attacks", "pgd",
-            "--sizes", ",".join(f"{size:g}" for size in cell.sizes), "--every", str(every),
-            *(("--draws", "4", "--n", "100") if noisy else ()), "--local",
+            options, "attack", name, "--runs", str(runs), "--local",
+            "--set", f"norm={cell.norm}", "--set", "attacks=[pgd]", "--set", f"every={every}",
+            "--set", f"sizes={list(cell.sizes)}",
+            *(("--set", "draws=4", "--set", "n=100") if noisy else ()),
         )  # fmt: skip
     return measured(run) | {"seconds": round(processor_time() - began)}
 

@@ -172,7 +172,7 @@ def _ends(name: str) -> tuple[Step, ...]:
 _FOLDER = "sigma-0.25-fixed-n-300"
 _FEW = "--set certify.every=2 --set certify.max_inputs=3"
 _QUIET = "--set certify.sigma=0.001 --set certify.n=200"
-_ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
+_ATTACK = "--set max_inputs=6 --set steps=2 --set seed=5a5a"
 CASES: dict[str, Case] = {
     "fixed": Case(
         "DP-SGD; Cohen's certificate, its parts and re-bound table, at attacked copies, PREDICT",
@@ -194,8 +194,9 @@ CASES: dict[str, Case] = {
         "attacks in both norms, of the network and the smoothed one; certificates under attack",
         {"certify": _VOTES},
         (
-            step(f"attack attacks --sizes 0.05,0.1 {_ATTACK}"),
-            step(f"attack attacks --norm l2 --smoothed --sizes 0.25 --n 100 {_ATTACK}"),
+            step(f"attack attacks --set sizes=[0.05,0.1] {_ATTACK}"),
+            step("attack attacks --set norm=l2 --smoothed --set sizes=[0.25] --set n=100 "
+                 f"{_ATTACK}"),
             step(f"attack attacks --check-certificates {_ATTACK}"),
         ),
     ),
@@ -254,7 +255,7 @@ CASES: dict[str, Case] = {
             "privacy": _OPEN,
             "certify": {**_SCORES, "norm": "linf"},
         },
-        (step(f"attack scores-hoeffding --sizes 0.05 --n 100 {_ATTACK}"),),
+        (step(f"attack scores-hoeffding --set sizes=[0.05] --set n=100 {_ATTACK}"),),
         left_out=_NOISY,
     ),
     "scores-counts": Case(
@@ -410,10 +411,11 @@ CASES: dict[str, Case] = {
         "certificates against poisoned records: by keys, by partitions",
         {"model": "linear", "training": {"steps": 3}},
         (
-            step(f"poison poison.yaml --models 8 --select 2 --alpha 0.1 --seed {_SEED} "
-                 "--max-inputs 12 --sigma 0.1 --radii 0.05 --csv keys.csv"),
-            step(f"poison poison.yaml --models 6 --partitions --seed {_SEED} --max-inputs 12 "
-                 "--csv partitions.csv"),
+            step("audit poison.yaml --kind poison --set models=8 --set select=2 --set alpha=0.1 "
+                 f"--set seed={_SEED} --set max_inputs=12 --set sigma=0.1 --set radii=[0.05] "
+                 "--csv keys.csv"),
+            step("audit poison.yaml --kind poison --set models=6 --set partitions=true "
+                 f"--set seed={_SEED} --set max_inputs=12 --csv partitions.csv"),
         ),
     ),
     "audit": Case(

@@ -408,7 +408,9 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
         shutil.move(folder.training_summary, tmp_path / "trained.json")
         Archive.find(folder).update()
         code, said = dpdist("report", url, "--runs", elsewhere)
-        assert code == 2 and f"dpdist cluster restore {url}" in said and not elsewhere.exists()
+        assert (
+            code == 2 and f"dpdist cluster fetch --restore {url}" in said and not elsewhere.exists()
+        )
         shutil.move(tmp_path / "trained.json", folder.training_summary)
     Archive.find(folder).update()
     for _ in range(2):  # the copy that the first one made is opened again
@@ -426,9 +428,11 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     assert code == 0 and (here / "report" / "index.html").exists()
     assert not (here / "private").exists() and not (here / "run.json").exists()
 
-    code, said = dpdist("cluster", "restore", url, "--runs", folder.path.parent)
+    code, said = dpdist("cluster", "fetch", "--restore", url, "--into", folder.path.parent)
     assert code == 2 and "is there already" in said
-    code, said = dpdist("cluster", "restore", url, "--runs", tmp_path / "new", "--name", "other")
+    code, said = dpdist(
+        "cluster", "fetch", "--restore", url, "--into", tmp_path / "new", "--name", "other"
+    )
     assert code == 0 and "charged" not in said and (tmp_path / "new" / "other").is_dir()
     code, said = dpdist("report", "run", "--runs", folder.path.parent)
     assert code == 2 and "claimed by another run folder" in said
@@ -558,7 +562,17 @@ def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, 
         check_url(address)
     assert SECRET not in str(error.value)
     monkeypatch.setattr(
-        sys, "argv", ["dpdist", "run", "digits", "--archive", address, "--runs", str(tmp_path)]
+        sys,
+        "argv",
+        [
+            "dpdist",
+            "run",
+            "digits",
+            "--set",
+            f"resources.archive={address}",
+            "--runs",
+            str(tmp_path),
+        ],
     )
     with pytest.raises(SystemExit) as stop:
         main()

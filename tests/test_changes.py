@@ -83,7 +83,8 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "run --until train", "run --until pretrain", "tune", "membership", "poison", "audit",
+    ["run", "run --until train", "run --until pretrain", "tune", "audit",
+     "audit --kind membership", "audit --kind poison",
      "data check",
      "recipes", "cluster submit"],
 )  # fmt: skip

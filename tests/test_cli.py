@@ -83,6 +83,25 @@ def test_every_command_has_help(dpdist, command):
     assert "Usage" in done.stdout and len(done.stdout) > 200
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("run digits --until nothing", "--until"),
+        ("audit digits --kind nothing", "--kind"),
+        ("audit digits --workers 2", "--workers"),
+        ("audit digits --picture roc.png", "--picture"),
+        ("audit digits --kind membership --set colour=1", "colour"),
+        ("report a b --technical-file", "--technical-file"),
+        ("import new --run a", "--run"),
+        ("cluster fetch a --restore", "--restore"),
+        ("account --records 10", "account"),
+    ],
+)
+def test_what_a_command_cannot_use_is_named_in_one_line(dpdist, tmp_path, words, key):
+    line = refused(dpdist(*words.split(), cwd=tmp_path))
+    assert key in line and not list(tmp_path.iterdir())
+
+
 def test_version_and_bare_call(dpdist):
     assert dpdist("--version").stdout.startswith("dpdist 0.")
     assert "Calculate:" in dpdist().stdout + dpdist().stderr

@@ -255,8 +255,8 @@ RAW = {
     "arguments",
     [
         ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("run", "--until", "train", "r.yaml"),
-        ("poison", "r.yaml", "--models", 2, "--select", 1),
-        ("membership", "r.yaml", "--models", 4), ("audit", "r.yaml"),
+        ("audit", "r.yaml", "--kind", "poison", "--set", "models=2", "--set", "select=1"),
+        ("audit", "r.yaml", "--kind", "membership", "--set", "models=4"), ("audit", "r.yaml"),
     ],
 )  # fmt: skip
 def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):

@@ -14,11 +14,12 @@ from support.certificates import certify
 from support.extension_examples import EXAMPLES
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train
 
 import dpdist
 from dpdist import data
-from dpdist.attacks import gradient_attacks
+from dpdist.attacks import gradient_attacks, table
 from dpdist.attacks.gradient_attacks import Ball
 from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
@@ -161,10 +162,10 @@ def test_an_attack(beside, monkeypatch, capsys):
     import settling  # noqa: F401
 
     every = (*fields.ATTACKS, "settling")
-    for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.table"]):
+    for module in (fields, gradient_attacks, table):
         monkeypatch.setattr(module, "ATTACKS", every)
     run_without_ray(monkeypatch)
-    asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
+    asked = sets("attacks=[settling]", "sizes=[0.1]", "max_inputs=20", "steps=4")
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out

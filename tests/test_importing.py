@@ -403,7 +403,18 @@ def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
     good("certify", "mine", "--runs", runs, "--n", "500", "--set", "certify.every=60")
-    good("attack", "mine", "--runs", runs, "--every", "60", "--attacks", "fgsm", "--sizes", "0.1")
+    good(
+        "attack",
+        "mine",
+        "--runs",
+        runs,
+        "--set",
+        "every=60",
+        "--set",
+        "attacks=[fgsm]",
+        "--set",
+        "sizes=[0.1]",
+    )
     good("report", "mine", "--runs", runs)
     good("release", "mine", "--runs", runs, "--not-private")
     folder = RunFolder(runs / "mine")
@@ -438,10 +449,10 @@ def test_a_release_needs_the_word_that_it_is_not_private(runs: Path) -> None:
     assert NOT_TRAINED_HERE in refused("release", "mine", "--runs", runs)
 
 
-@pytest.mark.parametrize("command", ["run", "membership", "poison"])
+@pytest.mark.parametrize("command", ["run", "audit --kind membership", "audit --kind poison"])
 def test_nothing_of_its_training_can_be_done(runs: Path, command: str) -> None:
     recipe = runs / "mine" / "recipe.yaml"
-    assert NOT_TRAINED_HERE in refused(command, recipe)
+    assert NOT_TRAINED_HERE in refused(*command.split(), recipe)
 
 
 def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> None:

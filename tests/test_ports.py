@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.processes import LOOPBACK, descendants, listening_addresses, start
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train
 
 from dpdist.publishing import write_release
@@ -45,16 +46,13 @@ COMMANDS = {
     "train": ["run", "--until", "train", "new.yaml", "--name", "trained", "--ray"],
     "tune": ["tune", "searched.yaml"],
     "certify": ["certify", "x", "--ray"],
-    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10", "--ray"],
+    "attack": ["attack", "x", *sets("sizes=[0.1]", "max_inputs=10"), "--ray"],
     "poison": [
-        "poison",
+        "audit",
         "new.yaml",
-        "--models",
-        "4",
-        "--select",
-        "1",
-        "--name",
-        "poisoned",
+        "--kind",
+        "poison",
+        *sets("models=4", "select=1", "name=poisoned"),
         "--ray",
     ],
 }

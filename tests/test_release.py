@@ -223,16 +223,6 @@ def test_the_model_card_states_the_population_as_all_others_do(made, call):
     assert stated.partition(": ")[2] in call("verify", made).out
 
 
-def test_a_release_from_before_the_population_was_stated_is_read(copied, call):
-    """Its release.json and its model card have no such line."""
-    edit(copied, DESCRIPTION, lambda about: about["certified"][0].pop("population"))
-    write_pages(copied)
-    assert "of the population" not in (copied / MODEL_CARD).read_text()
-    done = call("verify", copied)
-    assert done.code == 0, done.err
-    assert "of the population" in done.out  # computed from the counts
-
-
 def test_it_holds(made, call, work):
     done = call("verify", made, "--signer", PUBLIC)
     assert done.code == 0, done.err

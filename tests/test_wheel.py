@@ -101,7 +101,7 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"dpdist/py.typed"}
     for folder, at in (("dpdist", ""), ("cluster", "dpdist/"), ("tuning", "dpdist/")):
-        for pattern in ("*.py", "*.html", "*.yaml"):
+        for pattern in ("*.py", "*.html", "*.md", "*.yaml"):
             found = (ROOT / folder).rglob(pattern)
             wanted |= {at + str(path.relative_to(ROOT)) for path in found}
     assert wanted - names == set()

@@ -62,9 +62,9 @@ CASES = (
     "report nothing other",
     "release begun",
     "import new --run begun --classifier nowhere",
-    "membership small.yaml --attack nothing",
-    "membership begun.yaml",
-    "poison begun.yaml",
+    "audit small.yaml --kind membership --set attacks=[nothing]",
+    "audit begun.yaml --kind membership",
+    "audit begun.yaml --kind poison",
     "audit nothing",
     "audit small.yaml --set nothing=1",
     "account --epsilon 0 --records 10 --batch-size 1 --steps 1 --delta 0.1",
@@ -79,7 +79,7 @@ CASES = (
     "cluster template nothing",
     "cluster submit nothing",
     "cluster status --address nothing",
-    "cluster restore nothing",
+    "cluster fetch --restore nothing",
 )
 CODE = """
 import sys

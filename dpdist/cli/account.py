@@ -98,10 +98,15 @@ def account_command(
     """
     counted = {"--hits": hits, "--draws": draws, "--sigma": sigma}
     planned = {
-        "--records": records, "--batch-size": batch_size, "--noise-multiplier": noise_multiplier,
-        "--steps": steps, "--epsilon": epsilon, "--delta": delta, "--batch-cap": batch_cap,
+        "--records": records,
+        "--batch-size": batch_size,
+        "--noise-multiplier": noise_multiplier,
+        "--steps": steps,
+        "--epsilon": epsilon,
+        "--delta": delta,
+        "--batch-cap": batch_cap,
         "--trials": trials,
-    }  # fmt: skip
+    }
     asked = [given for given in (counted, planned) if any(v is not None for v in given.values())]
     if len(asked) + claims != 1:
         raise UserError(
@@ -115,12 +120,18 @@ def account_command(
     else:
         _print_training(
             {
-                "records": records, "batch_size": batch_size, "steps": steps,
-                "noise_multiplier": noise_multiplier, "delta": delta, "batch_cap": batch_cap,
+                "records": records,
+                "batch_size": batch_size,
+                "steps": steps,
+                "noise_multiplier": noise_multiplier,
+                "delta": delta,
+                "batch_cap": batch_cap,
                 "neighbours": "replace-one" if replace_one else "add-or-remove-one",
             },
-            epsilon, trials, as_json,
-        )  # fmt: skip
+            epsilon,
+            trials,
+            as_json,
+        )
 
 
 def _print_training(
@@ -243,10 +254,16 @@ def _print_radius(
         p_lower = float(clopper_pearson_lower(hits, draws, alpha))
         radius = float(gaussian_l2_radius(p_lower, sigma))
         answer: dict[str, Any] = {
-            "hits": hits, "draws": draws, "alpha": alpha, "sigma": sigma,
-            "bound": "clopper-pearson", "p_lower": p_lower, "radius": radius, "norm": "l2",
+            "hits": hits,
+            "draws": draws,
+            "alpha": alpha,
+            "sigma": sigma,
+            "bound": "clopper-pearson",
+            "p_lower": p_lower,
+            "radius": radius,
+            "norm": "l2",
             "abstain": p_lower <= 0.5,
-        }  # fmt: skip
+        }
         if dimension is not None:
             answer["radius_linf"] = float(linf_from_l2(radius, dimension))
     except ValueError as error:

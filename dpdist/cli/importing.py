@@ -134,9 +134,19 @@ def import_command(
         raise UserError(f"{', '.join(missing)}: must be given to import a model from elsewhere")
     certify = None if sigma is None else {"sigma": sigma}
     imported(
-        folder, model, weights, options, input, classes, normalize, data, data_root, resize,
-        certify, evaluate,
-    )  # fmt: skip
+        folder,
+        model,
+        weights,
+        options,
+        input,
+        classes,
+        normalize,
+        data,
+        data_root,
+        resize,
+        certify,
+        evaluate,
+    )
     from dpdist import pipeline
     from dpdist.evaluation import evaluate_stage
 
@@ -149,9 +159,14 @@ def import_command(
 
 
 def _join(
-    run: str | None, runs: Path, classifier: Path | None, denoiser: Path | None,
-    target: RunFolder, saw: str | None, data_root: Path | None,
-) -> None:  # fmt: skip
+    run: str | None,
+    runs: Path,
+    classifier: Path | None,
+    denoiser: Path | None,
+    target: RunFolder,
+    saw: str | None,
+    data_root: Path | None,
+) -> None:
     """Put a denoiser before a classifier, one of them a run's, in a new run folder."""
     other = denoiser if classifier is None else classifier
     if run is None or other is None or (classifier is not None and denoiser is not None):
@@ -167,11 +182,19 @@ def _join(
 
 
 def imported(
-    folder: RunFolder, model: str | None, weights: Path | None, options: Sequence[str] | None,
-    input: str | None, classes: int | None, normalize: str | None, data: str | None,
-    data_root: Path | None, resize: int | None, certify: dict[str, Any] | None,
+    folder: RunFolder,
+    model: str | None,
+    weights: Path | None,
+    options: Sequence[str] | None,
+    input: str | None,
+    classes: int | None,
+    normalize: str | None,
+    data: str | None,
+    data_root: Path | None,
+    resize: int | None,
+    certify: dict[str, Any] | None,
     evaluate: int | None,
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """Import a model from elsewhere into a run folder, and return the run's recipe.
 
     The arguments are the options of the commands. Raises UserError.

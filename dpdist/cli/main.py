@@ -47,8 +47,6 @@ _COMMANDS: dict[str, dict[str, Any]] = {
         "certify": certify.certify_command,
         "attack": audit.attack_command,
         "audit": audit.audit_command,
-        "membership": audit.membership_command,
-        "poison": audit.poison_command,
     },
     "Look at runs, and publish": {
         "report": report.report_command,

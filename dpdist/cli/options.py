@@ -16,7 +16,6 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     PositiveOrZero,
-    Probability,
     ProcessCount,
     RunName,
     validation_message,
@@ -223,17 +222,6 @@ DataRoot = Annotated[
     Path | None,
     path_option("Folder that holds the data sets (data.root of the recipe).", "--data-root"),
 ]
-Archive = Annotated[
-    str | None, option("Copy the run there as it goes: s3://BUCKET/PREFIX.", None, "--archive")
-]
-ArchivePrivate = Annotated[
-    bool,
-    flag(
-        "--archive-private",
-        "The private state too (run key, ledger, checkpoints): brings a lost folder back.",
-    ),
-]
-
 Log = Annotated[
     list[str] | None,
     option(
@@ -250,6 +238,9 @@ Start = Annotated[int | None, option("First input.", CountOrZero)]
 Every = Annotated[int | None, option("Every k-th input.", Count)]
 MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
 Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
+MeasuringWorkers = Annotated[
+    int | None, option("Workers (default: all CPUs).", ProcessCount, "--workers")
+]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
 
 Workers = Annotated[
@@ -259,8 +250,6 @@ Local = Annotated[
     bool | None,
     flag("--local/--ray", "In this process, or on Ray (default: by the size of the work)."),
 ]
-PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
-AnswerError = Annotated[float, option("Error of each answer.", Probability)]
 PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
@@ -292,9 +281,13 @@ def load_trained_recipe(
 
 
 def open_release_if_any(
-    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True,
+    name: str,
+    trusted_factory: str | None,
+    signer: Path | None = None,
+    *,
+    labelled: bool = True,
     numeric: bool = True,
-) -> Release | None:  # fmt: skip
+) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
     labelled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
     UserError, ReleaseError where `signer` is given and did not sign it."""

@@ -108,9 +108,11 @@ def report_command(
     """
     if names is None or len(names) != 1:
         given = {
-            "images": images, "baseline": baseline, "log": log,
+            "images": images,
+            "baseline": baseline,
+            "log": log,
             "technical-file": technical_file or None,
-        }  # fmt: skip
+        }
         if wrong := [name for name, value in given.items() if value is not None]:
             raise UserError(f"--{wrong[0]}: only applies to the report of one run")
     if not names:
@@ -184,9 +186,12 @@ def _write_overview(folder: Path) -> None:
 
 
 def _compare(
-    folders: Sequence[RunFolder], l2: list[float] | None, linf: list[float] | None,
-    picture: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    folders: Sequence[RunFolder],
+    l2: list[float] | None,
+    linf: list[float] | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
     """Print runs side by side, and each later one less the first on the same inputs."""
     from dpdist.core import console
     from dpdist.reports import compare
@@ -260,9 +265,10 @@ def release_command(
 
 _Redraw = Annotated[
     int | None,
-    option("Count K inputs of each table of certificates again, by the test data.", Count,
-           metavar="K"),
-]  # fmt: skip
+    option(
+        "Count K inputs of each table of certificates again, by the test data.", Count, metavar="K"
+    ),
+]
 
 
 def verify_command(
@@ -285,9 +291,12 @@ def verify_command(
         raise UserError("--data-root: only counting again needs data; add --redraw K")
     try:
         rows = verify_release(
-            release, trusted_factory=trust_factory, signer=signer, num_redrawn_inputs=redraw or 0,
+            release,
+            trusted_factory=trust_factory,
+            signer=signer,
+            num_redrawn_inputs=redraw or 0,
             load_data=lambda found: _test_data(found, data_root),
-        )  # fmt: skip
+        )
     except ReleaseError as error:
         print(f"dpdist: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.REFUTED) from None

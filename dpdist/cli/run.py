@@ -15,8 +15,6 @@ import typer
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     FIGURE_PATH,
-    Archive,
-    ArchivePrivate,
     Changes,
     DataRoot,
     Local,
@@ -47,7 +45,8 @@ if TYPE_CHECKING:
 
 
 _Until = Annotated[
-    Literal["pretrain", "train"] | None, option("Stop after this stage of the recipe.")
+    str | None,
+    option("Stop after this stage: pretrain or train.", Literal["pretrain", "train"]),
 ]
 _DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
 
@@ -59,8 +58,6 @@ def run_command(
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
-    archive: Archive = None,
-    archive_private: ArchivePrivate = False,
     local: Local = None,
     until: _Until = None,
     dry_run: _DryRun = False,
@@ -77,9 +74,12 @@ def run_command(
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-        archive=archive, archive_private=archive_private,
-    )  # fmt: skip
+        recipe,
+        changes=parse_changes(changes),
+        name=name,
+        data_root=data_root,
+        workers=workers,
+    )
     if log:
         from dpdist.reports.tracking import check_tracker_address
 

@@ -297,7 +297,7 @@ class CertifiedAccuracy(Section):
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
     of `norm`. alpha: the error of each certificate. sigma: of its noise. measured: clean accuracy
     and range of these inputs, as the table states them. population: what the table
-    states of the population that the inputs were drawn from; releases made before have none.
+    states of the population that the inputs were drawn from.
     """
 
     title: SingleLine
@@ -309,7 +309,7 @@ class CertifiedAccuracy(Section):
     radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
     accuracy: tuple[Ratio, ...]
     measured: SingleLine
-    population: SingleLine | None = None
+    population: SingleLine
 
     @model_validator(mode="after")
     def _check_accuracies(self) -> CertifiedAccuracy:

@@ -342,8 +342,7 @@ def _certified_accuracy_table(table: CertifiedAccuracy) -> str:
         f"| {format_exact(radius)} | {format_percent(share)} % |"
         for radius, share in zip(table.radii, table.accuracy, strict=True)
     ]
-    rows += ["", f"{table.measured}."]
-    rows += [] if table.population is None else ["", f"{table.population}."]
+    rows += ["", f"{table.measured}.", "", f"{table.population}."]
     return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])
 
 

@@ -21,7 +21,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -665,17 +665,6 @@ def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[
 _MAX_PAIRS = 28  # of eight runs; more are for `dpdist report A B`
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """The second run less the first. rows: of `differences.grid`, the header first; notes: what is
-    not compared, and why."""
-
-    first: str
-    second: str
-    rows: list[list[str]] = field(default_factory=list)
-    notes: Sequence[str] = ()
-
-
 def write_overview(folder: Path) -> Path:
     """Write FOLDER/index.html over the finished runs in it; returns the page. The others are named
     with what keeps them from it. Raises UserError where there is no run at all."""
@@ -705,7 +694,10 @@ def write_overview(folder: Path) -> Path:
             runs=[(facts, _report_link(facts), make_verdict(facts)) for facts in runs],
             privacy=privacy_rows(runs),
             grids=[grid for grid in grids if len(grid[1]) > 1],
-            pairs=_run_comparisons(runs),
+            pairs=[
+                _compare_two_runs(*two)
+                for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
+            ],
             left_out=left_out,
         ),
     )
@@ -721,19 +713,16 @@ def _report_link(facts: Facts) -> str | None:
     )
 
 
-def _run_comparisons(runs: Sequence[Facts]) -> list[RunComparison]:
-    """Each two runs, as `dpdist report A B` compares them; of very many the first few."""
-    return [
-        _compare_two_runs(*two)
-        for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
-    ]
+def _compare_two_runs(first: Facts, second: Facts) -> tuple[str, str, list[list[str]], list[str]]:
+    """Return the names of two runs, the second less the first, and what is not compared, and why.
 
-
-def _compare_two_runs(first: Facts, second: Facts) -> RunComparison:
+    The rows are those of `accuracy_difference_rows`, the header first.
+    """
     names = (first.folder.name, second.folder.name)
     try:
         rows, notes = compare.accuracy_differences([first, second], SIZES)
     except UserError as error:
-        return RunComparison(*names, notes=[f"{error}."])
-    found = compare.accuracy_difference_rows(first.folder.name, rows) if rows else []
-    return RunComparison(*names, found, [*notes, *([] if rows else ["Nothing to compare."])])
+        return (*names, [], [f"{error}."])
+    if not rows:
+        return (*names, [], [*notes, "Nothing to compare."])
+    return (*names, compare.accuracy_difference_rows(names[0], rows), notes)

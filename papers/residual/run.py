@@ -1,6 +1,6 @@
 """Residual perturbation's tables at a size that two cores allow: accuracy, gap, and what leaks.
 
-In this process, by the parts that runs and `dpdist membership` are made of. For each row:
+In this process, by the parts that runs and audits of membership are made of. For each row:
 
 * shadow: the paper's protocol, once for each seed: a target on a quarter of the records, judged by
   a network that learnt from one plain shadow (the same for all rows of a seed); and by LiRA, whose

@@ -253,8 +253,9 @@ class Bench:
                 load_model(load_recipe(folder.recipe_file), folder)
             ).is_random
             self.command(
-                "attack", name, *runs, "--norm", "l2", "--attacks", ",".join(self.attacks),
-                "--sizes", sizes, "--every", every, *(("--n", "200") if noisy else ()),
+                "attack", name, *runs, "--set", "norm=l2", "--set", f"sizes=[{sizes}]",
+                "--set", f"attacks=[{','.join(self.attacks)}]", "--set", f"every={every}",
+                *(("--set", "n=200") if noisy else ()),
             )  # fmt: skip
 
     def place(self, row: Row) -> Path:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.certificates import shift_classes
 from support.local_execution import call
+from support.settings import sets
 
 import dpdist.data
 from dpdist import models
@@ -75,8 +76,9 @@ def good(*arguments: object) -> str:
 def attacked(here: None, runs: Path) -> tuple[Path, str]:
     good("certify", "small", "--runs", runs)
     output = good(
-        "attack", "small", "--runs", runs, "--norm", "l2", "--sizes", "0.2,1.0", "--steps", 4,
-        "--attacks", "fgsm,pgd", "--smoothed", "--max-inputs", 20, "--n", 300, "--draws", 4,
+        "attack", "small", "--runs", runs, "--smoothed",
+        *sets("norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
+        *sets("max_inputs=20", "n=300", "draws=4"),
     )  # fmt: skip
     return runs / "small", output
 
@@ -122,8 +124,7 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
 
 def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--sizes", "0.05", "--attacks", "fgsm",
-        "--max-inputs", 10,
+        "attack", "small", "--runs", runs, *sets("sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
     )  # fmt: skip
     assert "the network itself" in output and "another classifier than the attacked" in output
     assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
@@ -142,7 +143,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
 @pytest.mark.long
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--check-certificates", "--steps", 4, "--draws", 4
+        "attack", "small", "--runs", runs, "--check-certificates", *sets("steps=4", "draws=4")
     )
     assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
     # The same table, each certificate of another class.
@@ -151,8 +152,8 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     false = source.parent.with_name("false") / source.name
     certificates.write(shift_classes(table), false)
     result = call(
-        "attack", "small", "--runs", runs, "--check-certificates", "--certificates", "false",
-        "--step-scale", 5,
+        "attack", "small", "--runs", runs, "--check-certificates",
+        *sets("certificates='false'", "step_scale=5"),
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
     facts = read_facts(RunFolder(runs / "small"))
@@ -166,27 +167,38 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--norm", "l1"], "attack.norm: must be one of linf, l2"),
-        (["--sizes", "a"], "--sizes: give numbers"),
-        (["--attacks", "cw"], "attack.attacks: must be out of"),
+        (["--set", "norm=l1"], "attack.norm: must be one of linf, l2"),
+        (["--set", "sizes=[a]"], "--set: sizes.0: "),
+        (["--set", "sizes=0"], "--set: sizes.0: must be > 0, got 0"),
+        (["--set", "colour=1"], "--set: colour: unknown key"),
+        (["--set", "attacks=[cw]"], "attack.attacks: must be out of"),
         (
-            ["--attacks", "fgsm", "--steps", "10"],
+            sets("attacks=[fgsm]", "steps=10"),
             "attack.steps: must be left out with attacks fgsm",
         ),
-        (["--attacks", "fgsm,mim", "--restarts", "1"], "attack.restarts: must be left out"),
-        (["--attacks", "mim", "--step-scale", "2.5"], "attack.step_scale: must be left out"),
         (
-            ["--check-certificates", "--attacks", "mim", "--restarts", "2"],
+            sets("attacks=[fgsm,mim]", "restarts=1"),
+            "attack.restarts: must be left out",
+        ),
+        (
+            sets("attacks=[mim]", "step_scale=2.5"),
+            "attack.step_scale: must be left out",
+        ),
+        (
+            ["--check-certificates", *sets("attacks=[mim]", "restarts=2")],
             "attack.restarts: must be",
         ),
-        (["--draws", "16"], "--draws: must be left out: the model has no noise"),
-        (["--n", "1000", "--alpha", "0.001"], "--n, --alpha: must be left out: the model has no"),
-        (["--sigma", "0.1", "--smoothed"], "give --sigma or --smoothed"),
-        (["--check-certificates", "--norm", "l2", "--n", "5"], "--norm, --n: not with"),
-        (["--certificates", "x"], "only with --check-certificates"),
-        (["--claim", "as_printed_linf"], "only with --check-certificates"),
-        (["--check-certificates", "--certificates", "x"], "x: no such table in"),
-        (["--start", "5000"], "no inputs chosen out of"),
+        (["--set", "draws=16"], "--set draws: must be left out: the model has no noise"),
+        (
+            sets("n=1000", "alpha=0.001"),
+            "--set n, alpha: must be left out: the model has no",
+        ),
+        (["--set", "sigma=0.1", "--smoothed"], "--smoothed: must be left out"),
+        (["--check-certificates", *sets("norm=l2", "n=5")], "--set norm, n: not with"),
+        (["--set", "certificates=x"], "only with --check-certificates"),
+        (["--set", "claim=as_printed_linf"], "only with --check-certificates"),
+        (["--check-certificates", "--set", "certificates=x"], "x: no such table in"),
+        (["--set", "start=5000"], "no inputs chosen out of"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused(

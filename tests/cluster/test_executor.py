@@ -780,10 +780,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("certify", "x"),
         ("certify", "x", "--set", "attacked.attack=pgd", "--set", "attacked.size=0.1"),
         ("certify", "runs/x/release"),
-        ("attack", "x", "--sizes", "0.1"),
+        ("attack", "x", "--set", "sizes=[0.1]"),
         ("attack", "x", "--check-certificates"),
-        ("poison", "new.yaml", "--models", "4", "--select", "1"),
-        ("membership", "new.yaml"),
+        ("audit", "new.yaml", "--kind", "poison", "--set", "models=4", "--set", "select=1"),
+        ("audit", "new.yaml", "--kind", "membership"),
     ],
     ids=" ".join,
 )

@@ -103,18 +103,17 @@ OPTIONS = {
     ("budget",): {"folder": ".", "delta": 1e-5},
     ("certify", "x"): {"sigma": 1, "n": 10, "radii": "0.1", "set": "certify.max_inputs=1",
                        "workers": 1, "output": "o", "runs": "runs"},
-    ("attack", "x"): {"norm": "l2", "sizes": "0.1", "attacks": "pgd", "steps": 1, "restarts": 1,
-                      "step-scale": 1, "sigma": 1, "draws": 1, "n": 1, "alpha": 0.1, "seed": "s",
-                      "labels": "true", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
-                      "certificates": "a"},
+    ("attack", "x"): {"set": "sizes=[0.1]", "workers": 1},
+    ("audit", "x", "--kind", "membership"): {"set": "models=1"},
+    ("audit", "x", "--kind", "poison"): {"set": "select=66"},
     ("predict", "x", "i.npy"): {"set": "certify.n=50", "runs": "runs"},
     ("report", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
     ("import", "n"): {"run": "x", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
-    ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
+    ("run", "digits", "--dry-run"): {"name": "n", "workers": 1},
     ("data", "list"): {"data-root": "."},
     ("cluster", "fetch", "file:///nowhere"): {"into": "i"},
-    ("cluster", "restore", "file:///nowhere"): {"name": "n", "runs": "r"},
+    ("cluster", "fetch", "--restore", "file:///nowhere"): {"name": "n", "into": "r"},
 }  # fmt: skip
 ARGUMENTS = [v for v in (*TEXTS, *map(str, VALUES[:27])) if "\0" not in v]  # argv holds no NUL
 
@@ -253,7 +252,11 @@ def test_archives(fuzz, tmp_path, finished):
         else:
             target = draw(st.sampled_from(files))
             how = f"{target.name}: {damage(target, draw)}"
-        command = draw(st.sampled_from([["fetch"], ["restore"], ["restore", "--name", "y"]]))
+        command = draw(
+            st.sampled_from(
+                [["fetch"], ["fetch", "--restore"], ["fetch", "--restore", "--name", "y"]]
+            )
+        )
         fuzz.call(how, tmp_path / "here", "cluster", *command, url)
         shutil.rmtree(tmp_path / "here")
         (tmp_path / "here").mkdir()

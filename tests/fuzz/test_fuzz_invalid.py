@@ -536,7 +536,7 @@ def test_archives(finished, tmp_path):
         how = damage(target, data.draw)
         changed = listing(store) != listing(whole)
         url = f"file://{store}"
-        fuzz.call((target.name, how), here, "cluster", "restore", url, invalid=changed)
+        fuzz.call((target.name, how), here, "cluster", "fetch", "--restore", url, invalid=changed)
         shutil.rmtree(here)
         here.mkdir()
 

@@ -415,7 +415,7 @@ def test_all_commands(
     dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
     few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
     dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)
-    dpdist("attack", "f", "--attacks", "pgd", "--steps", 2, *few)
+    dpdist("attack", "f", "--set", "attacks=[pgd]", "--set", "steps=2", *few)
     assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
     dpdist("release", "f")
     card = (run / "release" / "privacy_card.md").read_text()

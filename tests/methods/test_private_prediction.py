@@ -259,7 +259,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     why = "trained without privacy and never leave"
     for asked in (
         ("release", "x"), ("release", "x", "--not-private"), ("certify", "x", "--sigma", 0.5),
-        ("attack", "x", "--norm", "l2"), ("membership", "x.yaml"),
+        ("attack", "x", "--set", "norm=l2"), ("audit", "x.yaml", "--kind", "membership"),
         ("audit", "x"), ("audit", "x.yaml"), ("import", "y", "--run", "x", "--classifier", "x"),
     ):  # fmt: skip
         one_line(here(*asked), why)

@@ -14,6 +14,7 @@ from scipy.linalg import expm
 from support.benchmarks import load as load_benchmark
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train, train_and_crash
 from torch import Tensor, nn
 
@@ -280,11 +281,15 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     said = dpdist("predict", "r", "x.npy", "--set", "certify.n=100")
     assert label & set(said.split()), said
     assert "fgsm" in dpdist(
-        "attack", "r", "--norm", "l2", "--sizes", "0.5", "--attacks", "fgsm", "--n", 20,
-        "--draws", 2, "--max-inputs", 2,
+        "attack", "r",
+        *sets("norm=l2", "sizes=[0.5]", "attacks=[fgsm]", "n=20", "draws=2", "max_inputs=2"),
     )  # fmt: skip
     said = dpdist(
-        "membership", "r.yaml", "--models", 2, "--attack", "rmia,shadow", "--passes", "2,3"
+        "audit",
+        "r.yaml",
+        "--kind",
+        "membership",
+        *sets("models=2", "attacks=[rmia,shadow]", "passes=[2,3]"),
     )
     for title in ("rmia, mean of 2 passes", "rmia, mean of 3", "shadow, mean of 3", "shadow: "):
         assert title in said

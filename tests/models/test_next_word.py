@@ -268,13 +268,15 @@ def test_complaints(root, tmp_path):
         prepare(label, RunFolder(tmp_path / "run"), "test")
 
 
-@pytest.mark.parametrize("name", ["membership", "poison"])
-def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, name):
+@pytest.mark.parametrize("kind", ["membership", "poison"])
+def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, kind):
     file = tmp_path / "x.yaml"
     file.write_text(recipe_of(root).to_yaml())
-    done = CliRunner().invoke(app, [name, str(file), "--runs", str(tmp_path / "runs")])
+    done = CliRunner().invoke(
+        app, ["audit", str(file), "--kind", kind, "--runs", str(tmp_path / "runs")]
+    )
     assert isinstance(done.exception, UserError)
-    assert str(done.exception).startswith(f"dpdist {name}: is for records of one label")
+    assert str(done.exception).startswith("dpdist audit: is for records of one label")
     assert not (tmp_path / "runs").exists()
 
 

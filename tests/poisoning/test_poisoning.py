@@ -1,4 +1,4 @@
-"""`dpdist poison`: whose votes count, what they certify, and that none of it leaves private/."""
+"""Votes against poisoning: whose count, what they certify, and that none leaves private/."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load as load_tensors
 from scipy import stats
+from support.settings import sets
 from support.training import make
 
 from dpdist import models, pipeline
@@ -100,7 +101,7 @@ def test_an_input_may_move_besides() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"select": 3}, "--select"), ({"radii": (0.0, 0.1)}, "--sigma")],
+    [({"select": 3}, "select"), ({"radii": (0.0, 0.1)}, "sigma")],
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -286,7 +287,11 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         assert votes.vote[number].tolist() == said.tolist()
     # How many records data.max_train lets in follows from their number: a change must leave that.
     done = dpdist_without_ray(
-        "poison", "x.yaml", "--partitions", "--models", 4, "--every", 20, "--seed", SEED
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("partitions=true", "models=4", "every=20", f"seed={SEED}"),
     )
     assert done.code == 0 and "data.max_train is a share of it" in done.out
 
@@ -306,8 +311,14 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe_of(tmp_path)
-    asked = ("poison", "x.yaml", "--models", 6, "--select", 2, "--alpha", 0.3, "--every", 40)
-    done = dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv")
+    asked = (
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("models=6", "select=2", "alpha=0.3", "every=40"),
+    )
+    done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv")
     assert done.code == 0, done.err
     for said in ("changed records withstood", "% at 1", "these votes, if published", "zero-out"):
         assert said in done.out, said
@@ -322,10 +333,10 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
     (home / "journal.jsonl").write_text("".join(lines[:3]))
     shutil.rmtree(home / "models/0004")
-    assert dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
+    assert dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv").out == done.out
     assert (home / "votes.parquet").read_bytes() == table
     # Of another seed: said without the secret one.
-    done = dpdist_without_ray(*asked, "--seed", SEED)
+    done = dpdist_without_ray(*asked, "--set", f"seed={SEED}")
     secret = json.loads((home / "settings.json").read_text())["seed"]
     assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
 
@@ -336,32 +347,38 @@ def test_mistakes_are_told_before_a_model_is_trained(
     begun(recipe_of(tmp_path), tmp_path)
     before = sorted((tmp_path / "runs").rglob("*"))
     for asked, complaint in (
-        (("--models", 6, "--select", 6), "--select"),
-        (("--radii", "0.1"), "--sigma"),
-        (("--partitions", "--sigma", 0.1), "--partitions"),
-        (("--partitions", "--radii", "0.1"), "--partitions"),
-        (("--seed", "12"), "seed"),
-        (("--start", 10_000), "no test input"),
+        (sets("models=6", "select=6"), "select"),
+        (("--set", "radii=[0.1]"), "sigma"),
+        (sets("partitions=true", "sigma=0.1"), "partitions"),
+        (sets("partitions=true", "radii=[0.1]"), "partitions"),
+        (("--set", "seed=12"), "seed"),
+        (("--set", "start=10000"), "no test input"),
         (("--csv", "runs/x/certificates.csv"), "may be published"),
         (("--csv", "runs/x/private/run_key"), "must end in .csv"),
-        (("--partitions", "--alpha", 0.1), "--alpha: goes with models that draw"),
-        (("--partitions", "--select", 3), "--select: goes with models that draw"),
-        (("--partitions", "--bag", 3), "choose one"),
-        (("--bag", 10_000), "--bag: x has"),
-        (("--bag", 5, "--select", 66), "--select"),
-        (("--models", 1_000_000_000), "--models: must be <= 10000"),
+        (
+            sets("partitions=true", "alpha=0.1"),
+            "--set alpha: goes with models that draw",
+        ),
+        (
+            sets("partitions=true", "select=3"),
+            "--set select: goes with models that draw",
+        ),
+        (sets("partitions=true", "bag=3"), "choose one"),
+        (("--set", "bag=10000"), "--set bag: x has"),
+        (sets("bag=5", "select=66"), "select"),
+        (("--set", "models=1000000000"), "models: must be <= 10000"),
     ):
-        done = dpdist_without_ray("poison", "x.yaml", *asked)
+        done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", *asked)
         assert done.code == 2 and complaint in done.err, (asked, done.err)
         assert sorted((tmp_path / "runs").rglob("*")) == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "MOST_VOTES", 1000)
-        done = dpdist_without_ray("poison", "x.yaml", "--models", 50)
+        done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", "--set", "models=50")
     assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
     assert sorted((tmp_path / "runs").rglob("*")) == before
     free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
     assert free.privacy.noise_multiplier == 0
-    done = dpdist_without_ray("poison", "x.yaml", "--name", "free")
+    done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", "--set", "name=free")
     assert done.code == 2 and "no trade-off curve" in done.err
 
 
@@ -370,8 +387,14 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
-    asked = ("poison", "x.yaml", "--bag", 30, "--models", 8, "--select", 2, "--every", 40)
-    done = dpdist_without_ray(*asked, "--alpha", 0.3, "--seed", SEED, "--changes", "0,1")
+    asked = (
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("bag=30", "models=8", "select=2", "every=40"),
+    )
+    done = dpdist_without_ray(*asked, *sets("alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
     assert done.code == 0, done.err
     for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
         assert said in done.out, said
@@ -382,7 +405,7 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     voter = Voter(setup_of(recipe, settings))
     own, _ = settings.training_plan(recipe, len(voter._records))
     assert own.privacy.clipping == "none"
-    sets = []
+    member_sets = []
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         members = draw_subset(derive_key(key, "bag"), len(voter._records), 30)
@@ -392,8 +415,8 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
         assert votes.vote[number].tolist() == said.tolist()
-        sets.append(members)
-    assert members.sum() == 30 and (sets[0] != sets[1]).any()
+        member_sets.append(members)
+    assert members.sum() == 30 and (member_sets[0] != member_sets[1]).any()
     # A model whose logits are no numbers votes for nothing, as one whose training diverged.
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -466,7 +489,13 @@ def write_points(folder: Path, copied: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "how", [(), ("--partitions",), ("--bag", 10)], ids=["private", "partitions", "bags"]
+    "how",
+    [
+        (),
+        ("--set", "partitions=true"),
+        ("--set", "bag=10"),
+    ],
+    ids=["private", "partitions", "bags"],
 )
 def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
     dpdist_without_ray: Any, tmp_path: Path, how: tuple[Any, ...]
@@ -487,10 +516,17 @@ def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
     said = []
     for copied in (0, 1, 3):
         write_points(tmp_path / "mine", copied)
-        asked = ("poison", "x.yaml", "--models", 4, "--select", 1, "--seed", SEED, *how[:2])
-        if how == ("--partitions",):
-            asked = ("poison", "x.yaml", "--models", 4, "--seed", SEED, *how)
-        done = dpdist_without_ray(*asked, "--changes", "0,1", "--runs", f"runs-{copied}")
+        asked = (
+            "audit",
+            "x.yaml",
+            "--kind",
+            "poison",
+            *sets("models=4", "select=1", f"seed={SEED}"),
+            *how[:2],
+        )
+        if how == ("--set", "partitions=true"):
+            asked = ("audit", "x.yaml", "--kind", "poison", *sets("models=4", f"seed={SEED}"), *how)
+        done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--runs", f"runs-{copied}")
         assert done.code == 0, done.err
         assert "records whose input is a test input" in done.out
         (path,) = (tmp_path / f"runs-{copied}").rglob("votes.parquet")

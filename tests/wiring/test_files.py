@@ -113,7 +113,16 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     pages = {name for name in outside(run) if name.startswith("report/")}
     assert outside(run) - pages == BEGUN | RELEASE | certified
 
-    dpdist("attack", "small", "--max-inputs", "4", "--attacks", "fgsm", "--sizes", "0.1")
+    dpdist(
+        "attack",
+        "small",
+        "--set",
+        "max_inputs=4",
+        "--set",
+        "attacks=[fgsm]",
+        "--set",
+        "sizes=[0.1]",
+    )
     attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
     pages = {name for name in outside(run) if name.startswith("report/")}
     assert {Path(n).name for n in attacked} == {"attacks.parquet", "journal.jsonl", "settings.json"}
