@@ -633,9 +633,10 @@ def run_case(folder: Path, name: str, old: Path | None = None) -> None:
 
 
 def _pin(old: Path, new: Path) -> None:
-    """Let an attack, or the certification of a release, execute what the recorded one did: its seed
-    or its form of the classifier cannot be asked for."""
-    found = [*old.glob("runs/*/attacks/*/settings.json"), *old.glob("certificates/*/*/*.json")]
+    """Let the certification of a release execute what the recorded one did: its seed or its form of
+    the classifier cannot be asked for. Attacks are given their seed; their check batch, whose
+    digest is pinned with the form, is that of certifications since they count by its worker."""
+    found = [*old.glob("certificates/*/*/*.json")]
     for settings in found:
         place = new / settings.parent.relative_to(old)
         begun = "runs" not in settings.relative_to(old).parts or place.parent.parent.exists()
