@@ -770,30 +770,37 @@ def build_checked_counter(assignment: Assignment) -> Any:
 CLEAN_DRAWS = 16  # of a model's own noise
 
 
-def wrong_clean_answers(
-    model: nn.Module, dataset: Any, indices: Sequence[int], seed: str, batch: int
-) -> list[int]:
-    """Return which of the inputs a model answers wrongly without smoothing noise.
+@dataclass(frozen=True)
+class CleanBatch:
+    """Inputs that are answered without smoothing noise. first: the place of the first one."""
 
-    Args:
-        model: in evaluation mode; one with noise of its own answers by its mean scores.
-        dataset: inputs and labels by position.
-        indices: positions of the inputs.
-        seed: of the model's own noise.
-        batch: most inputs at a time.
+    first: int
+    inputs: np.ndarray
+
+
+class CleanWorker:
+    """Called with a batch; returns the class of each input without smoothing noise.
+
+    A model with noise of its own answers by its mean scores.
     """
-    model, random = fresh_copy(model.eval()), find_noise_location(model).is_random
-    labels, wrong = np.asarray(dataset.labels), list[int]()
-    for start in range(0, len(indices), batch):
-        chosen = np.asarray(indices[start : start + batch])
-        inputs = dataset.batch(chosen)
+
+    def __init__(self, assignment: Assignment) -> None:
+        inference.use_single_thread()
+        assignment = assignment.on_device()
+        self._model, self._device = fresh_copy(assignment.model.eval()), assignment.device
+        self._random = find_noise_location(assignment.model).is_random
+        self._seed = assignment.stream_keys.seed
+
+    def __call__(self, batch: CleanBatch) -> list[int]:
+        inputs = array_to_tensor(batch.inputs).to(self._device)
         with torch.inference_mode():
-            if random:
-                answers = expected_log_scores(model, inputs, CLEAN_DRAWS, seed, start)
+            if self._random:
+                answers = expected_log_scores(
+                    self._model, inputs, CLEAN_DRAWS, self._seed, batch.first
+                )
             else:
-                answers = model(inputs)
-        wrong += chosen[predicted_classes(answers).numpy() != labels[chosen]].tolist()
-    return wrong
+                answers = self._model(inputs)
+        return list(predicted_classes(answers).tolist())
 
 
 def expected_log_scores(
