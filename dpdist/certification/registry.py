@@ -56,10 +56,13 @@ def _of_one_kind(section: Any) -> Any:
         raise key_error("mode", f"must be one of {', '.join(BY_MODE)}, got {mode!r}")
     fields = BY_MODE[mode].model_fields
     own = {key: value for key, value in section.items() if key in fields or value is not None}
-    own.pop("mode", None)
     if own.get("bound") == _USUAL and "noise" in fields and "bound" not in fields:
         del own["bound"]
-    return own | ({"mode": mode} if "mode" in fields else {})
+    if "mode" not in fields:
+        own.pop("mode", None)
+    elif own.get("mode", mode) is not None:
+        own["mode"] = mode
+    return own
 
 
 AnyCertificate = Annotated[
