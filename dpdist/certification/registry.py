@@ -28,12 +28,13 @@ CERTIFICATES: tuple[type[Certificate], ...] = (
     ExpectedScores,
 )  # fmt: skip
 BY_MODE: dict[str, type[Certificate]] = {kind.mode_name(): kind for kind in CERTIFICATES}
+_USUAL = "clopper-pearson"  # bound of votes, where none is named
 # What `bound` chooses between two modes of a fixed number of draws.
 _BY_BOUND: dict[tuple[Any, Any], str] = {
     ("fixed", "hoeffding"): "hoeffding",
+    ("hoeffding", _USUAL): "fixed",
     ("scores", "betting"): "betting",
 }
-_USUAL = "clopper-pearson"  # bound of votes, where none is named
 
 
 def _mode_of(section: Any) -> str:

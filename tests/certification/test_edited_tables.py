@@ -13,7 +13,6 @@ from support.certificates import Data
 from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
 
-from dpdist.attacks import job as attacks
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import read_attack
@@ -260,7 +259,7 @@ def test_labels_under_attack_are_those_of_the_data(
 
     settings = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
     model = model_of(tmp_path / "model", noisy=False)
-    table = attacks.attack_model(model, Data(10), settings, tmp_path / "out")
+    table = certificates.attack_model(model, Data(10), settings, tmp_path / "out")
     rows = table.to_pylist()
     for change in (range(len(rows)), [3]):
         changed = [dict(row) for row in rows]
