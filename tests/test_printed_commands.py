@@ -189,7 +189,7 @@ def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkey
         ("dpdist shine digits", "no command shine"),
         ("dpdist attack digits-2", "no run that a page names"),
         ("dpdist attack digits --set 'attacks=[fgsm,pdg]'", "attacks"),
-        ("dpdist certify digits --at attacked:pgd", "--at"),
+        ("dpdist certify digits --set attack.size=1", "--set attack.size"),
         ("dpdist audit digits --kind membership --set 'attacks=[shadows]'", "shadows"),
         ("dpdist run digits --data-root DATA, with 4", "unexpected extra argument"),
         ("python papers/secure-sgd/run.py --seed one", "2"),

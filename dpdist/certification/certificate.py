@@ -170,6 +170,10 @@ class ClassCounter(Protocol):
         """
         ...
 
+    def for_purpose(self, purpose: str) -> ClassCounter:
+        """Return the same counter with noise of its own."""
+        ...
+
 
 class NoiseSampler(Protocol):
     """A sampler of the place where a model is random.

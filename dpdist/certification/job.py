@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from dpdist import models
 from dpdist.certification import inference, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
@@ -20,11 +21,13 @@ from dpdist.certification.registry import require_readable
 from dpdist.certification.subject import Subject
 from dpdist.certification.table import CertificateTable
 from dpdist.certification.worker import (
+    CLEAN_DRAWS,
     Assignment,
+    CleanBatch,
+    CleanWorker,
     InputWorkUnit,
     Worker,
     probe,
-    wrong_clean_answers,
 )
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_JOB_SECONDS, LocalExecutor, current_executor
@@ -44,6 +47,7 @@ from dpdist.cluster.resumable_job import (
     WorkUnit as Interval,
 )
 from dpdist.cluster.session import is_elastic
+from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     parse_any_json,
@@ -53,6 +57,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.randomness import keys
+from dpdist.randomness.noise_location import find_noise_location
 
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
@@ -191,13 +196,11 @@ class CertificationJob(JobSpec):
         low, high = tables.input_range(self._dataset, self._indices)
         if self._log is not None:
             self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
-        seed = self._assignment.stream_keys.seed
-        wrong = wrong_clean_answers(
-            self._assignment.model, self._dataset, self._indices, seed, min(spec.batch, _CLEAN_ROWS)
-        )
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
+        answers = self._clean_answers(assignment, spec)
+        wrong = np.asarray(self._indices)[answers != labels].tolist()
         return {
-            "seed": seed,
+            "seed": self._assignment.stream_keys.seed,
             tables.INPUT_SHAPE: list(self._assignment.input_shape),
             tables.INPUT_RANGE: [low, high],
             tables.CLEAN_WRONG: " ".join(map(str, wrong)),
@@ -205,6 +208,30 @@ class CertificationJob(JobSpec):
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
             job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(self._indices, labels),
         }
+
+    def _clean_answers(self, assignment: Assignment, spec: ClassifierSpec) -> np.ndarray:
+        """Return the class of each input without smoothing noise, int64, by the workers.
+
+        One process would take long to answer with a huge network before the first draw.
+        """
+        rows, count = min(spec.batch, _CLEAN_ROWS), len(self._indices)
+        answers = np.full(count, models.NO_CLASS, np.int64)
+
+        def chunks() -> Iterator[Chunk]:
+            for first in range(0, count, rows):
+                chosen = np.asarray(self._indices[first : first + rows])
+                inputs = self._dataset.batch(chosen).numpy()
+                yield Chunk(f"clean inputs {first}..", CleanBatch(first, inputs))
+
+        def keep(key: Any, classes: list[int]) -> None:
+            first = int(key.removeprefix("clean inputs ").removesuffix(".."))
+            answers[first : first + len(classes)] = classes
+
+        passes = CLEAN_DRAWS if find_noise_location(assignment.model).is_random else 1
+        small = count * passes <= SMALL_JOB_SECONDS * spec.rate and assignment.gpus == 0
+        pool = PoolSettings(num_gpus=assignment.gpus)
+        current_executor().place(small).run_chunks(CleanWorker, assignment, chunks(), keep, pool)
+        return answers
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         """Return the task for what settings.json pins."""

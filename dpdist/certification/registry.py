@@ -28,12 +28,13 @@ CERTIFICATES: tuple[type[Certificate], ...] = (
     ExpectedScores,
 )  # fmt: skip
 BY_MODE: dict[str, type[Certificate]] = {kind.mode_name(): kind for kind in CERTIFICATES}
+_USUAL = "clopper-pearson"  # bound of votes, where none is named
 # What `bound` chooses between two modes of a fixed number of draws.
 _BY_BOUND: dict[tuple[Any, Any], str] = {
     ("fixed", "hoeffding"): "hoeffding",
+    ("hoeffding", _USUAL): "fixed",
     ("scores", "betting"): "betting",
 }
-_USUAL = "clopper-pearson"  # bound of votes, where none is named
 
 
 def _mode_of(section: Any) -> str:
@@ -56,10 +57,13 @@ def _of_one_kind(section: Any) -> Any:
         raise key_error("mode", f"must be one of {', '.join(BY_MODE)}, got {mode!r}")
     fields = BY_MODE[mode].model_fields
     own = {key: value for key, value in section.items() if key in fields or value is not None}
-    own.pop("mode", None)
     if own.get("bound") == _USUAL and "noise" in fields and "bound" not in fields:
         del own["bound"]
-    return own | ({"mode": mode} if "mode" in fields else {})
+    if "mode" not in fields:
+        own.pop("mode", None)
+    elif own.get("mode", mode) is not None:
+        own["mode"] = mode
+    return own
 
 
 AnyCertificate = Annotated[

@@ -104,7 +104,9 @@ def resolve_settings(
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-    sigma = asked.get("sigma") or (None if default is None else default.sigma)
+    sigma = asked.get("sigma")
+    if sigma is None and default is not None:
+        sigma = default.sigma
     sigma = resolve_smoothing_sigma(model, sigma, path)
     return settings_of({**asked, "sigma": sigma}, default)
 
@@ -280,7 +282,8 @@ def _certify_run(
         for key, value in asked[section].items()
     }
     recipe = load_trained_recipe(folder, None, "certify", changes)
-    if asked["certify"].get("sigma") or (recipe.certify is not None and recipe.certify.sigma):
+    default = None if recipe.certify is None else recipe.certify.sigma
+    if asked["certify"].get("sigma", default) is not None:
         settings_of(asked["certify"], recipe.certify)  # refused before torch is loaded
     from dpdist import pipeline
     from dpdist.evaluation import load_subject
@@ -333,16 +336,22 @@ def _table_folder(named: str) -> Path | None:
 
 def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateTable:
     """Write the stored counts of a table at another error, beside it. Raises UserError."""
+    from pydantic import TypeAdapter, ValidationError
+
     from dpdist.certification import table as tables
     from dpdist.certification.table_reader import read, recertify
     from dpdist.cluster.job_folder import SETTINGS
     from dpdist.runs.folder import RunFolder
 
-    alpha = asked["certify"].pop("alpha", None)
-    if any(asked.values()) or not isinstance(alpha, float | int):
+    stated = asked["certify"].pop("alpha", None)
+    try:
+        alpha = TypeAdapter(Probability).validate_python(stated)
+    except ValidationError:
+        alpha = None
+    if any(asked.values()) or alpha is None:
         raise UserError(
             f"{folder}: is a table, whose counts are certified again without the model: give "
-            "--set certify.alpha=A, and nothing else"
+            "--set certify.alpha=A with A between 0 and 1, and nothing else"
         )
     table = recertify(tables.read(folder / tables.TABLE), alpha)
     new = folder.with_name(f"{folder.name}-alpha-{alpha:g}")
@@ -627,11 +636,10 @@ def _predict_smoothed(
     from dpdist import models
 
     options = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA} | given
-    if options["n"] > MAX_DRAWS:
-        raise UserError(f"certify.n: must be at most {MAX_DRAWS:,}, got {options['n']:,}")
     spec = models.read_spec(saved_model.path)
     inputs = _read_images(saved_model, images, spec.input_shape)
     console.log(f"{saved_model.path}: loading the model")
+    from dpdist.certification.noise import format_radius
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import find_noise_location, resolve_smoothing_sigma
@@ -644,6 +652,8 @@ def _predict_smoothed(
         return
     sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
     settings = settings_of(options | {"sigma": sigma})
+    if settings.n > MAX_DRAWS:
+        raise UserError(f"certify.n: must be at most {MAX_DRAWS:,}, got {settings.n:,}")
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
@@ -655,8 +665,14 @@ def _predict_smoothed(
             with console.progress(path.name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        named = None if label == -1 else saved_model.classes[label]
-        _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
+        said = "ABSTAIN" if label == -1 else saved_model.classes[label]
+        if label != -1 and radius is not None:
+            said += f" (L2 radius {format_radius(radius)})"
+        more = {
+            "abstain": label == -1, "radius": radius, "norm": "l2", "sigma": sigma,
+            "alpha": settings.alpha,
+        }  # fmt: skip
+        _print_label(path, saved_model.classes, label, more, said, as_json)
 
 
 def _refuse_smoothing(given: dict[str, Any], label_only: bool, what: str) -> None:
@@ -700,14 +716,10 @@ def _tell_plain_labels(
     with torch.inference_mode():
         labels = models.predicted_classes(model(torch.stack(inputs))).tolist()
     for path, label in zip(images, labels, strict=True):
-        named = None if label == -1 else saved.classes[label]
-        if as_json:
-            answer = {"image": str(path), "label": label, "class": named, "abstain": label == -1}
-            uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
-            console.print_json(answer | uncertified | {"certified": False})
-        else:
-            said = "no answer: its numbers are not finite" if named is None else named
-            typer.echo(f"{path}: {said} (no certificate)")
+        said = "no answer: its numbers are not finite" if label == -1 else saved.classes[label]
+        uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
+        more = {"abstain": label == -1, **uncertified, "certified": False}
+        _print_label(path, saved.classes, label, more, f"{said} (no certificate)", as_json)
 
 
 def _predict_with_paid_answers(
@@ -719,42 +731,19 @@ def _predict_with_paid_answers(
     inputs = torch.stack([_read_image(saved, path, oracle.input_shape) for path in images])
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
-        if as_json:
-            answer = {
-                "image": str(path),
-                "label": label,
-                "class": saved.classes[label],
-                "scores": scores,
-            }
-            console.print_json(answer)
-        else:
-            typer.echo(f"{path}: {saved.classes[label]}")
+        _print_label(path, saved.classes, label, {"scores": scores}, saved.classes[label], as_json)
     console.log(f"{oracle.answers_left:,} answers are left")
 
 
-def _print_answer(
-    path: Path,
-    label_and_name: tuple[int, str | None],
-    radius: float | None,
-    sigma: float | None,
-    alpha: float,
-    as_json: bool,
+def _print_label(
+    path: Path, classes: Sequence[str], label: int, more: dict[str, Any], said: str, as_json: bool
 ) -> None:
-    """label_and_name: the label, -1 where there is none, and what its class is called."""
-    from dpdist.certification.noise import format_radius
-
-    label, named = label_and_name
+    """Print an input's label, -1 where there is none, as JSON with more keys, or as it is said."""
     if as_json:
-        answer: dict[str, Any] = {"image": str(path), "label": label, "class": named}
-        answer["abstain"] = label == -1
-        answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
-        console.print_json(answer)
-    elif label == -1:
-        typer.echo(f"{path}: ABSTAIN")
-    elif radius is None:
-        typer.echo(f"{path}: {named}")
+        named = None if label == -1 else classes[label]
+        console.print_json({"image": str(path), "label": label, "class": named, **more})
     else:
-        typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
+        typer.echo(f"{path}: {said}")
 
 
 def _with_rows(saved: _SavedModel, files: list[Path]) -> _SavedModel:

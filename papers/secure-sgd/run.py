@@ -42,10 +42,10 @@ from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
-from dpdist.certification.expected_scores import ExpectedScores, ScoreTable
+from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.inference import ClassifierSpec
 from dpdist.certification.statistics import compare
 from dpdist.certification.worker import expected_log_scores
@@ -165,14 +165,13 @@ def certified(
     )
     assignment = replace(assignment, spec=certifying.probe(assignment))
     worker = certifying.Worker(assignment)
-    kind = ScoreTable(ExpectedScores)
     lines = [
-        kind.row(settings, index, label, worker.certify(each, index), place)
+        settings.table_row(index, label, worker.certify(each, index), place)
         for index, label, each in zip(chosen.tolist(), labels.tolist(), x, strict=True)
     ]
-    table = pa.Table.from_pylist(lines, schema=kind.schema())
+    table = pa.Table.from_pylist(lines, schema=settings.table_schema())
     found: dict[str, Any] = {}
-    for one in kind.read_sizes(table):
+    for one in settings.read_sizes(table):
         held, name = one.size_if_correct(labels), f"{one.name}_{one.norm}"
         for size in COLUMNS.get(name, ()):
             found.setdefault(name, {})[f"{size:g}"] = bits(held >= size)
@@ -194,10 +193,10 @@ def attacked(
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels, np.int64)[chosen]
     # Batches of one answer: larger ones would be executed whole for a part of them.
     form = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
-    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64], form)
-    own = replace(source, purpose="attack")
-    counted = replace(counted, spec=choose_form(counted, own))
-    worker = Worker(Assignment(counted, settings, own, x, chosen, labels))
+    place, own = find_noise_location(model), replace(source, purpose="attack")
+    counted = counting_assignment(model, place, test.classes, x[:64], own, n=settings.n, form=form)
+    counted = replace(counted, spec=choose_form(counted, form))
+    worker = Worker(Assignment(counted, place, settings, x, chosen, labels))
     each, found = settings.batch_size(x[0].size), {}
     for name, size in settings.attack_sizes:
         answers = [

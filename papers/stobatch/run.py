@@ -31,7 +31,7 @@ from _common import append_line, parse_arguments, read_lines, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
@@ -105,12 +105,12 @@ def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[
     """
     rows = settings.indices(len(test))
     x = test.batch(slice(rows.start, rows.stop)).numpy()
-    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64])
-    source = StreamKeys("benchmark", "1", "", "", "", 0.0)
-    if counted.location.is_random:
-        counted = replace(counted, spec=choose_form(counted, source))
+    place, source = find_noise_location(model), StreamKeys("benchmark", "1", "", "", "", 0.0)
+    counted = counting_assignment(model, place, test.classes, x[:64], source, n=settings.n)
+    if place.is_random:
+        counted = replace(counted, spec=choose_form(counted))
     indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
-    worker = Worker(Assignment(counted, settings, source, x, indices, labels))
+    worker = Worker(Assignment(counted, place, settings, x, indices, labels))
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
     each = settings.batch_size(x[0].size)
     for name, size in settings.attack_sizes:

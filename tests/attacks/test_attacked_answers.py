@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import certificates
 from support.batch_dependent import Honest, Inputs, save
-from support.certificates import check_certificates
+from support.certificates import certify, check_certificates
 from torch import Tensor, nn
 
 from dpdist.attacks import job
@@ -24,7 +24,7 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, attack_line, read_attack
 from dpdist.certification import job as certifying
-from dpdist.certification import reexecution
+from dpdist.certification import reexecution, worker
 from dpdist.certification.registry import settings_of
 from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.models import find_batch_dependence
@@ -138,17 +138,20 @@ def test_experts_are_not_attacked(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: AttackSettings
 ) -> None:
     seen = []
-    monkeypatch.setattr(
-        job,
-        "find_batch_dependence",
-        lambda *given: seen.append(given) or find_batch_dependence(*given),
-    )
+
+    def watched(*given, **more):
+        seen.append(given)
+        return find_batch_dependence(*given, **more)
+
+    for module in (job, worker):
+        monkeypatch.setattr(module, "find_batch_dependence", watched)
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         attack("Experts", settings, tmp_path)
-    _, batch, copies = seen[0]
+    _, _, copies = seen[0]
     if settings.sigma is not None:  # noise of that sigma: 64 x 36 normals, 5 standard deviations
-        assert abs(float((copies - batch[:1]).std()) - 0.1) < 5 * 0.1 / (2 * 64 * 36) ** 0.5
-    assert not (tmp_path / "out").exists()
+        noise = copies - DATA.batch(slice(0, 1))
+        assert abs(float(noise.std()) - 0.1) < 5 * 0.1 / (2 * 64 * 36) ** 0.5
+    assert not (tmp_path / "out" / TABLE).exists()
 
 
 def test_a_check_of_certificates_looks_too(
@@ -156,7 +159,7 @@ def test_a_check_of_certificates_looks_too(
 ) -> None:
     spec = save("Honest", tmp_path / "model")
     settings = settings_of({"sigma": 0.1, "n0": 20, "n": 200, "batch": 100, "seed": "1"})
-    certifying.certify(tmp_path / "model", DATA, settings, tmp_path / "table", actors=1,
+    certify(tmp_path / "model", DATA, settings, tmp_path / "table", actors=1,
                        trusted_factory=spec.name)  # fmt: skip
     asked = []
     monkeypatch.setattr(reexecution.Reexecution, "__call__",

@@ -137,6 +137,7 @@ def test_one_load_one_hash_one_read(here: None, runs: Path, monkeypatch) -> None
         (("--radii", "x"), "--radii"),
         (("--set", "training.steps=3"), "--set training.steps"),
         (("--weights", "net.pt"), "--weights"),
+        (("--set", "certify.sigma=0"), "certify.sigma"),
         (("--set", "attacked.attack=pgd"), "size"),
     ],
 )
@@ -219,10 +220,9 @@ def test_predict_refuses_what_is_no_input(runs: Path) -> None:
 
 
 def test_an_answer_is_called_by_the_name_of_its_class(capsys) -> None:
-    for found, radius in (((1, "well"), 0.25), ((1, "well"), None), ((-1, None), 0.0)):
-        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, False)
-        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, True)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("x.png: well (L2 radius 0.25") and said[2] == "x.png: well"
-    assert said[4] == "x.png: ABSTAIN"
-    assert [json.loads(line)["class"] for line in said[1::2]] == ["well", "well", None]
+    for label in (1, -1):
+        certify._print_label(Path("x.png"), ("ill", "well"), label, {"n": 1}, "said", True)
+    certify._print_label(Path("x.png"), ("ill", "well"), 1, {}, "said", False)
+    *objects, line = capsys.readouterr().out.splitlines()
+    assert [json.loads(each)["class"] for each in objects] == ["well", None]
+    assert line == "x.png: said"

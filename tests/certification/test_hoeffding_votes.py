@@ -4,7 +4,6 @@ ask for it."""
 from __future__ import annotations
 
 import json
-import re
 from decimal import Decimal, getcontext
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.benchmarks import load as load_script
 from support.local_execution import call
 from torch import nn
 
@@ -154,31 +152,3 @@ def test_the_command(here: None, tmp_path: Path) -> None:
     (path,) = tmp_path.glob("r/model/certificates/*/certificates.parquet")
     assert path.parent.name == "sigma-0.25-hoeffding-n-100"
     assert table_reader.read(path).certificate_class is HoeffdingVotes
-
-
-@pytest.mark.slow
-def test_the_picture_s_results_are_computed_again_and_its_table_says_them():
-    root = Path(__file__).resolve().parents[2]
-    script = load_script("benchmarks/quality/bounds")
-    kept = [
-        json.loads(line)
-        for line in (root / "benchmarks/results/bounds.jsonl").read_text().splitlines()
-    ]
-    for draws in script.DRAWS:
-        mine = [row for row in kept if row["draws"] == draws]
-        for row, again in zip(mine, script.rows(draws), strict=True):
-            assert {**row, "radius": 0} == {**again, "radius": 0}
-            assert row["radius"] == pytest.approx(again["radius"], abs=1e-9)
-    page = (root / "benchmarks/results/certification.md").read_text()
-    shown = 0
-    for line in page.splitlines():
-        if found := re.fullmatch(r"\| ([\d,]+) of ([\d,]+) \| (.+) \| (.+) \| (.+) \|", line):
-            hits, draws = (int(found[place].replace(",", "")) for place in (1, 2))
-            for name, cell in zip(script.BOUNDS, found.groups()[2:], strict=True):
-                (row,) = [
-                    r for r in kept if (r["draws"], r["hits"], r["bound"]) == (draws, hits, name)
-                ]
-                assert f"{row['radius']:.3f}" == cell, line
-                shown += 1
-    assert shown == 18
-    assert script.figure(kept).startswith(b"\x89PNG")

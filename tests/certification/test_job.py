@@ -16,12 +16,12 @@ from support.local_execution import TestExecutor
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.certification import job, table
+from dpdist.certification import job, table, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import ClassifierSpec
 from dpdist.certification.worker import Assignment, VoteSampler
 from dpdist.cluster import resumable_job
-from dpdist.cluster.executor import use_executor
+from dpdist.cluster.executor import LocalExecutor, use_executor
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import StreamKeys
 
@@ -96,19 +96,21 @@ def test_workers_and_chunks_change_no_byte(
 
 @pytest.mark.slow
 def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Path) -> None:
+    chunk_counts = []
+
     class Shuffled(TestExecutor):
         def run_chunks(self, make_worker, shared, chunks, on_result, settings=None):  # type: ignore[no-untyped-def]
             chunks = list(chunks)
             order = np.random.default_rng(3).permutation(len(chunks))
             mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
-            assert len(mixed) > 20
+            chunk_counts.append(len(mixed))
             super().run_chunks(make_worker, shared, mixed, on_result, settings)
 
     with use_executor(Shuffled()):
         certificates.certify(
             model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3
         )
-    assert raw(tmp_path) == raw(reference)
+    assert raw(tmp_path) == raw(reference) and max(chunk_counts) > 20
 
 
 def test_a_slow_worker_is_not_taken_for_a_hanging_one(
@@ -294,6 +296,23 @@ def test_models_that_cannot_be_certified_are_refused(
         data = FakeData(classes=classes)
         certificates.certify(tmp_path / "model", data, SETTINGS, tmp_path / "out", actors=1)
     assert not (tmp_path / "out").exists()
+
+
+def test_clean_inputs_are_answered_by_workers(model_folder: Path, tmp_path: Path) -> None:
+    """Not by the driver, which a huge network would keep from counting for long."""
+    asked = []
+
+    class Watched(LocalExecutor):
+        def run_chunks(self, make_worker, *more):  # type: ignore[no-untyped-def]
+            asked.append(make_worker.__name__)
+            super().run_chunks(make_worker, *more)
+
+    with use_executor(Watched()):
+        certificates.certify(model_folder, FakeData(), SETTINGS, tmp_path)
+    found = table_reader.read(tmp_path / job.TABLE)
+    answers = models.load(model_folder)(FakeData().batch(found.index)).argmax(1).numpy()
+    assert asked == ["CleanWorker", "Worker"]
+    assert found.clean_accuracy == (answers == found.label).mean()
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from support.certificates import Data
 from support.local_execution import run_without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attacker, AttackJob, _form
+from dpdist.attacks.job import Attacker, AttackJob, choose_form
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
@@ -318,7 +318,11 @@ def test_a_worker_with_other_code_does_nothing(
     Attacker(attacking)
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
     use(tmp_path / "code")
-    for begin in (certifying.on_device, lambda: Attacker(attacking), lambda: _form(attacking)):
+    for begin in (
+        certifying.on_device,
+        lambda: Attacker(attacking),
+        lambda: choose_form(attacking.counting),
+    ):
         with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
             begin()
 
