@@ -38,7 +38,7 @@ from _common import choose_parts, describe_run, parse_arguments, read_parts, req
 from dpdist.attacks.table import read_attack
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.data.parquet import split_files
+from dpdist.data.tables import split_files
 from dpdist.evaluation import load_model
 from dpdist.papers.stobatch.dpal import ACCURACY_FILE
 from dpdist.privacy.guarantee import format_epsilon

@@ -15,7 +15,7 @@ from scipy.special import gammaln, logsumexp
 from support.benchmarks import load as load_benchmark
 
 from dpdist.core.errors import UserError
-from dpdist.data.parquet import split_files
+from dpdist.data.tables import split_files
 from dpdist.runs.recipe import built_in_recipes, make_plan, paper_recipes
 
 ROOT = Path(__file__).resolve().parent.parent

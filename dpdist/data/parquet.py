@@ -572,7 +572,7 @@ def _shape_and_dtype(record: np.ndarray) -> str:
     return f"shape {record.shape}, {record.dtype}"
 
 
-def _other_kind(before: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> str:
+def _other_kind(before: Any, rows: Any) -> str:
     first, other = _shape_and_dtype(before[0]), _shape_and_dtype(rows[0])
     return f"must have an input of {first}, as those before it, got {other}"
 

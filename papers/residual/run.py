@@ -48,7 +48,8 @@ from dpdist.audits.target import target_of_run
 from dpdist.audits.trainings import ShadowSetup, ShadowTrainer
 from dpdist.certification.worker import expected_log_scores
 from dpdist.config.sections import CanaryAudit
-from dpdist.data.parquet import decode_picture, split_files
+from dpdist.data.parquet import decode_picture
+from dpdist.data.tables import split_files
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
