@@ -40,7 +40,7 @@ BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, w
 
 
 class ColumnNames(Section):
-    """Names of the Parquet columns that hold a record.
+    """Names of the columns that hold a record.
 
     Attributes:
         image: Column of the encoded image, such as the bytes of a PNG file.
@@ -151,10 +151,11 @@ class TextRecipe(Section):
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name, or a folder of Parquet files under `root`.
+    """The data set: a built-in name, or a folder of tables or pictures under `root`.
 
     Attributes:
-        name: A built-in name (digits, strokes, scenes), or a folder of Parquet files in `root`.
+        name: A built-in name (digits, strokes, scenes), or a folder in `root` of Parquet, CSV or
+            JSONL files, or of pictures (SPLIT/CLASS/*.png).
         root: Folder that holds the data sets; the option --data-root says it too.
         classes: Number of classes of the files; with targets that are no classes, how many targets
             a record has. It follows from `names` where they are given.

@@ -99,25 +99,25 @@ def classes_in(folder: Path) -> list[str]:
     """Return the names of the folders with pictures in a folder."""
     if not folder.is_dir():
         return []
-    inside = (each for each in folder.iterdir() if not _is_hidden(each))
-    return sorted(each.name for each in inside if next(pictures_in(each), None))
+    inside = (each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each))
+    return sorted(each.name for each in inside if any(map(_is_picture, each.iterdir())))
 
 
 def pictures_in(folder: Path) -> Iterator[Path]:
     """Yield the pictures of a folder by name."""
     if folder.is_dir():
-        yield from (
-            path
-            for path in sorted(folder.iterdir())
-            if path.suffix.lower() in PICTURES and not _is_hidden(path)
-        )
+        yield from filter(_is_picture, sorted(folder.iterdir()))
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and not _is_hidden(path)
 
 
 def others_in(folder: Path) -> Counter[str]:
     """Return how many files and folders of a folder's classes are no pictures, by ending."""
     kinds = (kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind))
     inside = (path for kind in kinds for path in kind.iterdir() if not _is_hidden(path))
-    others = (path for path in inside if path.suffix.lower() not in PICTURES)
+    others = (path for path in inside if not _is_picture(path))
     return Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
 
 
