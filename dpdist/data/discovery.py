@@ -72,12 +72,12 @@ class DiscoveredDataset:
     test_split: str
     train_records: int
     test_records: int
-    image_column: str | None
-    feature_columns: tuple[str, ...]
-    label_column: str | None
-    classes: int
-    class_names: tuple[str, ...]
-    input_shape: tuple[int, ...]
+    image_column: str | None = None
+    feature_columns: tuple[str, ...] = ()
+    label_column: str | None = None
+    classes: int = 0
+    class_names: tuple[str, ...] = ()
+    input_shape: tuple[int, ...] = ()
     text_column: str | None = None
     group_column: str | None = None
     left_out: tuple[tuple[str, str], ...] = ()
@@ -197,19 +197,9 @@ def _inspected(
 ) -> DiscoveredDataset:
     """Describe the columns of a data set."""
     schema = files[0].schema
+    counts = [sum(file.num_rows for file in each) for each in (files, test)]
     found = DiscoveredDataset(
-        folder.parent,
-        folder.name,
-        *splits,
-        sum(file.num_rows for file in files),
-        sum(file.num_rows for file in test),
-        None,
-        (),
-        None,
-        0,
-        (),
-        (),
-        group_column=chosen.group,
+        folder.parent, folder.name, *splits, counts[0], counts[1], group_column=chosen.group
     )
     if (documents := _documents_column(schema, chosen)) is not None:
         left = _beside_documents(schema, (documents,), chosen.group)
@@ -228,9 +218,9 @@ def _inspected(
     image = None if chosen.features else image
     features, text, left_out = _find_inputs(files, (label, image), chosen)
     if isinstance(files[0], PictureFolder):
-        counts = others_in(files[0].path) + others_in(test[0].path)
+        others = others_in(files[0].path) + others_in(test[0].path)
         why = f"no picture in {', '.join(FORMATS)}"
-        left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(counts.items()))
+        left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
     shape = () if text is not None else _find_input_shape(files[0], image, features)
     return replace(
