@@ -249,26 +249,17 @@ class DataRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _infer_class_count(cls, value: Any) -> Any:
-        names = value.get("names") if isinstance(value, dict) else None
-        if isinstance(names, list) and names and "classes" not in value:
-            return {**value, "classes": len(names)}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_output(cls, value: Any) -> Any:
-        given = isinstance(value, dict) and value.get("targets") in ("number", "labels")
-        return {**value, "classes": 1} if given and "classes" not in value else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _infer_token_classes(cls, value: Any) -> Any:
-        text = value.get("text") if isinstance(value, dict) else None
-        if isinstance(text, dict) and text.get("predict") == "next" and "classes" not in value:
+        """Count the tokens, the outputs or the names, where `classes` is not given."""
+        if not isinstance(value, dict) or "classes" in value:
+            return value
+        names, text = value.get("names"), value.get("text")
+        if isinstance(text, dict) and text.get("predict") == "next" and not text.get("tokenizer"):
             words = text.get("words")
-            if not text.get("tokenizer") and (words is None or type(words) is int):
+            if words is None or type(words) is int:
                 return {**value, "classes": max(1, vocabulary_size(words))}
-        return value
+        if value.get("targets") in ("number", "labels"):
+            return {**value, "classes": 1}
+        return {**value, "classes": len(names)} if isinstance(names, list) and names else value
 
     @model_validator(mode="after")
     def _check(self) -> DataRecipe:
