@@ -305,7 +305,8 @@ class ConversationTokenizer:
         elif isinstance(text, str):
             found = self.text(text, length, bos_eos)
         else:
-            wanted = ", or ".join(name for name in fields.values() if name)
+            pair = " and ".join(filter(None, (fields.get("prompt"), fields.get("answer"))))
+            wanted = ", or ".join(filter(None, (fields.get("messages"), pair, fields.get("text"))))
             raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
         if not found.ids:
             raise UserError("must have a token at least, has none: drop it")
