@@ -369,7 +369,7 @@ def test_a_tokenizer_that_names_no_mark_is_refused(tmp_path, case):
     [
         ({"bos_eos": True}, "bos_eos: must be false without tokenizer"),
         ({"bos_eos": True, "words": 5}, "bos_eos: must be false without tokenizer"),
-        ({"bos_eos": True, "tokenizer": "t", "messages": "m"}, "bos_eos: must be false beside"),
+        ({"bos_eos": True, "tokenizer": "t", "messages": "m"}, "bos_eos: must be false"),
     ],
 )
 def test_marks_of_tokens_that_have_some_are_refused(tmp_path, text, rule):

@@ -38,7 +38,7 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Positive, ProcessCount
+from dpdist.core.fields import Count, Positive, Probability, ProcessCount
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,

@@ -152,27 +152,14 @@ def _base_model(
         return None
     if not dataset.predicts_next_token:
         raise UserError("--base: must be left out, as the records have labels or are no texts")
-    for name in ("config.json", "tokenizer.json"):
-        if not (base / name).is_file():
-            raise UserError(
-                f"--base: must be a folder with config.json and tokenizer.json, got {base} without "
-                f"{name}; AutoModelForCausalLM and AutoTokenizer write them by save_pretrained"
-            )
     if not (saw or "").strip():
         raise UserError(
             "--saw: must say what public data the base was trained on, and no private record among "
             "them, as the card repeats; such as --saw 'English Wikipedia'"
         )
-    config, settings = (
-        parse_json(read_text(file), str(file)) if file.is_file() else {}
-        for file in (base / "config.json", base / "tokenizer_config.json")
-    )
-    template = settings.get("chat_template") or (base / "chat_template.jinja").is_file()
-    if dataset.messages_column is not None and not template:
-        raise UserError(
-            f"--base: must have a chat template for {_conversations(dataset)}, got {base} without "
-            "one: take the folder of a model that was made for chats, or columns prompt and answer"
-        )
+    config = parse_json(read_text(base / "config.json"), str(base / "config.json"))
+    file = base / "tokenizer_config.json"
+    settings = parse_json(read_text(file), str(file)) if file.is_file() else {}
     most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     known = [each for each in most if isinstance(each, int) and each >= 4]
     marks = any(settings.get(key) for key in ("bos_token", "eos_token"))

@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -499,23 +499,6 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         for path, target in zip(files, places, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
-
-
-def move_files(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Move files into a folder on the same disk, under their names, and return where they are.
-
-    All are moved, or none is there when an error leaves.
-    """
-    moved: list[Path] = []
-    try:
-        for file in files:
-            moved.append(folder / file.name)
-            os.replace(file, moved[-1])
-    except BaseException:
-        for path in moved:
-            path.unlink(missing_ok=True)
-        raise
-    return moved
 
 
 @contextmanager

@@ -342,8 +342,6 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         shared = array.flags.writeable and min(array.strides, default=0) >= 0
         column = torch.from_numpy(array if shared else array.copy(order="C"))
-    if column.dim() == 0:
-        options.refuse(f"field {name!r} must have one row a record", "give an array of N rows")
     if column.is_floating_point() and not bool(torch.isfinite(column).all()):
         options.refuse(
             f"field {name!r} must hold finite numbers, got NaN or Inf in some records",
@@ -504,20 +502,15 @@ def _known(names: Any) -> str:
 def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
     import pyarrow as pa
 
-    if type(frame).__name__ != "DataFrame":
-        options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
-    named = [str(name) for name in frame.columns]
     check_names([name for name in frame.columns if isinstance(name, str)], options.name)
-    unit = options.unit if isinstance(options.unit, str) else None
+    named = [str(name) for name in frame.columns]
     _check_columns(named, options)
-    used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
-    for name, dtype in zip(named, frame.dtypes, strict=True):
-        if name in used and name != unit and str(dtype) in ("object", "str", "category"):
-            _refuse_column(name, str(dtype), options)
+    used = set(named) if not options.inputs else {*options.inputs, options.target, options.unit}
     columns = [place for place, name in enumerate(named) if name in used]
-    try:
+    table = None
+    with suppress(pa.ArrowException, TypeError, ValueError):  # whose text has the value
         table = pa.Table.from_pandas(frame.iloc[:, columns], preserve_index=False)
-    except (pa.ArrowException, TypeError, ValueError):  # whose text has the value
+    if table is None:
         options.refuse("columns must hold values of one type each, got several", "convert them")
     return table.rename_columns([named[place] for place in columns])
 
@@ -533,8 +526,6 @@ def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
 
 def _of_table(table: pa.Table, options: Options, *, named: bool = True) -> Records:
     """Return records of a table. named: its names of columns are still to be checked."""
-    if not hasattr(table, "column_names"):
-        options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
     if named:
         check_names(table.column_names, options.name)
     records = ArrayRecords.of(*_table_columns(table, options), options)
@@ -568,11 +559,8 @@ def _mapping_columns(data: Mapping[str, Any], options: Options) -> tuple[dict[st
 
 def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
     """Return a table's columns by name, features as one matrix, and the shape of a batch."""
-    names = table.column_names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        options.refuse(f"columns must have names of their own, got {twice[0]!r} twice", "rename it")
     return _arranged(
-        names,
+        table.column_names,
         lambda name, fields: _array(name, table.column(name), options, fields),
         lambda name: _unit_numbers(table.column(name), options),
         options,
@@ -697,8 +685,8 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
     import pyarrow as pa
     import ray
 
-    if not hasattr(data, "to_arrow_refs"):
-        options.refuse(f"must be a Ray Data set, got a {type(data).__name__}", "give ray.data's")
+    if options.unit is not None and not isinstance(options.unit, str):
+        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
     blocks = ray.get(data.materialize().to_arrow_refs())
     filled = [block for block in blocks if block.num_rows]
     if not filled:
@@ -713,8 +701,6 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
             digest.update(np.ascontiguousarray(array[row]).tobytes())
         digests.append(digest.digest())
     order = sorted(range(len(digests)), key=digests.__getitem__)
-    if options.unit is not None and not isinstance(options.unit, str):
-        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
     return {name: np.asarray(column)[order] for name, column in columns.items()}, shape
 
 
@@ -975,16 +961,12 @@ class ItemRecords(Records):
         """Raise UserError for a record of other fields, types or shapes than the first one."""
         if own == self._spec:
             return
-        if own.keys() != self._spec.keys():
-            self._options.refuse("records must have the same fields, got others", "fill them up")
-        for name, (dtype, shape) in own.items():
-            if shape != self._spec[name][1]:
+        for name, (_, shape) in own.items():
+            if name in self._spec and shape != self._spec[name][1]:
                 _refuse_ragged(name, self._options)
-            if dtype != self._spec[name][0]:
-                self._options.refuse(
-                    f"field {name!r} must have one dtype, got {self._spec[name][0]} and {dtype}",
-                    "convert it",
-                )
+        self._options.refuse(
+            "records must have the same fields of the same dtypes, got others", "convert them"
+        )
 
     def _read(self, indices: np.ndarray | slice) -> tuple[Any, Tensor]:
         """Return inputs and targets of one draw; those of the last call are kept, since both are
@@ -1303,14 +1285,14 @@ def documents(
         >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
         [[-100, -100, -100, -100, 4, 5, -100, -100]]
     """
-    cutter = _tokenizer_of(tokenizer, length, name)
+    cutter = _tokenizer_of(tokenizer)
     rows = _document_rows(data, name)
     fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
     inputs = np.zeros((len(rows), length), dtype=np.int64)
     real, labels = np.zeros_like(inputs), np.full_like(inputs, IGNORED)
     for place, row in enumerate(rows):
         try:
-            found = _document_tokens(row, cutter, fields, length, bos_eos)
+            found = cutter.document(row, fields, length, bos_eos)
         except UserError as error:
             raise UserError(f"{name}: record {place}: {error}") from None
         size = len(found.ids)
@@ -1339,9 +1321,7 @@ def documents(
     return records
 
 
-def _tokenizer_of(tokenizer: Any, length: int, name: str) -> ConversationTokenizer:
-    if not (isinstance(length, int) and length >= 2):
-        raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")
+def _tokenizer_of(tokenizer: Any) -> ConversationTokenizer:
     if isinstance(tokenizer, str | Path):
         return ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
     return ConversationTokenizer(tokenizer)
@@ -1377,29 +1357,6 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
             f"got a {type(data).__name__}"
         )
     return rows
-
-
-def _document_tokens(
-    row: Mapping[str, Any], cutter: ConversationTokenizer, fields: Mapping[str, str], length: int,
-    bos_eos: bool,
-) -> Tokens:  # fmt: skip
-    """Return a row's tokens. Raises UserError for a row without fields that are known."""
-    if bos_eos and row.get(fields["text"]) is None:
-        raise UserError("must be a text with bos_eos=True: prompts and messages have own marks")
-    if bos_eos:
-        row = {fields["text"]: row[fields["text"]]}
-    if row.get(fields["messages"]) is not None:
-        found = cutter.conversation(messages_of(row[fields["messages"]]), length)
-    elif isinstance(row.get(fields["answer"]), str) and isinstance(row.get(fields["prompt"]), str):
-        found = cutter.answer(row[fields["prompt"]], row[fields["answer"]], length)
-    elif isinstance(row.get(fields["text"]), str):
-        found = cutter.text(row[fields["text"]], length, bos_eos)
-    else:
-        wanted = "{messages}, {prompt} and {answer}, or {text}".format(**fields)
-        raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
-    if not found.ids:
-        raise UserError("must have a token at least, has none: drop it")
-    return found
 
 
 # --- pairs of answers ---------------------------------------------------------------------------
@@ -1457,7 +1414,7 @@ def preference_records(
     reference: returns the difference (1,) of the log-probabilities of a pair, whose fields have one
     row; it is called with one pair at a time, so that no pair changes another one's bits.
     """
-    cutter = _tokenizer_of(tokenizer, length, name)
+    cutter = _tokenizer_of(tokenizer)
     rows, keys, every = _document_rows(data, name), list[str](), list[dict[str, Tensor]]()
     cut_away = 0
     for place, row in enumerate(rows):

@@ -41,10 +41,14 @@ TEST = ("test", "testing", "validation", "valid", "val", "dev")
 CHATS = ("messages", "conversation", "conversations", "chat")
 _MESSAGES = (("role", "content"), ("from", "value"))  # fields of one, the latter ShareGPT's
 PROMPTS = (
-    ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"),
-    ("question", "answer"), ("question", "response"), ("instruction", "output"),
+    ("prompt", "answer"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "output"),
     ("instruction", "response"),
-)  # fmt: skip
+)
 _OF_PROMPTS = ("input", "context", "system")  # columns that some data sets add to a prompt
 TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
 _FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
@@ -68,12 +72,12 @@ class DiscoveredDataset:
     test_split: str
     train_records: int
     test_records: int
-    image_column: str | None
-    feature_columns: tuple[str, ...]
-    label_column: str | None
-    classes: int
-    class_names: tuple[str, ...]
-    input_shape: tuple[int, ...]
+    image_column: str | None = None
+    feature_columns: tuple[str, ...] = ()
+    label_column: str | None = None
+    classes: int = 0
+    class_names: tuple[str, ...] = ()
+    input_shape: tuple[int, ...] = ()
     text_column: str | None = None
     group_column: str | None = None
     left_out: tuple[tuple[str, str], ...] = ()
@@ -136,10 +140,8 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     _check_filled(found, [*train, *test])
     if (label := found.label_column) is not None:
         if (len(found.labels) or found.classes) < 2:
-            raise train[0].error(
-                "must have two classes at least, has one; name another column with --label, or add "
-                "records of other classes", column=label,
-            )  # fmt: skip
+            rule = "must have two classes or more, has one; name another column with --label"
+            raise train[0].error(rule, None, label)
         _check_test_classes(found, label, test)
     found = replace(found, unread=tuple(_unread(folder, [*files[0], *files[1]])))
     if chosen.group is None:
@@ -170,9 +172,10 @@ def repeating_columns(
     """
     rows = sum(file.num_rows for file in files)
     named = [
-        field.name for field in files[0].schema
+        field.name
+        for field in files[0].schema
         if field.name != label and is_identifier_name(field.name) and _is_class(field.type)
-    ]  # fmt: skip
+    ]
     counted = ((name, rows, len(_values(files, name))) for name in named)
     return tuple(each for each in counted if 1 < each[2] < rows)
 
@@ -186,15 +189,18 @@ def _values(files: Sequence[TableFile], name: str) -> set[Any]:
 
 
 def _inspected(
-    folder: Path, splits: tuple[str, str], files: Sequence[TableFile], test: Sequence[TableFile],
+    folder: Path,
+    splits: tuple[str, str],
+    files: Sequence[TableFile],
+    test: Sequence[TableFile],
     chosen: ChosenColumns,
-) -> DiscoveredDataset:  # fmt: skip
+) -> DiscoveredDataset:
     """Describe the columns of a data set."""
     schema = files[0].schema
+    counts = [sum(file.num_rows for file in each) for each in (files, test)]
     found = DiscoveredDataset(
-        folder.parent, folder.name, *splits, sum(file.num_rows for file in files),
-        sum(file.num_rows for file in test), None, (), None, 0, (), (), group_column=chosen.group,
-    )  # fmt: skip
+        folder.parent, folder.name, *splits, counts[0], counts[1], group_column=chosen.group
+    )
     if (documents := _documents_column(schema, chosen)) is not None:
         left = _beside_documents(schema, (documents,), chosen.group)
         chats = is_list(schema.field(documents).type)
@@ -212,15 +218,23 @@ def _inspected(
     image = None if chosen.features else image
     features, text, left_out = _find_inputs(files, (label, image), chosen)
     if isinstance(files[0], PictureFolder):
-        counts = others_in(files[0].path) + others_in(test[0].path)
+        others = others_in(files[0].path) + others_in(test[0].path)
         why = f"no picture in {', '.join(FORMATS)}"
-        left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(counts.items()))
+        left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
     shape = () if text is not None else _find_input_shape(files[0], image, features)
     return replace(
-        found, image_column=image, feature_columns=features, label_column=label, classes=classes,
-        class_names=names, input_shape=shape, text_column=text, left_out=left_out, labels=labels,
-    )  # fmt: skip
+        found,
+        image_column=image,
+        feature_columns=features,
+        label_column=label,
+        classes=classes,
+        class_names=names,
+        input_shape=shape,
+        text_column=text,
+        left_out=left_out,
+        labels=labels,
+    )
 
 
 def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
@@ -231,7 +245,7 @@ def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
         for column in filter(None, [*read, *(found.answer_columns or ())]):
             for first, table in file.rows([column]):
                 if (row := _first_empty(table[column])) >= 0:
-                    raise file.error("must have a value, got none", row=first + row, column=column)
+                    raise file.error("must have a value, got none", first + row, column)
         if (group := found.group_column) is not None:
             for first, table in file.rows([group]):
                 if rows := rows_of_nobody(groups_of(table, file, first, group)):
@@ -249,6 +263,12 @@ def _first_empty(column: pa.ChunkedArray) -> int:
     return row
 
 
+_UNSEEN = (
+    "must be a class of the training split, got another one; add records of it to the training "
+    "split, or take it out of the test split"
+)
+
+
 def _check_test_classes(found: DiscoveredDataset, label: str, test: Sequence[TableFile]) -> None:
     """Raise UserError for a class that only the test split has."""
     text = is_text(test[0].schema.field(label).type)
@@ -257,11 +277,7 @@ def _check_test_classes(found: DiscoveredDataset, label: str, test: Sequence[Tab
         for first, table in file.rows([label]):
             for row, value in enumerate(table[label].to_pylist(), first):
                 if (value.strip() if text else value) not in known:
-                    raise file.error(
-                        "must be a class of the training split, got another one; add records of it "
-                        "to the training split, or take it out of the test split", row=row,
-                        column=label,
-                    )  # fmt: skip
+                    raise file.error(_UNSEEN, row, label)
 
 
 def _no_classes(rule: str, field: pa.Field, how: str) -> UserError:

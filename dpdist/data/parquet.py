@@ -43,7 +43,7 @@ from dpdist.data.record_hashes import (
     names_nobody,
     write_checksums,
     write_hashes,
-)  # fmt: skip
+)
 from dpdist.data.tables import PictureFolder, TableFile, is_text, open_table
 from dpdist.data.text import TextColumn
 
@@ -378,10 +378,8 @@ class _GroupReader:
         self._unknown += [(file, first_row + row) for row in rows_of_nobody(values)]
         self._are_texts |= {isinstance(value, str) for value in values if value is not None}
         if len(self._are_texts) > 1:
-            raise file.error(
-                "must hold texts or numbers in all files alike, since 7 and '7' would be two "
-                "groups", column=self._column,
-            )  # fmt: skip
+            rule = "must hold texts in all files or numbers, since 7 and '7' would be two groups"
+            raise file.error(rule, None, self._column)
         self._hashes += hash_groups(values)
 
     def finish(self, out: Path) -> None:
@@ -391,16 +389,12 @@ class _GroupReader:
             return
         if self._unknown:
             file, row = self._unknown[0]
-            raise file.error(
-                f"must name the group of each record, is empty for {len(self._unknown):,} of "
-                f"{self.counts.total():,}; {NO_GROUP}", row=row, column=self._column,
-            )  # fmt: skip
+            rule = f"must name the group, is empty for {len(self._unknown):,} of "
+            raise file.error(f"{rule}{self.counts.total():,}; {NO_GROUP}", row, self._column)
         texts = [value for value in self.counts if isinstance(value, str)]
         if twice := len(texts) - len({text.strip() for text in texts}):
-            raise self._file.error(
-                f"must name each group in one way, has {twice:,} that differ from others in "
-                "blanks around them alone; remove these", column=self._column,
-            )  # fmt: skip
+            rule = f"must name each group in one way, has {twice:,} that differ in blanks alone"
+            raise self._file.error(f"{rule}; remove these", None, self._column)
         write_hashes(out, bytes(self._hashes), GROUPS_FILE)
 
 
@@ -425,10 +419,7 @@ class _ArrayWriter:
             shape = (self._total, *rows.shape[1:])
             self._inputs = self._allocate("inputs.npy", rows.dtype, shape)
         elif _shape_and_dtype(rows[0]) != _shape_and_dtype(self._inputs[0]):
-            raise file.error(
-                f"must have inputs of {_shape_and_dtype(self._inputs[0])}, as the rows before it, "
-                f"got {_shape_and_dtype(rows[0])}", row=first_row,
-            )  # fmt: skip
+            raise file.error(_other_kind(self._inputs, rows), first_row)
         end = self._position + len(rows)
         self._inputs[self._position : end] = rows
         self._labels[self._position : end] = labels
@@ -498,7 +489,7 @@ def _labels(
     if (row := pc.index(wrong, True).as_py()) >= 0:
         if not table[column][row].is_valid:
             rule = "must have a label, got none"
-        raise file.error(rule, row=first_row + row, column=column)
+        raise file.error(rule, first_row + row, column)
     found: np.ndarray = values.to_numpy(zero_copy_only=False).astype(np.int64)
     return found
 
@@ -516,7 +507,7 @@ def _numbers(
     if not fits.all():
         row = first_row + int(np.flatnonzero(~fits.all(axis=1))[0])
         rule = "finite as float32" if columns.targets == "number" else "0 or 1"
-        raise file.error(f"must be {rule}", row=row, column=column)
+        raise file.error(f"must be {rule}", row, column)
     return found
 
 
@@ -581,6 +572,11 @@ def _shape_and_dtype(record: np.ndarray) -> str:
     return f"shape {record.shape}, {record.dtype}"
 
 
+def _other_kind(before: Any, rows: Any) -> str:
+    first, other = _shape_and_dtype(before[0]), _shape_and_dtype(rows[0])
+    return f"must have an input of {first}, as those before it, got {other}"
+
+
 def is_list(kind: pa.DataType) -> bool:
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -592,16 +588,14 @@ def image_bytes(values: pa.Array, file: TableFile, column: str) -> pa.Array:
     if pa.types.is_struct(values.type) and values.type.get_field_index("bytes") >= 0:
         values = values.field("bytes")
     if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
-        raise file.error(
-            f"must be bytes of pictures, or a struct with bytes, got {values.type}", column=column
-        )
+        raise file.error(f"must be pictures as bytes, got {values.type}", None, column)
     return values
 
 
 def decode_row(raw: bytes | None, file: TableFile, row: int, column: str = "image") -> np.ndarray:
     """Return the pixels of a row's picture. Raises UserError naming the row."""
     if raw is None:
-        raise file.error("must have an image, got none", row=row, column=column)
+        raise file.error("must have an image, got none", row, column)
     try:
         return decode_picture(raw)
     except InexactImage as error:
@@ -616,8 +610,5 @@ def _images(values: pa.Array, file: TableFile, first_row: int, column: str) -> n
     for row, value in enumerate(image_bytes(values, file, column), first_row):
         images.append(decode_row(value.as_py(), file, row, column))
         if _shape_and_dtype(images[-1]) != _shape_and_dtype(images[0]):
-            raise file.error(
-                f"must have an image of {_shape_and_dtype(images[0])}, as the first one, got "
-                f"{_shape_and_dtype(images[-1])}", row=row, column=column,
-            )  # fmt: skip
+            raise file.error(_other_kind(images, images[-1:]), row, column)
     return np.stack(images)

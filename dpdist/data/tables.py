@@ -60,9 +60,13 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
         if not folder.is_dir():
             raise UserError(_no_folder(folder, what, root))
     for pattern in (
-        f"{split}.parquet", f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.parquet",
-        f"{split}.csv", f"{split}.jsonl",
-    ):  # fmt: skip
+        f"{split}.parquet",
+        f"{split}-*.parquet",
+        f"data/{split}-*.parquet",
+        f"{split}/*.parquet",
+        f"{split}.csv",
+        f"{split}.jsonl",
+    ):
         if files := sorted(path for path in base.glob(pattern) if not _is_hidden(path)):
             return files
     if classes_in(base / split):
@@ -95,24 +99,25 @@ def classes_in(folder: Path) -> list[str]:
     """Return the names of the folders with pictures in a folder."""
     if not folder.is_dir():
         return []
-    inside = (each for each in folder.iterdir() if not _is_hidden(each))
-    return sorted(each.name for each in inside if next(pictures_in(each), None))
+    inside = (each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each))
+    return sorted(each.name for each in inside if any(map(_is_picture, each.iterdir())))
 
 
 def pictures_in(folder: Path) -> Iterator[Path]:
     """Yield the pictures of a folder by name."""
     if folder.is_dir():
-        yield from (
-            path for path in sorted(folder.iterdir())
-            if path.suffix.lower() in PICTURES and not _is_hidden(path)
-        )  # fmt: skip
+        yield from filter(_is_picture, sorted(folder.iterdir()))
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and not _is_hidden(path)
 
 
 def others_in(folder: Path) -> Counter[str]:
     """Return how many files and folders of a folder's classes are no pictures, by ending."""
     kinds = (kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind))
     inside = (path for kind in kinds for path in kind.iterdir() if not _is_hidden(path))
-    others = (path for path in inside if path.suffix.lower() not in PICTURES)
+    others = (path for path in inside if not _is_picture(path))
     return Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
 
 
@@ -154,9 +159,8 @@ class TableFile(ABC):
         return pa.concat_tables(found) if found else self.schema.empty_table().select(columns)
 
     def error(
-        self, rule: str, *, row: int | None = None, column: str | None = None,
-        cause: BaseException | None = None,
-    ) -> UserError:  # fmt: skip
+        self, rule: str, row: int | None = None, column: str | None = None, cause: Any = None
+    ) -> UserError:
         """Return the complaint about a row of this file, as `data_error` does."""
         place = {} if row is None else self._place(row)
         return data_error(place.pop("file", self.path), rule, column=column, cause=cause, **place)
@@ -289,7 +293,7 @@ class _TextFile(TableFile):
                 float(value or 0)
             except ValueError:
                 rule = "must be a number, as in the training split, got a text"
-                raise self.error(rule, row=row, column=column) from None
+                raise self.error(rule, row, column) from None
 
     def _encoding_error(self) -> UserError | None:
         """Return the complaint about the first line that is not UTF-8."""
@@ -328,9 +332,10 @@ class CsvFile(_TextFile):
 
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
         table = arrow_csv.read_csv(
-            self.path, parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
+            self.path,
+            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
             convert_options=arrow_csv.ConvertOptions(column_types={f.name: f.type for f in kept}),
-        )  # fmt: skip
+        )
         names = table.column_names
         for separator, name in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
             if len(names) == 1 and separator in names[0]:
@@ -372,9 +377,10 @@ class JsonLinesFile(_TextFile):
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
         size = min(max(2**20, self.path.stat().st_size), 2**30)  # a line lies in one block
         return arrow_json.read_json(
-            self.path, arrow_json.ReadOptions(use_threads=False, block_size=size),
+            self.path,
+            arrow_json.ReadOptions(use_threads=False, block_size=size),
             arrow_json.ParseOptions(explicit_schema=pa.schema(kept) if kept else None),
-        )  # fmt: skip
+        )
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         with open(self.path, encoding="utf-8") as file:
@@ -399,8 +405,9 @@ class PictureFolder(TableFile):
 
     def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
         self.path = path
-        self._files = [(picture, kind) for kind in classes_in(path)
-                       for picture in pictures_in(path / kind)]  # fmt: skip
+        self._files = [
+            (picture, kind) for kind in classes_in(path) for picture in pictures_in(path / kind)
+        ]
         for picture, _ in self._files:
             check_utf8_name(picture)
         self.schema, self.num_rows = _PICTURES, len(self._files)

@@ -212,9 +212,12 @@ def _wanted(
 
 
 def _written(
-    tables: list[TableFile], found: TestInputs, target: Path, size: tuple[int, ...],
+    tables: list[TableFile],
+    found: TestInputs,
+    target: Path,
+    size: tuple[int, ...],
     resize: int | None,
-) -> TestInputs:  # fmt: skip
+) -> TestInputs:
     """Write pictures of the wanted size as PNG in Parquet."""
     height, width = size[1:]
     side = max(height, width) if resize is None else resize
@@ -247,9 +250,16 @@ def _written(
             file.write_table(pa.Table.from_pylist(rows, schema))
     how = f"shorter side resized to {side} (bilinear), centre crop {height} x {width}"
     return replace(
-        found, root=target.parent, name=target.name, split=SPLIT, image="image", features=(),
-        label="label", shape=size, resized=how if changed else "",
-    )  # fmt: skip
+        found,
+        root=target.parent,
+        name=target.name,
+        split=SPLIT,
+        image="image",
+        features=(),
+        label="label",
+        shape=size,
+        resized=how if changed else "",
+    )
 
 
 def _pixels(raw: bytes, table: TableFile, row: int) -> np.ndarray:

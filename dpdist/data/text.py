@@ -281,6 +281,37 @@ class ConversationTokenizer:
         found = self._spans(whole, spans, False)
         return Tokens(found.ids[:length], found.learned[:length])
 
+    def document(
+        self, row: Mapping[str, Any], fields: Mapping[str, str | None], length: int,
+        bos_eos: bool = False,
+    ) -> Tokens:  # fmt: skip
+        """Return the tokens of a row: of its messages, its prompt and answer, or its text.
+
+        fields: names of the row's fields messages, prompt, answer and text; None for what it cannot
+        have. Raises UserError for a row without fields that are known, or without a token.
+        """
+        held = {kind: row.get(name) if name else None for kind, name in fields.items()}
+        if bos_eos:
+            held = {"text": held["text"]}
+            if held["text"] is None:
+                raise UserError(
+                    "must be a text with bos_eos=True: prompts and messages have own marks"
+                )
+        text, prompt, answer = (held.get(kind) for kind in ("text", "prompt", "answer"))
+        if held.get("messages") is not None:
+            found = self.conversation(messages_of(held["messages"]), length)
+        elif isinstance(answer, str) and isinstance(prompt, str):
+            found = self.answer(prompt, answer, length)
+        elif isinstance(text, str):
+            found = self.text(text, length, bos_eos)
+        else:
+            pair = " and ".join(filter(None, (fields.get("prompt"), fields.get("answer"))))
+            wanted = ", or ".join(filter(None, (fields.get("messages"), pair, fields.get("text"))))
+            raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
+        if not found.ids:
+            raise UserError("must have a token at least, has none: drop it")
+        return found
+
     def _require_template(self) -> None:
         if not self.has_template:
             raise UserError(
@@ -349,12 +380,8 @@ class ConversationColumns:
 
     def tokenize(self, row: Mapping[str, Any], length: int) -> Tokens:
         """Return the tokens of a row of the table. Raises UserError for one that is not filled."""
-        if self.messages is not None:
-            return self._tokenizer.conversation(messages_of(row[self.messages]), length)
-        prompt, answer = row[str(self.prompt)], row[str(self.answer)]
-        if not (isinstance(prompt, str) and isinstance(answer, str)):
-            raise UserError("must have a prompt and an answer, both texts")
-        return self._tokenizer.answer(prompt, answer, length)
+        fields = {"messages": self.messages, "prompt": self.prompt, "answer": self.answer}
+        return self._tokenizer.document(row, fields, length)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("folder", "prompt", "answer", "messages")
@@ -600,7 +627,7 @@ class TextColumn:
             if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
                 raise file.error(f"must be text, got {texts.type}", column=self.column)
             if (row := pc.index(texts.is_null(), True).as_py()) >= 0:
-                raise file.error("must have a text", row=first_row + row, column=self.column)
+                raise file.error("must have a text", first_row + row, self.column)
             for place, tokens in enumerate(self._tokens(texts.to_pylist())):
                 found[place, : len(tokens)] = tokens
             return found

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.datasets import png, write_split
 
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, DataSource, load, split_by_id
+from dpdist.data import DataSource, load, split_by_id
 
 pytestmark = pytest.mark.whole
 
@@ -76,26 +74,6 @@ def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
     part = dataset.first(2)
     assert len(part) == len(pickle.loads(pickle.dumps(part))) == 2
     assert part.fingerprint != dataset.fingerprint
-
-
-def test_feature_columns(tmp_path):
-    folder = tmp_path / "table"
-    folder.mkdir()
-    table = pa.table({"a": [1.0, 2.0], "b": [3, 4], "y": [0, 1]})
-    pq.write_table(table, folder / "train.parquet")
-    columns = Columns(label="y", features=("a", "b"))
-    dataset = load(DataSource("table", 2, tmp_path, columns=columns), "train")
-    assert dataset.batch(slice(None)).tolist() == [[1, 3], [2, 4]]
-
-
-def test_list_feature_column(tmp_path):
-    folder = tmp_path / "table"
-    folder.mkdir()
-    pq.write_table(
-        pa.table({"f": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]}), folder / "train.parquet"
-    )
-    dataset = load(DataSource("table", 2, tmp_path, columns=Columns(features=("f",))), "train")
-    assert dataset.batch(slice(None)).tolist() == [[1, 2], [3, 4]]
 
 
 def test_unknown_built_in():

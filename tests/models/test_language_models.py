@@ -476,7 +476,11 @@ def test_documents_that_are_refused():
     make = partial(dpdist.documents, length=64)
     for rows, cutter, said in (
         ([], tokenizer, "must be rows with named fields"),
-        ([{"text": "SECRET"}, {"other": "SECRET"}], tokenizer, "record 1: must have messages, pr"),
+        (
+            [{"text": "SECRET"}, {"other": "SECRET"}],
+            tokenizer,
+            "record 1: must have messages, or pr",
+        ),
         ([{"messages": CHAT}], plain, "record 0: tokenizer: must have a chat template"),
         ([{"messages": CHAT[:1]}], tokenizer, "must have one of the role assistant"),
         ([{"messages": ["SECRET"]}], tokenizer, "must be a list of messages, each with a role"),

@@ -238,7 +238,7 @@ def test_pairs_that_are_refused():
         ([{"chosen": "SECRET a", "rejected": "SECRET b"}], {}, "must have prompt, chosen and rej"),
         (secret * 2, {}, r"must have one pair of each prompt.* got 1 more: give unit='prompt'"),
         (secret, {"length": 6}, "length must leave a token of both answers in some pair, got 6"),
-        (secret, {"length": 1}, "length must be a whole number of tokens >= 2, got 1"),
+        (secret, {"length": 1}, "length must leave a token of both answers in some pair, got 1"),
         (secret, {"saw": " "}, "saw must say what the reference and the first weights were tra"),
         (secret, {"saw": "Preferences"}, "saw must be other data than preferences, whose records"),
         (secret, {"reference": "runs/sft"}, "reference must be a model of transformers that is p"),

@@ -202,10 +202,10 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda own: [*own[:-2], None, None], "is none for 2 of"),
+        (lambda own: [*own[:-2], None, None], "is empty for 2 of"),
         (lambda own: [float(len(each)) for each in own], "must be a whole number or a text"),
         (lambda own: [each == "patient 1" for each in own], "must be a whole number or a text"),
-        (lambda own: [[each] for each in own], "must hold one value per record"),
+        (lambda own: [[each] for each in own], "must hold one value for each record"),
     ],
 )
 def test_unknown_groups_are_refused(root, change, said):
@@ -224,7 +224,7 @@ def test_groups_of_two_types_are_refused(root):
         whole.schema.get_field_index("patient"), "patient", numbers
     )
     pq.write_table(other, root / "scans" / "train-1.parquet")
-    with pytest.raises(UserError, match="texts or numbers in all files alike"):
+    with pytest.raises(UserError, match="7 and '7' would be two groups"):
         check_trainable(recipe_of(root), "test")
 
 

@@ -193,14 +193,14 @@ def test_an_edited_evaluation_is_refused(finished, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "y", "words"),
     [
-        ("number", [[1.0, 2.0], [np.nan, 1.0]], "row 1: label column 'y' must be finite"),
-        ("number", [[1.0], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [[1.0, 2.0, 3.0], [1.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [[1.0, None], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [None, [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", ["secret", "91370"], "label column 'y' is string, must be numeric"),
-        ("labels", [[0, 1, 1], [0, 0.5, 1]], "row 1: label column 'y' must be 0 or 1"),
-        ("labels", [[0, 1, 91370], [0, 1, 1]], "row 0: label column 'y' must be 0 or 1"),
+        ("number", [[1.0, 2.0], [np.nan, 1.0]], "row 1: column 'y' must be finite"),
+        ("number", [[1.0], [1.0, 2.0]], "column 'y' must hold lists of one length"),
+        ("number", [[1.0, 2.0, 3.0], [1.0]], "column 'y' must hold lists of one length"),
+        ("number", [[1.0, None], [1.0, 2.0]], "row 0: column 'y' must be finite"),
+        ("number", [None, [1.0, 2.0]], "column 'y' must hold lists of one length"),
+        ("number", ["secret", "91370"], "column 'y' must hold numbers, .*got string"),
+        ("labels", [[0, 1, 1], [0, 0.5, 1]], "row 1: column 'y' must be 0 or 1"),
+        ("labels", [[0, 1, 91370], [0, 1, 1]], "row 0: column 'y' must be 0 or 1"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind, y, words):
@@ -225,7 +225,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}},
         "training.loss: must be cross-entropy with method input-noise",
     ),
-    "names": ({"data": {"names": ["a", "b"]}}, "names, labels, text.predict"),
+    "names": ({"data": {"names": ["a", "b"]}}, "names, labels"),
     "built in": (
         {"data": {"name": "digits", "root": None, "columns": {}}}, "targets.*must be class: digits",
     ),
