@@ -22,7 +22,7 @@ MODULES = (
     "dpdist.tuning.sweep",
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
-    "dpdist.reports.facts",
+    "dpdist.runs.accounting",
 )
 
 
