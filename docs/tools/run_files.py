@@ -21,7 +21,7 @@ MODULES = (
     "dpdist.tuning.manifest",
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
-    "dpdist.reports.facts",
+    "dpdist.runs.accounting",
 )
 
 

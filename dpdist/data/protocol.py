@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpdist.data.record_hashes import digests_of_input
+from dpdist.data.record_hashes import as_array, digests_of_rows, place_of_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,10 +168,8 @@ class Records(ABC):
         for start in range(0, len(self), _CHUNK):
             count = min(_CHUNK, len(self) - start)
             named = fields_of(self.batch(np.arange(start, start + count)))
-            columns = {name: each.detach().cpu() for name, each in named.items()}
-            for row in range(count):
-                named_row = {name: each[row] for name, each in columns.items()}
-                yield tuple(digests_of_input(key, named_row))
+            columns = [as_array(named[name]) for name in sorted(named, key=place_of_name)]
+            yield from map(tuple, digests_of_rows(key, list(columns), count))
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent examples of the shapes and types of these records, and of the declared ranges.

@@ -73,14 +73,31 @@ def digests_of_input(key: bytes, value: Any) -> set[bytes]:
     Raises:
         TypeError: it holds something else.
     """
-    parts = list(_leaves(value))
-    found = set()
-    for scaled in (False, True):
-        for moved in (False, True):
-            digest = hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.input")
-            for part in parts:
-                digest.update(part if isinstance(part, bytes) else _canonical(part, scaled, moved))
-            found.add(digest.digest())
+    parts = (part if isinstance(part, bytes) else part[None] for part in _leaves(value))
+    return digests_of_rows(key, list(parts), 1)[0]
+
+
+def digests_of_rows(key: bytes, parts: list[np.ndarray | bytes], count: int) -> list[set[bytes]]:
+    """Return the digests of several inputs, as `digests_of_input` does.
+
+    parts: arrays (count, ...), one for each field in its order, or a text of all inputs.
+    """
+    arrays = [part for part in parts if not isinstance(part, bytes)]
+    scaled = (False, True) if any(each.dtype == np.uint8 for each in arrays) else (False,)
+    moved = (False, True) if any(map(_is_picture, arrays)) else (False,)
+    empty = hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.input")
+    found: list[set[bytes]] = [set() for _ in range(count)]
+    for fractions in scaled:
+        for channels in moved:
+            rows = [
+                [part] * count if isinstance(part, bytes) else _canonical(part, fractions, channels)
+                for part in parts
+            ]
+            for place, fields in enumerate(zip(*rows, strict=True)):
+                digest = empty.copy()
+                for field in fields:
+                    digest.update(field)
+                found[place].add(digest.digest())
     return found
 
 
@@ -91,19 +108,30 @@ def _leaves(value: Any) -> Iterator[np.ndarray | bytes]:
     if isinstance(value, str | bytes):
         yield value.encode() if isinstance(value, str) else value
     elif isinstance(value, Mapping):
-        for name in sorted(value, key=str):
+        for name in sorted(value, key=place_of_name):
             yield from _leaves(value[name])
     elif isinstance(value, list | tuple) and not _is_numeric(value):
         for part in value:
             yield from _leaves(part)
     else:
-        if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
-            value = value.detach().cpu()
-            value = value.double().numpy() if value.is_floating_point() else value.numpy()
-        array = np.asarray(value)  # a picture, too
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"a {type(value).__name__}")
-        yield array
+        yield as_array(value)
+
+
+def place_of_name(name: Any) -> str:
+    """Return what fields are ordered by: numbers by value, names by their letters."""
+    return str(name).zfill(8)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return numbers of any kind, a tensor or a picture as an array. Raises TypeError."""
+    if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
+        value = value.detach().cpu()
+        half = value.is_floating_point() and value.element_size() < 4
+        value = (value.float() if half else value).numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"a {type(value).__name__}")
+    return array
 
 
 def _is_numeric(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -111,18 +139,26 @@ def _is_numeric(values: list[Any] | tuple[Any, ...]) -> bool:
     return bool(values) and all(isinstance(each, int | float | np.number) for each in values)
 
 
-def _canonical(array: np.ndarray, scaled: bool, moved: bool) -> bytes:
-    """Return numbers as bytes. scaled: bytes as fractions; moved: channels of the last axis first.
+def _is_picture(array: np.ndarray) -> bool:
+    """Return whether arrays (count, ...) may be pictures with their channels last."""
+    return array.ndim == 4 and array.shape[-1] in _COLOURS
 
-    Raises nothing: an array that is no picture stays as it is.
+
+def _canonical(array: np.ndarray, scaled: bool, moved: bool) -> list[Any]:
+    """Return each row (count, ...) as bytes.
+
+    scaled: bytes as fractions. moved: channels of the last axis first.
     """
-    if moved and array.ndim == 3 and array.shape[-1] in _COLOURS:
-        array = np.moveaxis(array, -1, 0)
+    if moved and _is_picture(array):
+        array = np.moveaxis(array, -1, 1)
     if scaled:
         array = to_model_inputs(array)
-    large = array.dtype.itemsize > 2 and bool(np.any(np.abs(array) > _WHOLE))
-    numbers: np.ndarray = array.astype(np.float64 if large else np.float32)
-    return (numbers + 0.0).tobytes()  # -0.0 becomes 0.0
+    flat = np.ascontiguousarray(array.reshape(len(array), -1))
+    rows: list[Any] = list(flat.astype(np.float32) + np.float32(0))  # -0.0 becomes 0.0
+    if flat.dtype.itemsize > 2:
+        for place in np.flatnonzero((np.abs(flat) > _WHOLE).any(1)):
+            rows[place] = flat[place].astype(np.float64) + 0.0
+    return rows
 
 
 def stored_input(source: Any, index: int, files: bool) -> Any:
