@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dpdist.papers.residual.claims import (
     residual_black_box_claim,
     residual_claim,
@@ -16,13 +18,35 @@ from dpdist.privacy import mechanisms
 from dpdist.privacy.claims import (
     Claim,
     claimed_guarantee,
-    dplis_claim,
+    classic_rdp_epsilon,
     pate_guarantee,
     secure_sgd_claim,
-    unproved_guarantee,
 )
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
+
+
+def unproved_guarantee(
+    delta: float, reason: str, neighbours: Neighbours = "add-or-remove-one"
+) -> Guarantee:
+    """Return a guarantee with epsilon infinity: nothing is proved, with the reason."""
+    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {reason}")
+
+
+def dplis_claim(
+    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
+) -> Guarantee:
+    """Return the claim of DPlis: DP-SGD's guarantee; smoothing before the clip costs nothing.
+
+    Source: PoPETs 2021.
+    """
+    return claimed_guarantee(
+        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
+        delta,
+        "add-or-remove-one",
+        "DPlis, DP-SGD by RDP at whole orders",
+        ("Poisson sampling", "smoothing noise independent of the data"),
+    )
 
 
 def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:

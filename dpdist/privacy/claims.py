@@ -80,13 +80,6 @@ class Claim:
         }
 
 
-def unproved_guarantee(
-    delta: float, reason: str, neighbours: Neighbours = "add-or-remove-one"
-) -> Guarantee:
-    """Return a guarantee with epsilon infinity: nothing is proved, with the reason."""
-    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {reason}")
-
-
 def claimed_guarantee(
     epsilon: float, delta: float, neighbours: Neighbours, source: str, assumptions: Sequence[str]
 ) -> Guarantee:
@@ -115,22 +108,6 @@ def classic_rdp_epsilon(
     event = dpa.SelfComposedDpEvent(step, steps)
     rdp = compose_rdp(event, "add-or-remove-one", list(orders)).rdp
     return float(np.min(rdp - math.log(delta) / (orders - 1)))
-
-
-def dplis_claim(
-    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
-) -> Guarantee:
-    """Return the claim of DPlis: DP-SGD's guarantee; smoothing before the clip costs nothing.
-
-    Source: PoPETs 2021.
-    """
-    return claimed_guarantee(
-        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
-        delta,
-        "add-or-remove-one",
-        "DPlis, DP-SGD by RDP at whole orders",
-        ("Poisson sampling", "smoothing noise independent of the data"),
-    )
 
 
 def secure_sgd_claim(

@@ -200,23 +200,6 @@ def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
     return (1 - floor) * shares + floor / weights.size
 
 
-def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """Return max .
-
-     (A(D) - A(D')) / sqrt(K r) ||_2 from bounds of each component.||The bounds are on |A(D) -
-    A(D')|.
-
-    HGM Theorem 3. component_bounds: shape (K,) and jointly attainable in the worst case.
-    Raises ValueError unless r > 0 and sums to 1.
-    """
-    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
-    if r.shape != bounds.shape or r.ndim != 1:
-        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
-    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
-        raise ValueError("r must be positive and sum to 1")
-    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
-
-
 def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) -> float:
     """Return at least sup ||S^(-1/2) v||_2 over differences v of neighbours, S the covariance.
 
@@ -243,22 +226,6 @@ def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) ->
         return by_norm
     inverse = np.abs((vectors / (values - error)) @ vectors.T)
     return min(by_norm, float(np.sqrt(reach @ inverse @ reach)))
-
-
-def mixed_gaussian_added_std(
-    xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
-) -> float:
-    """Return the noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
-
-    xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
-    in between. steps = 1 is the reading without the unjustified factor.
-    """
-    if not 0 <= xi_low <= xi_up:
-        raise ValueError(f"0 <= xi_low <= xi_up is needed, got {xi_low} and {xi_up}")
-    transformed = math.sqrt(steps * s_min) * sigma
-    if transformed < xi_low:
-        return xi_up
-    return math.sqrt(max(0.0, xi_up**2 - transformed**2))
 
 
 # --- Laplace ----------------------------------------------------------------------------------

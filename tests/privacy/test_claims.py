@@ -13,10 +13,10 @@ from dpdist.papers.published import hgm_claim, published_claims
 from dpdist.papers.residual import claims as residual_claims
 from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
 from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
+from dpdist.papers.transdenoiser.split import mixed_gaussian_added_std
 from dpdist.privacy import claims
 from dpdist.privacy.mechanisms import (
     gaussian_epsilon,
-    mixed_gaussian_added_std,
     redistribution,
 )
 from dpdist.privacy.plan import PrivacyPlan

@@ -41,3 +41,17 @@ def smallest_delta(event: dpa.DpEvent, neighbours: Neighbours, epsilon: float) -
     """Delta of an event at epsilon, by the privacy losses that its epsilon is computed from."""
     _, losses = compute_privacy_losses([event], neighbours)
     return max(loss.delta(epsilon) for loss in losses)
+
+
+def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
+    """Return the L2 norm of (A(D) - A(D')) / sqrt(K r) by bounds of components: HGM, Theorem 3.
+
+    component_bounds: shape (K,) and jointly attainable in the worst case. Raises ValueError unless
+    r > 0 and sums to 1.
+    """
+    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
+    if r.shape != bounds.shape or r.ndim != 1:
+        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
+    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
+        raise ValueError("r must be positive and sum to 1")
+    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
