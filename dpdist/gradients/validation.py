@@ -30,8 +30,9 @@ def refuse_mixing_layers(model: nn.Module) -> None:
         if normalises_over_batch(module):
             raise UserError(
                 f"{where} normalises over the batch, so one record would change every record's "
-                "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm or, if "
-                "its statistics are of public data, dpdist.prepare(model, batch_norm='eval')",
+                "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm, or if "
+                "its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
+                "which stays fixed also after model.train()",
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:

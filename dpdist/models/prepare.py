@@ -48,9 +48,9 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     Example:
         >>> import torch, dpdist
         >>> network = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16))
-        >>> dpdist.prepare(network)[1]
+        >>> dpdist.prepare(network)[1].num_groups
         prepare: 1 BatchNorm2d -> GroupNorm
-        GroupNorm(2, 16, eps=1e-05, affine=True)
+        2
     """
     if batch_norm not in ("group", "eval"):
         raise UserError(f"batch_norm: must be 'group' or 'eval', got {batch_norm!r}")
