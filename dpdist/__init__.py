@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dpdist.gradients.engine import GradientEngine as GradientEngine
     from dpdist.gradients.objective import language_model_loss as language_model_loss
     from dpdist.gradients.objective import preference_loss as preference_loss
+    from dpdist.models.prepare import prepare as prepare
     from dpdist.pipeline import run as run
     from dpdist.privacy.calibration import calibrate_noise as calibrate_noise
     from dpdist.privacy.guarantee import Guarantee as Guarantee
@@ -91,6 +92,7 @@ _LAZY = {
     "PrivateTraining": "dpdist.private_training",
     "StepReport": "dpdist.private_training",
     "fit": "dpdist.private_training",
+    "prepare": "dpdist.models.prepare",
     "estimate": "dpdist.training.estimate",
     "Estimate": "dpdist.training.estimate",
     "tune": "dpdist.searching",

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,9 +44,11 @@ from dpdist.gradients.clipping import (
 )
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import (
+    WHOLE,
     Inputs,
     Layer,
     LayerCallback,
+    LayoutError,
     Losses,
     Objective,
     OwnLoss,
@@ -66,7 +69,7 @@ from dpdist.gradients.independence import (
     has_known_layers,
     largest_move,
 )
-from dpdist.gradients.layer_rules import DrawsByExample
+from dpdist.gradients.layer_rules import DrawsByExample, RecurrentByExample
 from dpdist.gradients.passes import Rounding, labelled_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
@@ -191,7 +194,8 @@ class GradientEngine:
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
-        fallback_layers: those without a rule, left to torch.func.
+        fallback_layers: those without a rule, left to torch.func. A module around a layer that
+            hooks cannot follow joins them in `validate` and `prepare`, with a warning.
         sensitivity: largest norm one example can add to the sum.
 
     Raises:
@@ -240,18 +244,8 @@ class GradientEngine:
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
-        self._layers = find_layers(model)
-        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
-        # A parameter is clipped with the first layer that uses it.
-        owner: dict[int, str] = {}
-        self._shared: set[int] = set()
-        for layer in self._layers:
-            for slot in layer.parameter_indices.values():
-                if owner.setdefault(slot, layer.name) != layer.name:
-                    self._shared.add(slot)
-        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
-        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
-        clipping.check(self.layers)
+        self._alone: list[str] = []  # modules that run whole, for each example
+        self._find_layers()
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
         self.records_per_example = 1
@@ -267,6 +261,51 @@ class GradientEngine:
         self._checked = isolate  # nothing to look for then
         self._screened: tuple[Inputs, Tensor] | None = None
         self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
+
+    def _find_layers(self) -> None:
+        """Find the layers to capture, and with which of them each parameter is clipped."""
+        self._layers = find_layers(self.model, self._alone)
+        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
+        # A parameter is clipped with the first layer that uses it.
+        owner: dict[int, str] = {}
+        self._shared: set[int] = set()
+        for layer in self._layers:
+            for slot in layer.parameter_indices.values():
+                if owner.setdefault(slot, layer.name) != layer.name:
+                    self._shared.add(slot)
+        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
+        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
+        self.clipping.check(self.layers)
+
+    def _settle_layouts(self, inputs: Inputs, targets: Tensor) -> None:
+        """Let the smallest module around a layer that hooks cannot follow run whole, for each
+        example, and say so once. What else fails is left to those who check."""
+        few = take(inputs, slice(2)), targets[:2]
+        while WHOLE not in self._alone:
+            find_shared_arguments(self.model, self._layers, self.objective, *few)
+            find_drawing_layers(self.model, self._layers, self.objective, *few)
+            try:
+                run_pass(
+                    self.model, self._layers, self.objective, *few, self._trainable(),
+                    lambda layer, call: None,
+                )  # fmt: skip
+                return
+            except LayoutError as error:
+                lost = error.layer
+                if lost == WHOLE:
+                    return
+                around = lost.rpartition(".")[0] or WHOLE
+            except Exception:  # whatever a user's module does
+                return
+            self._alone.append(around)
+            self._find_layers()
+            self.perturbation = self._perturbation  # noise within it is refused
+            warnings.warn(
+                f"{around}: runs by torch.func for each record, as hooks cannot follow "
+                f"{lost} in it; that takes time, and memory for the rows of a pass times "
+                "its parameters",
+                stacklevel=2,
+            )
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
@@ -667,7 +706,8 @@ class GradientEngine:
             zero: Tensor | None,
         ) -> tuple[Tensor, Tensor]:
             alone, everything = take(example, None), {**own, **frozen}
-            with nullcontext() if zero is None else DrawsByExample(zero):
+            draws = nullcontext() if zero is None else DrawsByExample(zero)
+            with draws, RecurrentByExample():
                 value = example_losses(self.model, self.objective, everything, alone, target[None])[
                     0
                 ]
@@ -705,8 +745,9 @@ class GradientEngine:
         """
         with _preserve_random_state(device_of(inputs)):
             if not self._checked:
+                self._settle_layouts(inputs, targets)
                 check_example_independence(
-                    self.model, self.objective, self._empty_gradients, inputs, targets
+                    self.model, self.objective, self._empty_gradients, inputs, targets, self._alone
                 )
                 return_freed_memory()
         self.prepare(inputs, targets)
@@ -728,6 +769,7 @@ class GradientEngine:
         self._checked, self._modes = True, self._current_modes()
         with _preserve_random_state(device_of(inputs)):
             if not self.isolate:
+                self._settle_layouts(inputs, targets)
                 self._kinds.clear()
                 self._find_shared(inputs, targets)
             draws = find_drawing_layers(self.model, self._layers, self.objective, inputs, targets)

@@ -164,6 +164,7 @@ class Layer:
     of a layer that treats positions alone, from the number of a call to its output's number of
     dimensions and what is as long as it. draws: whether its rule runs it again and it draws random
     numbers; without a rule it then runs by torch.func in the forward pass too.
+    alone: whether it does so because hooks cannot follow a layer in it.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Layer:
     shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
     lengths: dict[int, tuple[int, Beginnings]] = field(default_factory=dict)
     draws: bool = False
+    alone: bool = False
 
     @property
     def may_share(self) -> bool:
@@ -194,8 +196,19 @@ _HALF = (torch.float16, torch.bfloat16)
 LayerCallback = Callable[[Layer, LayerCall], None]
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers to capture, in the model's order; slots number the trainable parameters."""
+class LayoutError(UserError):
+    """A layer whose output does not have the examples where hooks look for them."""
+
+    def __init__(self, layer: str, said: str) -> None:
+        super().__init__(said)
+        self.layer = layer
+
+
+def find_layers(model: nn.Module, alone: Collection[str] = ()) -> list[Layer]:
+    """Return the layers to capture, in the model's order; slots number the trainable parameters.
+
+    alone: names of modules that run whole, for each example.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     index = {id(parameter): slot for slot, parameter in enumerate(trainable)}
     full_name = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -203,10 +216,13 @@ def find_layers(model: nn.Module) -> list[Layer]:
     claimed: set[int] = set()
     for name, module in model.named_modules():
         own, holders = _own_parameters(module)
+        whole = (name or WHOLE) in alone
+        if whole:
+            own = dict(module.named_parameters())
         if id(module) in claimed or not any(id(p) in index for p in own.values()):
             continue
         claimed.update(id(holder) for holder in holders)
-        rule = find_rule(module)
+        rule = None if whole else find_rule(module)
         fallback = rule is None
         if rule is None:
             # Differentiated as a whole: its submodules may be used in ways hooks do not see.
@@ -215,8 +231,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
             own = dict(module.named_parameters())
         slots = {local: index[id(p)] for local, p in own.items() if id(p) in index}
         names = {local: full_name[id(p)] for local, p in own.items()}
-        layers.append(Layer(name or "(the model itself)", module, rule, slots, names, fallback))
+        layers.append(Layer(name or WHOLE, module, rule, slots, names, fallback, alone=whole))
     return layers
+
+
+WHOLE = "(the model itself)"
+
+
+def _twins(model: nn.Module, layers: list[Layer]) -> list[Layer]:
+    """Return the layers of a copy of the model."""
+    return find_layers(model, [layer.name for layer in layers if layer.alone])
 
 
 # never called on examples: they are their module's own
@@ -518,7 +542,7 @@ def _argument_shapes(
 
     handles = [
         each.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
-        for each, layer in zip(find_layers(model), layers, strict=True)
+        for each, layer in zip(_twins(model, layers), layers, strict=True)
         if _is_watched(layer)
     ]
     try:
@@ -648,6 +672,15 @@ def _drawing_layers(layers: list[Layer], current: _PassState) -> Iterator[None]:
             current.entered.setdefault(layer.name, []).append((random_states(device), shared))
             if not layer.fallback:
                 return forward(*args, **kwargs)
+            given = [
+                each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            ]
+            if not any(each.shape[:1] == (current.batch,) for each in given):
+                raise LayoutError(
+                    layer.name,
+                    f"layer {layer.name} must take the examples on dimension 0, got shapes "
+                    f"{[tuple(each.shape) for each in given]} for a batch of {current.batch}",
+                )
             return call_for_each_example(forward, args, kwargs, current.batch, shared)
 
         return run
@@ -696,7 +729,7 @@ def find_drawing_layers(
     copied = _copy_of(model)
     twins = [
         (each.module, layer.name)
-        for each, layer in zip(find_layers(copied), layers, strict=True)
+        for each, layer in zip(_twins(copied, layers), layers, strict=True)
         if layer.runs_again
     ]
 
@@ -724,7 +757,7 @@ def find_drawing_layers(
     else:
         return None
     for layer in layers:
-        layer.draws = layer.name in found.inside
+        layer.draws = layer.alone or layer.name in found.inside
     return found
 
 
@@ -815,7 +848,8 @@ def _check_batch_dimension(layer: Layer, batch: int, outputs: list[Tensor]) -> N
             f"of a packed or an unbatched one it returned shape {shape} for a batch of {batch}"
         )
     if len(shape) <= dimension or shape[dimension] != batch:
-        raise UserError(
+        raise LayoutError(
+            layer.name,
             f"layer {layer.name} returned shape {shape} for a batch of {batch}: its output must "
-            f"keep the examples on dimension {dimension}"
+            f"keep the examples on dimension {dimension}",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -99,6 +99,7 @@ def check_example_independence(
     make_gradients: Callable[[], list[PerExampleGradient]],
     inputs: Inputs,
     targets: Tensor,
+    alone: Collection[str] = (),
 ) -> None:
     """Check on examples that they do not mix and that no parameter's gradient is missed.
 
@@ -115,6 +116,7 @@ def check_example_independence(
         make_gradients: makes empty ones, one per parameter.
         inputs: (B, ...), public or invented, two at least with finite gradients.
         targets: (B, ...), as the objective takes them.
+        alone: names of modules that run whole, for each example.
 
     Raises:
         UserError: the check failed, or too few gradients are finite.
@@ -124,13 +126,13 @@ def check_example_independence(
     if wide is not None:
         widened = each_tensor(_to_float64, inputs), _to_float64(targets)
         try:
-            return _Screening(wide, objective, make_gradients, *widened, _EXACT).run()
+            return _Screening(wide, objective, make_gradients, *widened, _EXACT, alone).run()
         except UserError:
             raise
         except Exception:  # a model with constants of its own precision
             pass
     try:
-        _Screening(model, objective, make_gradients, inputs, targets, _OWN).run()
+        _Screening(model, objective, make_gradients, inputs, targets, _OWN, alone).run()
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a user's module does
@@ -161,10 +163,11 @@ class _Screening:
         inputs: Inputs,
         targets: Tensor,
         tolerances: tuple[float, float, float],
+        alone: Collection[str],
     ) -> None:
         self.model, self.objective, self.make_gradients = model, objective, make_gradients
         self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
-        self.layers = find_layers(model)
+        self.layers = find_layers(model, alone)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.tolerance, self.absolute_tolerance, self.last_digits = tolerances

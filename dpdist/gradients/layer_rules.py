@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -382,7 +383,8 @@ def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         args, kwargs = filled(tensors)
 
         def outputs(values: dict[str, Tensor]) -> list[Tensor]:
-            with nullcontext() if zero is None else DrawsByExample(zero):
+            draws = nullcontext() if zero is None else DrawsByExample(zero)
+            with draws, RecurrentByExample():
                 result = call_with_values(call.module, {**values, **fixed}, args, kwargs)
             return float_tensors(result)
 
@@ -418,7 +420,7 @@ def call_for_each_example(
 
     def one_example(tensors: list[Tensor], zero: Tensor) -> list[Tensor]:
         args, kwargs = filled(tensors)
-        with DrawsByExample(zero):
+        with DrawsByExample(zero), RecurrentByExample():
             leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
         made = [isinstance(leaf, Tensor) for leaf in leaves]
         kept[:] = (
@@ -477,6 +479,39 @@ class DrawsByExample(TorchFunctionMode):
         return found
 
 
+class RecurrentByExample(TorchFunctionMode):
+    """Run RNN, LSTM and GRU step by step, which `torch.func.vmap` cannot run whole."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        by_step = _RECURRENT.get(name) if func is getattr(torch, name, None) else None
+        if by_step is None or len(args) != 9:  # packed sequences have 8
+            return func(*args, **(kwargs or {}))
+        return by_step(*args)
+
+
+def _lstm_by_step(
+    inputs: Tensor, states: tuple[Tensor, Tensor], weights: list[Tensor], biases: bool, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run torch's decomposition of an LSTM, which would call a fused kernel on a CPU."""
+    hidden, cells = states
+    torchs: Any = decompositions
+    by_layer = torchs.gather_params(weights, biases, hidden.shape[2] != cells.shape[2])
+    found, last = torchs._rnn_helper(
+        inputs, list(zip(hidden, cells, strict=True)), by_layer, biases, *rest,
+        decompositions.one_layer_lstm,
+    )  # fmt: skip
+    return found, torch.stack([h for h, _ in last]), torch.stack([c for _, c in last])
+
+
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    "lstm": _lstm_by_step,
+    "gru": decompositions.gru_impl,
+    "rnn_tanh": decompositions.rnn_tanh_input,
+    "rnn_relu": decompositions.rnn_relu_input,
+}
 _MAKES = {
     torch.empty, torch.zeros, torch.ones, torch.empty_like, torch.zeros_like, torch.ones_like,
     Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,

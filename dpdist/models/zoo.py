@@ -559,7 +559,8 @@ class FixedBatchNorm(nn.Module):
             )  # fmt: skip
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         shift = self.bias - self.running_mean * scale
-        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+        shape = 1, -1, *[1] * (x.dim() - 2)
+        return x * scale.view(shape) + shift.view(shape)
 
 
 @contextmanager

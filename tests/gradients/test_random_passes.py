@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.one_by_one import one_by_one
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, GroupMembers, cross_entropy
-from dpdist.gradients.hooks import OwnLoss, drawing_as_in_passes, example_losses
-from dpdist.gradients.passes import labelled_passes
-from dpdist.gradients.random_passes import keyed_draws, pass_key, states_of_key
+from dpdist.gradients.hooks import OwnLoss
+from dpdist.gradients.random_passes import keyed_draws, states_of_key
 from dpdist.gradients.sampling import Blocks
 from dpdist.randomness.keys import derive_key, stream_words
 
@@ -117,18 +117,7 @@ def test_the_sum_is_that_of_one_by_one_gradients_with_the_same_draws(kind, round
     before = torch.get_rng_state()
     found = _sum(engine, records)
     assert torch.equal(before, torch.get_rng_state())
-    expected = torch.zeros(engine.size, dtype=torch.float64)
-    inputs, targets, ids = records
-    rows = engine.rows_per_pass(engine.blocks)
-    for label, members, real in labelled_passes(engine.blocks, KEY, ids.numpy(), rows, rounding):
-        where = ("shard", 0) if rounding == "standard" else ()
-        key, members = pass_key(KEY, *where, *label, "draw", 0), torch.from_numpy(members)
-        with keyed_draws(key, CPU), drawing_as_in_passes(engine._layers, inputs[members]):
-            losses = example_losses(model, objective, {}, inputs[members], targets[members])
-        for row in np.arange(len(members))[real]:
-            each = torch.autograd.grad(losses[row], list(model.parameters()), retain_graph=True)
-            gradient = torch.cat([part.flatten() for part in each]).double()
-            expected += gradient * min(1.0, 0.3 / float(gradient.norm()))
+    expected = one_by_one(engine, *records, KEY)
     assert (found - expected).norm() <= 0.005 * expected.norm()  # the slack of the clip
     assert (found - expected * float(found @ expected / expected.square().sum())).norm() <= (
         1e-3 * expected.norm()

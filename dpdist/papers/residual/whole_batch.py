@@ -6,6 +6,8 @@ statistics are written without noise.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -71,7 +73,9 @@ class WholeBatchEngine(GradientEngine):
         try:
             with (
                 override_outputs(self.model, self._hidden_noise(record_ids, draw_key, 0)),
-                keyed_draws(pass_key(draw_key, "whole batch"), device_of(inputs)),
+                keyed_draws(pass_key(draw_key, "whole batch"), device_of(inputs))
+                if draw_key
+                else nullcontext(),
                 torch.enable_grad(),
                 sums_in_order(device_of(inputs)),
             ):
