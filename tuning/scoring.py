@@ -128,7 +128,7 @@ def record_scores(settings: ScoreRecipe) -> dict[Objective, Value]:
     """
     found: dict[Objective, Value] = {}
     if "brier" in settings.objectives:
-        found["brier"] = brier_score
+        found["brier"] = brier_score()
     if settings.log_loss_cap is not None:
         found["log-loss"] = log_loss_score(settings.log_loss_cap)
     if settings.class_weights is not None:

@@ -70,7 +70,25 @@ def _brier(outputs: Tensor, targets: Tensor) -> Tensor:
     return 1 - (outputs.softmax(-1) - wanted).square().sum(-1) / 2
 
 
-brier_score = RecordScore("Brier score", _brier)
+def brier_score() -> RecordScore:
+    """Return the score 1 - half the Brier score of a record: of the squared errors of all classes.
+
+    Guarantee: the value lies in [0, 1], since a Brier score lies in [0, 2], so one record or person
+    moves a sum of such values by at most 1: in units of the Brier score by at most 2.
+
+    Returns:
+        A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+
+    Source:
+        Brier, Monthly Weather Review 1950.
+
+    Example:
+        >>> import torch
+        >>> from dpdist import brier_score
+        >>> brier_score()(torch.tensor([[0.0, 0.0], [99.0, 0.0]]), torch.tensor([1, 1]))
+        tensor([0.7500, 0.0000], dtype=torch.float64)
+    """
+    return RecordScore("Brier score", _brier)
 
 
 def log_loss_score(cap: float = 5.0) -> RecordScore:

@@ -143,7 +143,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
 def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
     """Removed, or replaced by another one with more visits: the search's own sum of values."""
     search = begin(tmp_path / "own", score={"held_out": as_records(SCORED), "noise": 2.0,
-                                             "value": dpdist.brier_score})  # fmt: skip
+                                             "value": dpdist.brier_score()})  # fmt: skip
     function, model = search._explorer.function, nn.Linear(WIDTH, 2)
 
     def total(given: tuple[np.ndarray, np.ndarray, list[str]]) -> float:
@@ -299,7 +299,7 @@ if __name__ == "__main__":
     search = dpdist.tune(
         train, {"lr": {"log_uniform": [0.01, 1.0]}}, data=part(slice(120)),
         law={"name": "fixed", "runs": 2},
-        score={"held_out": part(slice(120, 160)), "value": dpdist.brier_score, "noise": 1.0},
+        score={"held_out": part(slice(120, 160)), "value": dpdist.brier_score(), "noise": 1.0},
         privacy=dict(
             noise_multiplier=4.0, delta=1e-3, run_key="7f" * 32, unit="group",
             max_records_per_group=2,

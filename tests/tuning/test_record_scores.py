@@ -51,7 +51,7 @@ def _balanced(logits: np.ndarray, label: int) -> float:
 
 
 SCORES = {
-    "brier": (dpdist.brier_score, lambda z, y: 1 - _brier(z, y) / 2),
+    "brier": (dpdist.brier_score(), lambda z, y: 1 - _brier(z, y) / 2),
     "log-loss": (dpdist.log_loss_score(4.0), lambda z, y: 1 - _log_loss(z, y) / 4.0),
     "balanced-accuracy": (dpdist.balanced_accuracy(WEIGHTS), lambda z, y: _balanced(z, y) / 5.0),
     "value": (
