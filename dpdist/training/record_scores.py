@@ -79,6 +79,9 @@ def brier_score() -> RecordScore:
     Returns:
         A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
 
+    Raises:
+        ValueError: the score is called on outputs that are not one for each of several classes.
+
     Source:
         Brier, Monthly Weather Review 1950.
 
@@ -102,6 +105,9 @@ def log_loss_score(cap: float = 5.0) -> RecordScore:
 
     Returns:
         A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+
+    Raises:
+        UserError: the cap is not above 0 and finite.
 
     Example:
         >>> import torch
@@ -133,6 +139,9 @@ def balanced_accuracy(weights: Mapping[int, float]) -> RecordScore:
 
     Returns:
         A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+
+    Raises:
+        UserError: a class has no weight, or one that is not above 0.
 
     Example:
         >>> import torch
@@ -170,6 +179,9 @@ def bounded_score(
 
     Returns:
         A function for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+
+    Raises:
+        UserError: the range is empty or not finite.
 
     Example:
         >>> import torch
