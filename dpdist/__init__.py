@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from dpdist.training.estimate import Estimate as Estimate
     from dpdist.training.estimate import estimate as estimate
     from dpdist.training.private_step import PrivateStep as PrivateStep
+    from dpdist.training.record_scores import balanced_accuracy as balanced_accuracy
+    from dpdist.training.record_scores import bounded_score as bounded_score
+    from dpdist.training.record_scores import brier_score as brier_score
+    from dpdist.training.record_scores import log_loss_score as log_loss_score
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -98,6 +102,10 @@ _LAZY = {
     "tune": "dpdist.searching",
     "SearchResult": "dpdist.searching",
     "trainable": "dpdist.searching",
+    "balanced_accuracy": "dpdist.training.record_scores",
+    "bounded_score": "dpdist.training.record_scores",
+    "brier_score": "dpdist.training.record_scores",
+    "log_loss_score": "dpdist.training.record_scores",
     "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",

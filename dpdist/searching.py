@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import StringIO
 from itertools import product
@@ -136,41 +136,30 @@ ASSUMED_PUBLIC = "the records that trials are scored on are public"
 # --- the function -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class TrialConfig(Mapping[str, Any]):
-    """Hold the values of one trial, as `train(config)` is given them; nobody can change them."""
+    """Hold the values of one trial, as `train(config)` is given them.
 
-    def __init__(
-        self, values: Mapping[str, Any], data: Records, privacy: PrivacyRecipe, folder: Path
-    ) -> None:
-        self._values = dict(values)
-        self._data, self._privacy, self._folder = data, privacy, folder
+    Attributes:
+        searched: the searched values by name; `config["lr"]` reads one.
+        data: the private records to train on, `Records`.
+        privacy: the section for `PrivateTraining`, with the noise of this trial.
+        folder: the folder of the trial's run, a `Path`.
+    """
 
-    @property
-    def data(self) -> Records:
-        """Return the private records to train on."""
-        return self._data
-
-    @property
-    def privacy(self) -> PrivacyRecipe:
-        """Return the section for `PrivateTraining`, with the noise of this trial."""
-        return self._privacy
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the trial's run."""
-        return self._folder
+    searched: Mapping[str, Any]
+    data: Records = field(repr=False)
+    privacy: PrivacyRecipe
+    folder: Path
 
     def __getitem__(self, name: str) -> Any:
-        return copy.deepcopy(self._values[name])
+        return copy.deepcopy(self.searched[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self.searched)
 
     def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"TrialConfig({self._values})"
+        return len(self.searched)
 
 
 class TrainRaisedError(UserError):
@@ -692,14 +681,8 @@ def _train_and_score(
     """Train and score a trial, from where it stands. Raises UserError where it has failed."""
     try:
         training = _build_trial(function, asked, folder, number)
-        with watch_made() as made:
-            _train(training)
-            score = _score(function, training, folder, number)
-        if made:
-            raise UserError(
-                "train: must make exactly one PrivateTraining, the one that it returns; another "
-                "was made while it was trained or scored"
-            )
+        _train(training)
+        score = _score(function, training, folder, number)
     except RunBusyError as error:
         raise JournalBusy(str(error)) from error
     except (UserError, LedgerError):

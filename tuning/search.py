@@ -536,7 +536,12 @@ def check_search(
             check_trainable(search.plan_trial(v)[0], context)[1]
             for v in iter_probe_values(recipe.tune)
         ]
-        search.assumptions = sorted({part["assumed"] for part in parts if part and part["assumed"]})
+        assumed = {part["assumed"] for part in parts if part and part["assumed"]}
+        if recipe.tune.score.value is not None and not recipe.tune.score.is_public:
+            from dpdist.training.private_score import ASSUMED_OF_VALUE
+
+            assumed.add(ASSUMED_OF_VALUE)
+        search.assumptions = sorted(assumed)
     search.check_unchanged()
     return search
 
@@ -581,6 +586,16 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
         private = private_records(recipe, data_source(recipe))
         refuse_common_records(private, records, f"{context}: tune.score.public", why)
         refuse_common_groups(private, records, f"{context}: tune.score.public")
+    classes, weights = recipe.data.num_classes, score.class_weights
+    if weights is not None and len(weights) != classes:
+        raise UserError(
+            f"{context}: tune.score.class_weights: must be {classes} numbers, one for each class, "
+            f"got {len(weights)}"
+        )
+    if score.value is not None:
+        from dpdist.tuning.scoring import record_scores
+
+        record_scores(score)  # before anything is drawn: its function must be there
     if not score.needs_certificates:
         return
     for values in iter_probe_values(recipe.tune):

@@ -50,9 +50,11 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
+from dpdist.training.record_scores import RecordScore
 from dpdist.training.script_state import kept_buffers
 
-Value = Callable[[nn.Module, Any], Tensor]  # of the module and a batch: one value a record, (B,)
+# Of the module and a batch: one value a record, (B,); or by the model's outputs.
+Value = Callable[[nn.Module, Any], Tensor] | RecordScore
 
 # --- what is declared ---------------------------------------------------------------------------
 
@@ -128,6 +130,8 @@ def value_name(value: Value | None, key: str = "score.value") -> str:
     """
     if value is None:
         return "accuracy"
+    if isinstance(value, RecordScore):
+        return value.name
     if not callable(value):
         raise UserError(
             f"{key}: must be a function of model and batch to one value a record, got "
@@ -219,7 +223,9 @@ class RecordValues:
 
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
-        self._objective: Objective = accuracy if value is None else OwnLoss(value)
+        self._objective: Objective = accuracy
+        if value is not None:
+            self._objective = value if isinstance(value, RecordScore) else OwnLoss(value)
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.

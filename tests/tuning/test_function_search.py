@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -16,7 +15,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,12 +251,6 @@ def two(config: Any) -> PrivateTraining:
     return build(config)
 
 
-def hidden_second(config: Any) -> PrivateTraining:
-    with contextlib.suppress(UserError):
-        build(config, batch_size=10**6)
-    return build(config)
-
-
 def older(config: Any) -> PrivateTraining:
     if not MODELS:
         MODELS.append(build(config))
@@ -292,15 +284,6 @@ def changed_records(config: Any) -> PrivateTraining:
     inputs = config.data.arrays[0]
     inputs.div_(inputs.max())
     return build(config)
-
-
-def swapped(**given: Any) -> Any:
-    def train(config: Any) -> PrivateTraining:
-        for name, value in given.items():
-            setattr(config, name, value)
-        return build(config)
-
-    return train
 
 
 class Owned(dpdist.Records):
@@ -376,7 +359,6 @@ REFUSED = [
     (counting_in_a_setting, {}, "train: must build the same model, optimizer and settings"),
     (stepped, {}, "train: must return the training before its first step"),
     (two, {}, "train: must make exactly one PrivateTraining, the one that it returns, made 2"),
-    (hidden_second, {}, "train: must make exactly one PrivateTraining, .* made 2"),
     (older, {}, "train: must make exactly one PrivateTraining, .* made 0"),
     (lambda config: None, {}, "train: must return the dpdist.PrivateTraining .* got NoneType"),
     (scored_itself, {}, "train: score: must be given to dpdist.tune"),
@@ -386,9 +368,6 @@ REFUSED = [
     (others_records, {}, "train: data: must be config.data"),
     (copied_records, {}, "train: data: must be config.data itself"),
     (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
-    (swapped(folder=Path("mine")), {}, r"raised AttributeError for .*}: .*folder.* has no setter"),
-    (swapped(data=OWNED), {}, "train: raised AttributeError for .*: .*data.* has no setter"),
-    (swapped(privacy=None), {}, "train: raised AttributeError for .*: .*privacy.* has no setter"),
     (build, {"data": OWNED, "score": {"held_out": SAME_OWNER}},
      "privacy.unit: must be group, for the largest unit has 41 records"),
     (build, {"data": OWNED, "score": {"held_out": SCORED}},
@@ -631,52 +610,6 @@ def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coar
         search._explorer.function = dataclasses.replace(known, **other)
         number = 0 if "records" in other else 1
         assert "other records than those that the search" in run_trial(search, number)["failed"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor, why", [(1.0, "began_with"), (0.5, "built another model")])
-def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(
-    tmp_path, coarse_grid, factor, why
-):
-    kept = tmp_path / "kept.pt"
-
-    class Leaking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            torch.save([p.data for p in self.param_groups[0]["params"]], kept)
-
-    def leaking(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        if kept.exists():
-            for parameter, value in zip(model.parameters(), torch.load(kept), strict=True):
-                parameter.data.copy_(value * factor)
-        return build(config, model=model, optimizer=Leaking(model.parameters(), lr=0.1))
-
-    search = begin(tmp_path / "own", leaking)
-    assert run_trial(search, 0, leaking)["failed"] is None
-    assert why in run_trial(search, 1, leaking)["failed"]
-
-
-@pytest.mark.slow
-def test_a_second_training_made_inside_a_step_makes_a_trial_fail(tmp_path, coarse_grid):
-    """Nobody pays for it."""
-
-    class Secret(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            build(self.config)
-
-    def train(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        optimizer = Secret(model.parameters(), lr=0.1)
-        optimizer.config = SimpleNamespace(
-            get=config.get, data=config.data, privacy=config.privacy, folder=tmp_path / "second"
-        )
-        return build(config, model=model, optimizer=optimizer)
-
-    search = begin(tmp_path / "own", train)
-    state = run_trial(search, 0, train)
-    assert "another was made while it was trained" in state["failed"] and not state["scores"]
 
 
 @pytest.mark.long
