@@ -65,11 +65,8 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.private_training import (
-    HELD_OUT,
     PrivateTraining,
     RunBusyError,
-    check_scored_groups,
-    check_units_apart,
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
@@ -91,6 +88,7 @@ from dpdist.training.private_score import (
     count_common,
     value_name,
 )
+from dpdist.training.script_checks import HELD_OUT, check_scored_groups, check_units_apart
 from dpdist.training.script_state import keep_module_record
 from dpdist.tuning.manifest import (
     SearchFolder,

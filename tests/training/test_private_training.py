@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from support.local_execution import command, run_without_ray
 from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
 
 import dpdist
-from dpdist import Privacy, PrivateTraining, UserError, private_training
+from dpdist import Privacy, PrivateTraining, UserError, models
 from dpdist.core.files import read_json
 from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
@@ -36,9 +36,10 @@ from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import checkpoint, job, model_setup
+from dpdist.training import checkpoint, job, model_setup, script_learner
 from dpdist.training.monitoring import read_groups
 from dpdist.training.records import records_with_canaries
+from dpdist.training.script_learner import is_finite
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -429,10 +430,10 @@ def test_a_factory_is_for_runs_that_need_one(of_the_script, tmp_path, monkeypatc
 
 
 def test_a_run_of_before_does_not_describe_its_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_training, "module_record", lambda *_: {})
-    whole = private_training.pack
+    monkeypatch.setattr(script_learner, "module_record", lambda *_: {})
+    whole = script_learner.pack
     monkeypatch.setattr(
-        private_training, "pack", lambda name, value: {} if name == "module" else whole(name, value)
+        script_learner, "pack", lambda name, value: {} if name == "module" else whole(name, value)
     )
     t = training(tmp_path / "own")
     t.run_all()
@@ -602,7 +603,7 @@ def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charge
 
     monkeypatch.setattr(Ledger, "record", record)
     if charged == 4:
-        monkeypatch.setattr(private_training.models, "save", lambda *_: record(None, 0, ""))
+        monkeypatch.setattr(models, "save", lambda *_: record(None, 0, ""))
     with pytest.raises(KeyboardInterrupt):
         t.finish()
     t.close()
@@ -621,7 +622,7 @@ def test_an_early_end_that_failed_is_asked_for_again(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
-        patched.setattr(private_training.models, "save", full)
+        patched.setattr(models, "save", full)
         t.finish()
     assert not t.run.training_summary.exists()
     assert t.finish() == t.run and dpdist.read_facts(t.run).training_summary["steps_taken"] == 1
@@ -771,7 +772,7 @@ class Two(nn.Module):
         lambda module, batch: F.cross_entropy(module(*batch[:-1]), batch[-1], reduction="none"),
     ],
 )
-def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path, loss):
+def test_a_loss_of_its_own_trains_a_module_of_two_arguments(tmp_path, loss):
     x, y = torch.rand(2, 80, 2), torch.arange(80) % 2
     inputs = {"a": x[0], "b": x[1]} if "targets" in loss.__code__.co_consts else (x[0], x[1])
     training(tmp_path / "own", Two(), loss=loss, data=(inputs, y)).step()
@@ -781,20 +782,9 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
     ("model", "optimizer", "options", "said"),
     [
         (Net, lambda m: torch.optim.LBFGS(m.parameters()), {}, "must take its step from .grad"),
-        (Net, lambda m: torch.optim.SparseAdam(m.parameters()), {}, "must take dense gradients"),
-        (Net, lambda m: torch.optim.Adam(m.parameters(), capturable=True), {},
-         "optimizer: must not be capturable, got a model on the CPU"),
-        (lambda: Net().to("meta"), sgd, {}, "first.weight is on the device meta: give it some"),
-        (Net, lambda m: torch.amp.GradScaler("cpu"), {}, "leave the scaler out"),
         (Net, lambda m: sgd(m.first), {}, "must hold every trained parameter, lacks second.weight"),
-        (Net, lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(1))]), {},
-         "must hold parameters of the model alone, got 1"),
-        (Net, sgd, {"state": [torch.amp.GradScaler("cpu")]}, "state[0]: must not be a GradScaler"),
-        (Net, sgd, {"state": [3]}, "state[0]: must have state_dict"),
-        (Net, sgd, {"state": 3}, "state: must be a list of objects, got int"),
-        (Net, sgd, {"privacy": None}, "privacy: must be a section or a dict"),
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
-        (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
+        (lambda: Net().requires_grad_(False), sgd, {}, "no trainable parameters"),
         (normed, sgd, {}, "normalises over the batch"),
         (dropping, sgd, {}, "model: draws random numbers"),
         (Mixing, sgd, {}, "depends on another example"),
@@ -804,34 +794,13 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
         (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(weight=torch.ones(10))},
-            r"got a CrossEntropyLoss with weight; take a function of module and batch",
-        ),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
-            r"got a CrossEntropyLoss with label_smoothing; take a function of module and batch",
-        ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
         (Net, sgd, {"data": (records()[0], records()[1][:, None])},
          "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
         (lambda: nn.LSTM(WIDTH, 2), sgd, {},
-         "model: must return one tensor for the loss cross-entropy, got a tuple"),
-        (lambda: nn.Linear(WIDTH, 1), sgd, {}, "must have one output a class for the loss cross"),
-        (lambda: torch.jit.script(nn.Linear(WIDTH, 2)), sgd, {},
-         "model: must be a module in Python, got TorchScript at the top: train the module that"),
-        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(WIDTH, 2), torch.zeros(1, WIDTH))), sgd,
-         {}, "got TorchScript at 0"),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), sgd, {}, "0.weight of a lazy layer is not there"),
-        (Net, lambda m: torch.optim.SGD, {}, "got type: make one, such as torch.optim.SGD(model."),
-        (Net, sgd, {"folder": ""}, "folder: must be the path of a run, new or begun, got ''"),
-        (Net, sgd, {"folder": None}, "folder: must be the path of a run, new or begun, got None"),
-        (Net, sgd, {"folder": Path(__file__)}, "folder: must be a folder, got"),
-        (Net, sgd, {"folder": Path(__file__) / "run"}, "test_private_training.py is a file"),
-        (Net, sgd, {"folder": Path(__file__).parent}, "must be new, empty or a run's, got"),
-        (Net, sgd, {"factory": net}, "factory: must be 'package.module:function', the name of a"),
-        (Net, sgd, {"factory": "net"}, "factory: must be 'package.module:function', the name of a"),
+         "must return a tensor with one output a class for the loss cross-entropy, got a tuple"),
+        (lambda: nn.Linear(WIDTH, 1), sgd, {}, "cross-entropy, got 1 output"),
         (Net, sgd, {"privacy": {**PRIVATE, "max_grad_norm": 1.0}},
          "privacy.max_grad_norm: unknown key, take clip_norm"),
         (Net, sgd, {"held_out": torch.rand(10, WIDTH)}, "held_out: must have targets, got inputs"),
@@ -840,40 +809,11 @@ def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path
         (Net, sgd, {"held_out": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
          "held_out: targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"loss": F.cross_entropy}, "got torch's cross_entropy; take 'cross-entropy'"),
-        (Net, sgd, {"loss": partial(F.mse_loss, reduction="none")},
-         "got torch's mse_loss; take 'mse'"),
-        (
-            Net, sgd, {"loss": partial(F.cross_entropy, label_smoothing=0.1)},
-            "got torch's cross_entropy; take a function of module and batch that returns one value "
-            "a record, such as lambda module, batch: torch.nn.functional.cross_entropy(module(",
-        ),
-        (Net, sgd, {"loss": F.nll_loss},
-         "such as lambda module, batch: torch.nn.functional.nll_loss(module(batch[0]), batch"),
-        (Net, sgd, {"loss": torch.nn.functional.softplus}, "got torch's softplus; take a function"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; take 'cross-en"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss(reduction="mean")}, "take 'cross-entropy'"),
-        (Net, sgd, {"loss": nn.L1Loss()}, "got a L1Loss; take a function of module and batch"),
-        (Net, sgd, {"loss": nn.NLLLoss(reduction="sum")}, "got a NLLLoss; take a function"),
         (Net, sgd, {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
          "got <lambda>, which fails on invented records (batch is (inputs, "
          "targets)): TypeError: cross_entropy_loss()"),
-        (Net, sgd, {"loss": lambda outputs: outputs},
-         "which cannot be called with two arguments: too many positional arguments"),
-        (Net, sgd, {"loss": lambda a, b, c: a}, "arguments: missing a required argument: 'c'"),
-        (Net, sgd, {"loss": lambda module, batch: module(batch)}, "fails on invented records"),
-        (Net, sgd, {"loss": lambda module, batch: batch["x"]}, "fails on invented records (batch"),
-        (Net, sgd, {"loss": lambda module, batch: None}, "one loss per example"),
         (Net, sgd, {"loss": None}, "loss: must be a name or a function of module and batch, got a"),
         (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
-        (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
-         f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
-        (Two, sgd, {"data": (dict.fromkeys("ab", torch.rand(80, 2)), torch.zeros(80).long())},
-         "ONE argument, a dict of all: take that apart in forward, or give a loss of your own, "
-         "such as lambda module, batch: torch.nn.functional.cross_entropy(module(batch['a'], "
-         "batch['b']), batch['targets'], reduction='none')"),
-        (Two, sgd, {"data": ((torch.rand(80, 2), torch.rand(80, 2)), torch.zeros(80).long())},
-         "cross_entropy(module(*batch[:-1]), batch[-1], reduction='none')"),
-        (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
         (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
         (Net, sgd, {"factory": "support.foreign:net"}, "factory: must build this model"),
     ],
@@ -899,15 +839,59 @@ def test_floats_for_classes_are_refused(tmp_path, kind):
         )  # fmt: skip
 
 
-def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
+def test_a_scheduler_that_no_checkpoint_keeps_is_on_the_card(tmp_path):
     model = Net()
     optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     t = training(tmp_path / "own", model, optimizer)
-    with pytest.raises(UserError, match="state: must hold the StepLR of this optimizer"):
-        t.step()
-    t.close()
-    assert not t.run.path.exists() and scheduler is not None
+    for report in t:
+        scheduler.step()
+        assert (t.guarantee.kind == "proved") == (report.step < 2)
+    assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
+
+
+class Told(torch.optim.lr_scheduler.LRScheduler):
+    """A rate that follows what it is told, and says nothing of it in its arguments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, told: list[float]) -> None:
+        self.told = told
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1 if len(self.told) < 2 else 0.05 for _ in self.base_lrs]
+
+
+@pytest.mark.parametrize(
+    ("make", "proved"),
+    [
+        (lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step), True),
+        (lambda o: schedulers.ExponentialLR(o, 0.9), True),
+        (lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2), True),
+        (lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=9), True),
+        (lambda o: schedulers.CyclicLR(o, 0.01, 0.3, step_size_up=2), True),
+        (lambda o: schedulers.ChainedScheduler(
+            [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]), True),
+        (lambda o: schedulers.SequentialLR(
+            o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [3]), True),
+        (lambda o: Told(o, []), False),
+    ],
+)  # fmt: skip
+def test_a_rate_is_a_function_of_its_steps_or_on_the_card(tmp_path, make, proved):
+    """Replayed on a copy, which sees nothing of the training; after a restart, too."""
+    for steps in (2, 6):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = make(optimizer)
+        t = training(tmp_path / "own", model, optimizer, state=[scheduler])
+        while t.steps_left and t.steps_taken < steps:
+            report = t.step()
+            if isinstance(scheduler, Told):
+                scheduler.told.append(report.noisy_norm)
+            scheduler.step()
+        t.checkpoint()
+        t.close()
+    kind = Ledger.read(t.run.ledger).changes
+    assert kind == (() if proved else ("optimizer settings",))
 
 
 @pytest.mark.parametrize("change", ["freeze", "unfreeze", "exchange"])
@@ -923,7 +907,7 @@ def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
         t.model.first.bias.requires_grad_()
     else:
         t.model.first = nn.Linear(WIDTH, 5)
-    with pytest.raises(UserError, match="model: must train the same parameters in all steps"):
+    with pytest.raises(UserError, match="model: must stay as it is checked, changed: first"):
         t.step()
     t.close()
     assert Ledger.read(t.run.ledger).release_counts == {0: 1}
@@ -935,7 +919,9 @@ def test_another_mode_is_refused(tmp_path):
     t = training(tmp_path / "own", model, sgd(model))
     t.step()
     model.train()
-    with pytest.raises(UserError, match=r"the mode in which it was checked.*model\.eval\(\)"):
+    with pytest.raises(
+        UserError, match=r"must stay as it is checked, changed: 0\.training, 1\.training"
+    ):
         t.step()
     model.eval()
     t.step()
@@ -944,16 +930,16 @@ def test_another_mode_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: model.train(), "the mode in which it was checked"),
-        (lambda model: model[0].weight.requires_grad_(False), "the same parameters in all steps"),
-        (lambda model: model.register_forward_hook(lambda *_: None), "must stay as it is checked"),
+        (lambda model: model.train(), "1.training"),
+        (lambda model: model[0].weight.requires_grad_(False), "0.weight"),
+        (lambda model: model.register_forward_hook(lambda *_: None), "forward_hooks"),
     ],
 )
 def test_what_was_checked_holds_before_the_first_step_too(tmp_path, change, said):
     model = dropping().eval()
     t = training(tmp_path / "own", model, sgd(model))
     change(model)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=rf"must stay as it is checked, changed: .*{said}"):
         t.step()
     assert not t.run.path.exists()
 
@@ -1020,11 +1006,6 @@ def test_a_notebook_s_model_has_no_file(tmp_path):
         assert done.returncode == 0, done.stderr
     ledger = Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl")
     assert ledger.release_counts == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
-
-
-def test_opacus_names_are_told_ours():
-    with pytest.raises(UserError, match=r"privacy\.max_grad_norm: unknown key, take clip_norm"):
-        Privacy(noise_multiplier=1.0, delta=1e-5, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("label", [7, -1])
@@ -1130,29 +1111,23 @@ def scaled() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m, t: m[1].__dict__.update(scale=True), "changed: 1.scale"),  # 1 == True
-        (lambda m, t: m[1].__dict__.update(function=torch.sigmoid), "changed: 1.function"),
-        (lambda m, t: m[1]._buffers.update(offset=torch.zeros(1)), "changed: 1.offset"),
-        (lambda m, t: setattr(m[2].weight, "data", m[2].weight.data.double()), "changed: 2.weight"),
-        (lambda m, t: m[2].weight.requires_grad_(False), "the same parameters in all steps"),
-        (lambda m, t: m[1].eval(), "the mode in which it was checked"),
-        (lambda m, t: m.append(nn.Identity()), "changed: 3"),
-        (lambda m, t: m[0].register_forward_pre_hook(lambda *_: None), "0.forward_pre_hooks"),
-        (lambda m, t: m[0].register_full_backward_hook(lambda *_: None), "0.backward_hooks"),
-        (lambda m, t: setattr(t, "model", scaled()), "the same parameters in all steps"),
-        (lambda m, t: setattr(t, "model", nn.Sequential(*m)), "ok"),
+        (lambda m: m[1].__dict__.update(scale=True), "changed: 1.scale"),  # 1 == True
+        (lambda m: m[1].__dict__.update(function=torch.sigmoid), "changed: 1.function"),
+        (lambda m: m[1]._buffers.update(offset=torch.zeros(1)), "changed: 1.offset"),
+        (lambda m: setattr(m[2].weight, "data", m[2].weight.data.double()), "changed: 2.weight"),
+        (lambda m: m[2].weight.requires_grad_(False), "changed: 2.weight"),
+        (lambda m: m[1].eval(), "changed: 1.training"),
+        (lambda m: m.append(nn.Identity()), "changed: 3"),
+        (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "0.forward_pre_hooks"),
+        (lambda m: m[0].register_full_backward_hook(lambda *_: None), "0.backward_hooks"),
     ],
 )  # fmt: skip
 def test_a_change_after_steps_that_saw_none_is_noticed(tmp_path, change, said):
-    """From the second step on, objects are compared by identity before anything else."""
     model = scaled()
     t = training(tmp_path / "own", model, sgd(model), steps=5)
     t.step()
     t.step()
-    change(model, t)
-    if said == "ok":  # another container of the same layers, by the same names
-        t.step()
-        return
+    change(model)
     with pytest.raises(UserError, match=re.escape(said)):
         t.step()
     t.close()
@@ -1204,7 +1179,7 @@ def test_what_was_put_back_is_no_change(tmp_path):
 )  # fmt: skip
 def test_parameters_that_are_not_finite_are_seen(values, finite):
     for dtype in (torch.float32, torch.complex64):
-        assert private_training._is_finite(torch.tensor(values, dtype=dtype)) == finite
+        assert is_finite(torch.tensor(values, dtype=dtype)) == finite
 
 
 def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
@@ -1798,28 +1773,6 @@ def test_a_state_dict_comes_back_as_it_was():
     assert found["array"].tolist() == [0, 1, 2] and found["scalar"] == 0.25
     with pytest.raises(UserError, match=r"x\.state_dict\(\) holds function"):
         pack("x", {"f": lambda: 0})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            {"learning_rate": "0.1"},
-            "learning_rate: must be a number that torch.optim.sgd.SGD",
-        ),
-        ({"learning_rate": -1.0}, "got -1.0: Invalid learning rate"),
-        ({"optimizer": sgd(Net())}, "optimizer: must be a name or a callable of parameters and lr"),
-        ({"optimizer": "SGD"}, "optimizer: must be one of sgd, adam, adamw"),
-    ],
-)
-def test_what_fit_refuses(tmp_path, wrong, said):
-    told: dict[str, Any] = {"learning_rate": 0.1, **wrong}
-    with pytest.raises(UserError, match=re.escape(said)):
-        dpdist.fit(
-            Net(), records(), privacy=PRIVATE, batch_size=8, steps=1, folder=tmp_path / "own",
-            **told,
-        )  # fmt: skip
-    assert not (tmp_path / "own").exists()
 
 
 def test_fit_is_the_same_training(tmp_path):
