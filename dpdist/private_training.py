@@ -37,7 +37,7 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_stage, stage_of_card
-from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints, open_run
+from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
 from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
@@ -81,8 +81,8 @@ from dpdist.training.script_checks import (
     store_public,
 )
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
-from dpdist.training.script_recipe import Script, are_pairs, recipe_differences, spec_of
-from dpdist.training.script_state import code_digest_of, kept_buffers, refuse_differences
+from dpdist.training.script_recipe import Script, are_pairs, spec_of
+from dpdist.training.script_state import code_digest_of, kept_buffers
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
@@ -370,17 +370,7 @@ class PrivateTraining:
         """Find the plan that a recipe makes, or that the run was begun with; write nothing."""
         folder, records = self.run, self._records
         noise: float | None = None
-        try:
-            continued = folder.check_same_recipe(recipe)
-        except DifferentRecipeError:
-            begun = folder.read_recipe()
-            if begun.by_script is None:
-                raise UserError(
-                    f"folder: must hold a run of PrivateTraining or nothing, got {folder.path}, "
-                    "the run of a recipe; give another folder"
-                ) from None
-            refuse_differences(recipe_differences(begun, recipe), folder.path)
-            raise  # the folder was changed in between
+        continued = folder.check_same_recipe(recipe)
         check_kept(recipe, folder, None)
         if continued and folder.plan.exists():
             plan = folder.read_plan()

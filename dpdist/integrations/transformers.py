@@ -562,15 +562,9 @@ _NOT_TAKEN = {
     "function of module and batch that returns one value a record",
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
 }
-_OPTIONS = (
-    "resources", "factory", "isolate", "certify", "reproducible", "rates", "class_counts",
-    "importance_weights", "began_with",
-)  # fmt: skip
 
 
-def _refused_options(
-    trainer: type, others: Mapping[str, Any], options: Mapping[str, Any], dataset: Any
-) -> Iterator[UserError]:
+def _refused_options(trainer: type, others: Mapping[str, Any], dataset: Any) -> Iterator[UserError]:
     """Yield why a trainer's own overrides, unknown arguments or missing records are refused."""
     if dataset is None:
         yield refusal("train_dataset", "be the private records", None, "give a map-style data set")
@@ -581,9 +575,6 @@ def _refused_options(
     for name in others:
         then = _NOT_TAKEN.get(name, "it is not read here")
         yield refusal(name, "be left out", "a value", then)
-    for name in options:
-        if name not in _OPTIONS:
-            yield refusal("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
 
 
 class PrivateTrainer(_TRAINER):  # type: ignore[misc]
@@ -672,7 +663,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         raise_all(
             [
                 *_refused_model_and_schedule(model, optimizers[1]),
-                *_refused_options(type(self), others, training_options or {}, train_dataset),
+                *_refused_options(type(self), others, train_dataset),
                 *_refused_callbacks(callbacks),
                 *_refused_arguments(args),
             ]

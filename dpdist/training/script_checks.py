@@ -22,7 +22,6 @@ from dpdist.data.adapters import PreferenceRecords, check_classes, check_targets
 from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
-from dpdist.gradients.hooks import tensors_of
 from dpdist.gradients.objective import language_model_loss, token_limits
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
@@ -240,12 +239,6 @@ def check_public(public: Records, private: Records, kind: str, classes: int) -> 
     """
     if not public.has_targets:
         raise UserError("held_out: must have targets, got inputs alone: give (X, y)")
-    shapes = [forms(each.examples(1)[0]).partition(")")[0] for each in (public, private)]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"held_out: must have inputs of the shape of those of data, {shapes[1]}), got "
-            f"{shapes[0]})"
-        )
     if kind == "class" and not public.examples(1)[1].is_floating_point():
         check_classes(public, classes)
     if isinstance(private, GroupedRecords):
@@ -263,14 +256,6 @@ def check_public(public: Records, private: Records, kind: str, classes: int) -> 
             f"held_out: must share no record with data, got {common:,} in common: scores on them "
             "would be published"
         )
-
-
-def forms(inputs: Any) -> str:
-    """Return shapes and types of a record's inputs in words, with B for the batch."""
-    return " and ".join(
-        f"({', '.join(['B', *map(str, each.shape[1:])])}) {str(each.dtype).removeprefix('torch.')}"
-        for each in tensors_of(inputs)
-    )
 
 
 # --- records of a budget ----------------------------------------------------------------------

@@ -32,10 +32,10 @@ from dpdist.gradients.hooks import take, tensors_of
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, iter_differences, parse_recipe
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import Workers
 from dpdist.training.script_checks import HELD_OUT
-from dpdist.training.script_state import kept_buffers, setting_differences
+from dpdist.training.script_state import kept_buffers
 
 # --- the model's description ------------------------------------------------------------------
 
@@ -114,10 +114,6 @@ _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce"
 _ONLY = {
     "gpus_per_worker": 0, "noise": "host",
     "archive": None, "archive_private": False,
-}  # fmt: skip
-_ARGUMENTS = {
-    "training.": "", "script.": "", "data.root": "held_out", "data.rates": "rates",
-    "data.class_counts": "class_counts", "data.importance_weights": "importance_weights",
 }  # fmt: skip
 
 
@@ -284,22 +280,3 @@ def with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
         if before == now:  # as their cards stood then
             said["began_with"] = begun.began_with
     return recipe.model_copy(update={"script": script.model_copy(update=said)})
-
-
-def recipe_differences(begun: Recipe, now: Recipe) -> list[str]:
-    """Return in which arguments a run's recipe is another, in words (`setting_differences`)."""
-    before, after = (each.model_dump(mode="json", exclude={"resources"}) for each in (begun, now))
-    olds: dict[str, Any] = {}
-    news: dict[str, Any] = {}
-    for key, old, new in iter_differences(before, after):  # "script" first, which names defaults
-        olds.setdefault(_argument(key), old)
-        news.setdefault(_argument(key), new)
-    return setting_differences(olds, news)
-
-
-def _argument(key: str) -> str:
-    """Return the argument of `PrivateTraining` behind a key of its recipe."""
-    for begin, argument in _ARGUMENTS.items():
-        if key.startswith(begin):
-            return argument + key.removeprefix(begin)
-    return key

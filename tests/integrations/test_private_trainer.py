@@ -466,12 +466,12 @@ def test_arguments_that_the_private_step_does_not_honour_are_refused(tmp_path, k
 def test_all_refused_arguments_are_told_at_once(tmp_path):
     args = arguments(tmp_path / "run", push_to_hub=True, optim="paged_adamw_8bit", **REFUSED[
         "load_best_model_at_end"], max_grad_norm=0.5)  # fmt: skip
-    options = {"args": args, "training_options": {"archive": 1}, "model_init": llama}
+    options = {"args": args, "model_init": llama}
     for _ in range(2):
         with pytest.raises(UserError) as refusal:
             trainer(tmp_path / "run", callbacks=[transformers.EarlyStoppingCallback()], **options)
         assert {line.partition(":")[0] for line in str(refusal.value).splitlines()} == {
-            "model_init", "training_options", "callbacks", "args.optim",
+            "model_init", "callbacks", "args.optim",
             "args.load_best_model_at_end", "args.max_grad_norm", "args.push_to_hub",
         }  # fmt: skip
 
@@ -511,7 +511,6 @@ def test_options_callbacks_and_calls_are_refused(tmp_path, trained):
         ("callbacks", [type("Mine", (transformers.integrations.WandbCallback,), {})], "must be y"),
         ("compute_loss_func", len, "num_items_in_batch"),
         ("model_init", llama, "must be left out"),
-        ("training_options", {"private_metrics": True}, "must have resources"),
         ("train_dataset", None, "must be the private records"),
         ("max_length", None, "must be the public number of tokens"),
         ("train_dataset", iter(texts()), "must have a length and records by position"),
