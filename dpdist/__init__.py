@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from dpdist.private_training import PrivateTraining as PrivateTraining
     from dpdist.private_training import StepReport as StepReport
     from dpdist.private_training import fit as fit
-    from dpdist.private_training import preferences as preferences
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
     from dpdist.release.bundle import load as load
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from dpdist.searching import tune as tune
     from dpdist.training.estimate import Estimate as Estimate
     from dpdist.training.estimate import estimate as estimate
+    from dpdist.training.preference_pairs import preferences as preferences
     from dpdist.training.private_step import PrivateStep as PrivateStep
     from dpdist.training.record_scores import balanced_accuracy as balanced_accuracy
     from dpdist.training.record_scores import bounded_score as bounded_score
@@ -112,7 +112,7 @@ _LAZY = {
     "as_records": "dpdist.data.adapters",
     "documents": "dpdist.data.adapters",
     "language_model_loss": "dpdist.gradients.objective",
-    "preferences": "dpdist.private_training",
+    "preferences": "dpdist.training.preference_pairs",
     "preference_loss": "dpdist.gradients.objective",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",

@@ -62,13 +62,8 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.private_training import (
-    HELD_OUT,
-    HashedRecords,
     PrivateTraining,
     RunBusyError,
-    check_scored_groups,
-    check_units_apart,
-    scored_by_unit,
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
@@ -91,6 +86,13 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     value_name,
+)
+from dpdist.training.script_checks import (
+    HELD_OUT,
+    HashedRecords,
+    check_scored_groups,
+    check_units_apart,
+    scored_by_unit,
 )
 from dpdist.training.script_state import code_digest_of, keep_module_record
 from dpdist.training.trainer import torch_config

@@ -354,14 +354,14 @@ def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
     assert training.steps_left == 2 * 17 // 5
     before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     training.step()
-    key = training._step.key
+    key = training._loop.step.key
     torch.manual_seed(0)
     engine = GradientEngine(
         torch.nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0),
         micro_batch=training._engine.micro_batch,
     )  # fmt: skip
     groups = GroupedRecords(dpdist.as_records(points()), Groups.from_values(WHOM, 2))
-    alone = PrivateStep(engine, groups, key, training._step.attempt)
+    alone = PrivateStep(engine, groups, key, training._loop.step.attempt)
     expected = alone.gradient(0, training.plan.step(0))[0].clone()
     after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
