@@ -195,8 +195,8 @@ NATIVE = {
     ),
 }  # fmt: skip
 VISION: dict[str, dict[str, Any]] = {
-    "resnet18": {}, "resnext50_32x4d": {}, "wide_resnet50_2": {}, "mobilenet_v2": {},
-    "mobilenet_v3_small": {}, "efficientnet_b0": {}, "efficientnet_v2_s": {}, "mnasnet0_5": {},
+    "resnet18": {}, "mobilenet_v2": {}, "mobilenet_v3_small": {}, "efficientnet_b0": {},
+    "mnasnet0_5": {},
     "shufflenet_v2_x0_5": {}, "regnet_x_400mf": {}, "densenet121": {}, "squeezenet1_1": {},
     "googlenet": {"aux_logits": False, "init_weights": False}, "convnext_tiny": {}, "swin_t": {},
     "swin_v2_t": {}, "vgg11_bn": {},
@@ -281,7 +281,7 @@ def _records(case: Case, name: str) -> tuple[Any, Tensor]:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}, (
             targets
         )
-    shape = {"rows": (6,), "series": (5, 6), "images": (3, 9, 9), "pictures": (3, 64, 64)}[
+    shape = {"rows": (6,), "series": (5, 6), "images": (3, 9, 9), "pictures": (3, 40, 40)}[
         case.kind
     ]
     return torch.rand(COUNT, *shape, generator=generator), targets
