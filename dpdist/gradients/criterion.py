@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.data.protocol import TARGETS
 
+TARGETS = "targets"  # name of the field, as `dpdist.data.protocol` has it
 _Values = Callable[[nn.Module, Any, Tensor], Tensor]
 
 

@@ -28,11 +28,10 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     a batch. What else mixes examples is found when a training begins. Make the optimizer from the
     copy.
 
-    * BatchNorm becomes GroupNorm of at most 32 groups with 8 channels or more each. Weight, bias
-      and eps are kept; the outputs change, so a network that was trained should be trained on.
-    * InstanceNorm stops to keep running statistics.
-    * Embeddings stop to rescale: `max_norm` and `scale_grad_by_freq` are switched off.
-    * `nn.TransformerEncoder` stops to pack tokens: `enable_nested_tensor=False`.
+    BatchNorm becomes GroupNorm of at most 32 groups with 8 channels or more each. Weight, bias and
+    eps are kept; the outputs change, so train a network further that was trained before.
+    InstanceNorm stops keeping running statistics, embeddings stop rescaling (`max_norm`,
+    `scale_grad_by_freq`), and `nn.TransformerEncoder` stops packing tokens.
 
     Args:
         model: any module; it stays as it is.

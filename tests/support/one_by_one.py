@@ -22,7 +22,8 @@ def one_by_one(engine: GradientEngine, inputs, targets: Tensor, ids: Tensor, key
     rows = engine.rows_per_pass(blocks)
     for label, members, real in labelled_passes(blocks, key, ids.numpy(), rows, engine.rounding):
         of_shard = ("shard", engine.shard) if label[0] == "pass" else ()
-        some = take(inputs, torch.from_numpy(members))
+        # In the engine's memory format, in whose order dropout draws.
+        some = engine._laid_out(take(inputs, torch.from_numpy(members)))
         wanted = targets[torch.from_numpy(members)]
         drawing = keyed_draws(pass_key(key, *of_shard, *label, "draw", 0), targets.device)
         with drawing, drawing_as_in_passes(engine._layers, some):
