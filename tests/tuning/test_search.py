@@ -671,7 +671,11 @@ def test_trials_get_the_packages_of_the_driver(recipe, begin):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 1, "mean": None}}))
     with pytest.raises(ClusterError, match="install the same"):
         trial_module.run_trial(
-            search.folder.run.path, {"tuning": "elsewhere:0"}, 0, lambda rung, score: None
+            search.folder.run.path,
+            {"tuning": "elsewhere:0"},
+            0,
+            lambda rung, score: None,
+            trial_module.continue_recipe_trial,
         )
     assert os.path.exists(search.folder.manifest)
 
