@@ -421,7 +421,7 @@ REFUSED = [
     (build, {"data": OWNED, "score": {"public": SAME_OWNER}}, "must share no unit with data"),
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* subclass, got Own"),
-    (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
+    (own_step, {}, "train: must leave the training as it is made, replaced _take"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
     (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
