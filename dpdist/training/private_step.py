@@ -200,7 +200,7 @@ class PrivateStep:
         for row, begin, end in self.shards.local_shards:
             members = self._members_of_shard(sample_key, row, begin, end, step_plan)
             joined.append((row, members))
-            engine.shard = begin
+            engine.shard = row if self.shards.num_rows > 1 else self.reducer.rank
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)
