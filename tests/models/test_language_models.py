@@ -560,7 +560,7 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     assert len(release.text_answerer("what is 3").likely) == 5
     page = (run.release_folder / "README.md").read_text()
     assert "chat template" in page and str(tmp_path) not in page
-    asked = "dpdist generate FOLDER --to texts --n 10 --prompt-file prompts.txt"
+    asked = "dpdist predict FOLDER prompts.txt --to texts"
     assert f"{asked} --trust-factory rank3:adapted" in page
     assert 'dpdist.load("FOLDER", trusted_factory="rank3:adapted").text_answerer' in page
     again = lm.transformers().AutoTokenizer.from_pretrained(run.release_folder)
@@ -576,9 +576,9 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     shown = tokenizer.decode(column.tokenize_chat(prompts[1]))
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert {tokenizer.decode([each]) for each in column.ends} == {"<|im_end|>", "<|end|>"}
-    with pytest.raises(UserError, match=r"--prompt-file: line 1 must be a text or a list"):
+    with pytest.raises(UserError, match=r"line 1 must be a text or a list"):
         generation.parse_prompts('{"no": 1}', Path("p.jsonl"))
-    with pytest.raises(UserError, match=r"--prompt-file: must be a text or a \.jsonl file, got"):
+    with pytest.raises(UserError, match=r"must be a text or a \.jsonl file, got"):
         generation.parse_prompts('["hi"]', Path("p.json"))
 
 
@@ -742,7 +742,7 @@ def check_page_of_adapter(release: Path, measured) -> None:
     """The release's page says how the adapter is loaded, and what its base alone is worth."""
     page, about = (release / "README.md").read_text(), dpdist.load(release).description
     assert about.tested.base_perplexity == measured["base_perplexity"]
-    assert "That of the public base alone is " in page and "dpdist generate FOLDER --to" in page
+    assert "That of the public base alone is " in page and "dpdist predict FOLDER prompts.txt --to" in page
     assert f"base base (digest of its weights {about.base.digest})" in page
     assert 'AutoModelForCausalLM.from_pretrained("BASE", dtype="float32")' in page
     assert 'load_adapter(base, "FOLDER")' in page and "peft.PeftModel.from_pretrained(" in page
