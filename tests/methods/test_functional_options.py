@@ -76,12 +76,11 @@ def summed(
     canaries.inputs_for = lambda members: members[members != left]  # type: ignore[method-assign]
     model = network() if made is not None else encoded()
     last_linear(model).weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    size = last_linear(model).in_features
     given = SimpleNamespace(
         plan=SimpleNamespace(step=lambda step: None, records=planned),
         recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=nominal)),
         model=model, parameters=[last_linear(model).weight], state=MethodState(nn.Identity()),
-        slots={"centre": torch.zeros(size, dtype=torch.float64)}, canaries=canaries,
+        canaries=canaries,
         draw_key=lambda *labels: derive_key(b"k" * 32, "draw", "", *labels),
         shards=SimpleNamespace(local_shards=[(0, 0, RECORDS)], num_rows=1),
         records=MadeUp(x, y),
