@@ -311,6 +311,11 @@ class GradientEngine:
         refuse_mixing_layers(model)
 
     @property
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Buffers that passes write to, by name, which a checkpoint keeps: none of this engine."""
+        return {}
+
+    @property
     def perturbation(self) -> Perturbation:
         """The draws of the next steps; may be replaced between steps (a schedule)."""
         return self._perturbation

@@ -360,13 +360,6 @@ class Execution(Generic[M]):
         """
         return records
 
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint keeps besides parameters, before step 0.
-
-        `own_steps` finds them in `WorkerInputs.slots`.
-        """
-        return {}
-
     def train(self, run: TrainingDriver) -> None:
         """Train, on the driver: work of one's own in bulk comes before the workers."""
         run.run_workers()
@@ -490,7 +483,6 @@ class WorkerInputs:
         model: the worker's copy of the model.
         state: what was made once.
         parameters: the trained ones, in the order of a sum's numbers.
-        slots: those of `Execution.extra_checkpoint_state`, by name; written in place.
         records: the private ones, as `Execution.transform_records` returned them.
         shards: the worker's part of them (`dpdist.training.collectives.Shards`).
         canaries: of an audit (`dpdist.training.canaries.Canaries`); `inputs_for` and `labels_for`
@@ -507,7 +499,6 @@ class WorkerInputs:
     model: nn.Module
     state: MethodState
     parameters: Sequence[Tensor]
-    slots: Mapping[str, Tensor]
     records: Any
     shards: Any
     canaries: Any
@@ -528,10 +519,12 @@ class WorkerInputs:
 class OwnSteps(Protocol):
     """Steps that release sums of a method's own: two functions of a step's number.
 
-    save_every: steps from one checkpoint to the next.
+    save_every: steps from one checkpoint to the next. slots: what a checkpoint keeps besides the
+    parameters, by name; written in place.
     """
 
     save_every: int
+    slots: Mapping[str, Tensor]
 
     def sums(self, number: int) -> Tensor:
         """Return this worker's part of a step's sum, float64 (rows, size): PRIVATE."""

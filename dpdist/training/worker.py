@@ -533,8 +533,7 @@ def restore(
     if on_device:
         check_device_noise(reducer.device)
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
-    extra = execution.extra_checkpoint_state(model)
-    slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
+    slots = {name: tensor.to(reducer.device) for name, tensor in engine.written_buffers.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
     shards = build_shards(len(records), plan.records, reducer, reproducible, nominal=plan.nominal)
@@ -558,11 +557,11 @@ def restore(
     )  # fmt: skip
     inputs, _ = public_probe(data.load(job.source, "test"))
     given = WorkerInputs(
-        recipe, plan, model, fixed, engine.parameters, slots, seen, shards, canaries, reducer.rank,
+        recipe, plan, model, fixed, engine.parameters, seen, shards, canaries, reducer.rank,
         step.draw_key, partial(data.load, job.source, "test"), folder.private, job.shared_cache,
     )  # fmt: skip
     divergence = DivergenceCheck(model, inputs.to(reducer.device))
-    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, divergence)
+    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, divergence, slots)
     start = learner.restore(folder)
     if attempt.ledger is not None:
         step.permit = PermitGate(folder, attempt.ledger.epoch, start, plan.steps).wait
@@ -586,6 +585,7 @@ class RecipeLearner:
         reducer: of this worker.
         spec: the description of the model, before the method finalizes it.
         divergence: looks at the numbers after a step.
+        slots: tensors that a checkpoint keeps, besides those of optimizer and method.
     """
 
     def __init__(
@@ -597,11 +597,13 @@ class RecipeLearner:
         reducer: Reducer,
         spec: ModelSpec,
         divergence: DivergenceCheck,
+        slots: dict[str, Tensor],
     ) -> None:
         self.given, self.flat, self.optimizer, self.spec = given, flat, optimizer, spec
         self._constrain, self._reducer, self._divergence = constrain, reducer, divergence
         self._execution = given.recipe.method.execution()
         self._own = self._execution.own_steps(given)
+        self._kept = {**slots, **({} if self._own is None else self._own.slots)}
         self._perturbed = False
 
     @property
@@ -612,8 +614,7 @@ class RecipeLearner:
     @property
     def _slots(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides the parameters."""
-        given = self.given
-        return {**self.optimizer.slots, **given.slots, **given.canaries.checkpoint_slots}
+        return {**self.optimizer.slots, **self._kept, **self.given.canaries.checkpoint_slots}
 
     def restore(self, folder: RunFolder) -> int:
         """Take over the newest checkpoint: the steps taken before it."""

@@ -237,14 +237,14 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
-    real = dpal_training.DPALTrainer._batch_passes
+    real = dpal_training.DPALSteps._batch_passes
 
     def watched(self: Any, step: int, *rest: int) -> Any:
         found = real(self, step, *rest)
         seen.append([noisy for noisy, _ in found])
         return found
 
-    monkeypatch.setattr(dpal_training.DPALTrainer, "_batch_passes", watched)
+    monkeypatch.setattr(dpal_training.DPALSteps, "_batch_passes", watched)
     recipe, folder = run(tmp_path, training__steps=9)
     job = prepare(recipe, folder, "test")
     execute(job)
@@ -310,7 +310,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
     dataset = job.records()
     assert isinstance(dataset, DatasetWithCanaries)
     seen: dict[int, int] = {}
-    real = dpal_training.DPALTrainer._gradient
+    real = dpal_training.DPALSteps._gradient
 
     def watched(self: Any, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Any:
         clean = ((noisy - self._network.input_noise + 1) / 2).round()
@@ -318,7 +318,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
             seen[hash(image.numpy().astype(np.int8).tobytes())] = int(label)
         return real(self, step, noisy, labels, weight)
 
-    monkeypatch.setattr(dpal_training.DPALTrainer, "_gradient", watched)
+    monkeypatch.setattr(dpal_training.DPALSteps, "_gradient", watched)
     execute(job)
     inputs, _ = dataset.canary_records
     present, found = draw_coins(folder.read_run_key(), 40), 0

@@ -742,7 +742,10 @@ def check_page_of_adapter(release: Path, measured) -> None:
     """The release's page says how the adapter is loaded, and what its base alone is worth."""
     page, about = (release / "README.md").read_text(), dpdist.load(release).description
     assert about.tested.base_perplexity == measured["base_perplexity"]
-    assert "That of the public base alone is " in page and "dpdist predict FOLDER prompts.txt --to" in page
+    assert (
+        "That of the public base alone is " in page
+        and "dpdist predict FOLDER prompts.txt --to" in page
+    )
     assert f"base base (digest of its weights {about.base.digest})" in page
     assert 'AutoModelForCausalLM.from_pretrained("BASE", dtype="float32")' in page
     assert 'load_adapter(base, "FOLDER")' in page and "peft.PeftModel.from_pretrained(" in page

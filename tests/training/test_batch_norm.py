@@ -16,7 +16,7 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping, NoClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.models import ModelSpec
-from dpdist.papers.residual.whole_batch import WholeBatchEngine, batch_statistics
+from dpdist.papers.residual.whole_batch import WholeBatchEngine
 from dpdist.runs.folder import RunFolder
 from dpdist.training import model_setup
 from dpdist.training.job import prepare
@@ -54,7 +54,7 @@ def test_the_sum_is_autograd_s_gradient_of_the_whole_batch() -> None:
     expected = torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None])
     assert torch.allclose(found.flat.float(), expected, rtol=1e-4, atol=1e-5)
     assert found.loss_sum == pytest.approx(float(loss.detach()), rel=1e-5) and found.examples == 24
-    found_statistics = batch_statistics(engine.model)
+    found_statistics = engine.written_buffers
     for name, buffer in own.named_buffers():
         assert torch.allclose(found_statistics[name], buffer, atol=1e-6)
     assert len(found_statistics) == 21 and math.isinf(engine.sensitivity)

@@ -201,10 +201,6 @@ class WholeBatchExecution(Execution[WholeBatch]):
         """Return the engine of whole batches; for a model without BatchNorm the usual one."""
         return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
 
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the statistics of BatchNorm, which passes write to."""
-        return _batch_statistics(model)
-
 
 def _whole_batch_engine(
     execution: Execution[Any], model: nn.Module, clipping: Clipping
@@ -219,22 +215,12 @@ def _whole_batch_engine(
     return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
 
 
-def _batch_statistics(model: nn.Module) -> dict[str, Tensor]:
-    from dpdist.papers.residual.whole_batch import batch_statistics
-
-    return batch_statistics(model)
-
-
 class ResidualExecution(Execution[ResidualPerturbation]):
     """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
 
     def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
         """Return the usual engine; for BatchNorm, without privacy, that of whole batches."""
         return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
-
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the statistics of BatchNorm, where the model has any."""
-        return _batch_statistics(model)
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.

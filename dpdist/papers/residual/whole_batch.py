@@ -43,6 +43,16 @@ class WholeBatchEngine(GradientEngine):
     def _refuse_layers(self, model: nn.Module) -> None:
         """Take BatchNorm."""
 
+    @property
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Running means, variances and numbers of batches, by the names of their buffers."""
+        return {
+            f"{name}.{key}": buffer
+            for name, module in self.model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for key, buffer in module.named_buffers(recurse=False)
+        }
+
     def validate(self, inputs: Inputs, targets: Tensor) -> None:
         """Check nothing: records are allowed to mix."""
 
@@ -90,13 +100,3 @@ class WholeBatchEngine(GradientEngine):
 def mixes_records(model: nn.Module) -> bool:
     """Return whether a layer of the model normalises over the batch."""
     return any(map(normalises_over_batch, model.modules()))
-
-
-def batch_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return running means, variances and numbers of batches, by the names of their buffers."""
-    return {
-        f"{name}.{key}": buffer
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        for key, buffer in module.named_buffers(recurse=False)
-    }

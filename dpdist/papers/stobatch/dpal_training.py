@@ -10,7 +10,7 @@ and centred on it (its Appendix L). Sizes are Laplace sizes of PixelDP for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,7 @@ class DPALSteps:
 
     def __init__(self, method: DPAL, given: WorkerInputs) -> None:
         self._method, self._given = method, given
+        self.slots: Mapping[str, Tensor] = {}
         self._network = network = check_network(method, given.model)
         self._batch = batch = round(given.plan.step(0).expected_batch)
         key, scale = given.state.key, method.noise_scale(batch)

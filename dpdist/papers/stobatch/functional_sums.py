@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -347,13 +347,6 @@ class FunctionalExecution(Execution[Functional]):
             return {}
         return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
 
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        size = last_linear(model).in_features
-        return {
-            CENTRE: torch.zeros(size, dtype=torch.float64),
-            CURVATURE: torch.zeros(size + 1, size + 1, dtype=torch.float64),
-        }
-
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Constrain nothing. Raises UserError for a model without a last linear layer, or without
         the encoder that is asked for."""
@@ -381,9 +374,12 @@ class FunctionalSteps:
     def __init__(self, execution: FunctionalExecution, given: WorkerInputs) -> None:
         check_record_limit(given.recipe, len(given.records))
         self._given, self._execution, self.method = given, execution, execution.method
-        self._head, self._centre = last_linear(given.model), given.slots[CENTRE]
+        self._head, self._device = last_linear(given.model), given.parameters[0].device
+        size = self._head.in_features
+        self._centre = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._curvature = self._centre.new_zeros(size + 1, size + 1)
+        self.slots: Mapping[str, Tensor] = {CENTRE: self._centre, CURVATURE: self._curvature}
         self._coefficients: CoefficientSums | None = None  # made when it is asked for
-        self._device = given.parameters[0].device
 
     def sums(self, number: int) -> Tensor:
         """Return this worker's part of a sum."""
@@ -411,7 +407,7 @@ class FunctionalSteps:
             patches = patch_features_of(self._given.model)
             patches.fit_filters(unpack_symmetric(noisy, patches.encoder.weight[0].numel()))
             return
-        sums, curvature = self._sums(), self._given.slots[CURVATURE]
+        sums, curvature = self._sums(), self._curvature
         if stage == 1:
             multiplier = self._given.plan.step(number).noise_multiplier
             weights, matrix = sums.fit_weights(noisy, multiplier)
