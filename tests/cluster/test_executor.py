@@ -720,7 +720,6 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "digits", "--workers", "2"), "resources.workers: must be 1 in one process"),
         (("run", "digits", "--set", "resources.workers=2"), "resources.workers: must be 1"),
         (
             (

@@ -584,7 +584,7 @@ UNSEARCHED = {
 
 def test_every_method_is_previewed_or_refuses_a_search(recipe):
     names = {m.model_fields["name"].default for m in installed_methods()}
-    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys() | {"imported"}
+    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys() | {"imported", "whole-batch"}
     with pytest.raises(UserError, match="tune: must be left out with method imported"):
         recipe(method={"name": "imported"}, certify=None)
     for name, options in UNSEARCHED.items():
