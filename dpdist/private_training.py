@@ -77,6 +77,7 @@ from dpdist.training.script_checks import (
     check_scored_groups,
     check_units_apart,
     check_what_is_learned,
+    leave_out_unused,
     scored_by_unit,
     store_public,
 )
@@ -299,15 +300,17 @@ class PrivateTraining:
         stages = _stages(began_with)
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         self._records = as_records(data)
-        self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
         self._device = next(model.parameters()).device
-        self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples(EXAMPLES)
+        unused = leave_out_unused(model, loss, examples)
+        self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
+        self._public = None if held_out is None else as_records(held_out, name="held_out")
         self._learner.spec = spec = spec_of(model, factory, examples[0], loss)
         check_what_is_learned(self._records, loss, model, spec.classes)
         self._script = Script(
-            model, spec, optimizer, loss, self._records, self.run, held_out is not None, stages
-        )
+            model, spec, optimizer, loss, self._records, self.run, held_out is not None, stages,
+            unused,
+        )  # fmt: skip
         live = {path: each.model if (each := ref()) and each.steps_taken else None
                 for path, ref in _open.items()}  # fmt: skip
         named = [place for each in stages for place in each.places]

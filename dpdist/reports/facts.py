@@ -422,6 +422,10 @@ class Facts:
                 f"loss {own.loss}. No command repeats the training."
             )
             notes += [f"Replaced: {line}." for line in own.replaced]
+            if own.unused:
+                notes.append(
+                    f"Not trained, as the loss does not depend on it: {', '.join(own.unused)}."
+                )
             notes += [f"Private scores: {said}." for _, said in self._score_rows]
         elif self.recipe.training.own_loss:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")

@@ -7,6 +7,7 @@ after a step is paid for.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Hashable
 from functools import cached_property
@@ -24,9 +25,17 @@ from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
 from dpdist.gradients.criterion import CriterionLoss
-from dpdist.gradients.objective import language_model_loss, token_limits
+from dpdist.gradients.independence import SYNTHETIC_KEY
+from dpdist.gradients.objective import (
+    checked_losses,
+    language_model_loss,
+    objective_of,
+    token_limits,
+)
+from dpdist.gradients.random_passes import keyed_draws
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
+from dpdist.training.script_state import kept_buffers
 
 # --- model and optimizer ----------------------------------------------------------------------
 
@@ -75,6 +84,36 @@ def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes
     tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
     if tokens and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)
+
+
+_LEFT_OUT = "_dpdist_left_out"  # on a parameter, so that a module given again is stated alike
+
+
+def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) -> list[str]:
+    """Freeze the parameters that the loss does not depend on; return their names, and warn once.
+
+    They would get noise and learn nothing. Invented examples decide, never records, and before the
+    plan: the clip, the noise and the update are those of the other parameters.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    device = next(iter(named.values())).device if named else torch.device("cpu")
+    try:
+        with kept_buffers(model), keyed_draws(SYNTHETIC_KEY, device), torch.enable_grad():
+            total = checked_losses(model, objective_of(loss), *examples).sum()
+            found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    except Exception:  # told where the engine is made, with what to do
+        return []
+    unused = [name for name, each in zip(named, found, strict=True) if each is None]
+    for name in unused:
+        named[name].requires_grad_(False)
+        setattr(named[name], _LEFT_OUT, True)
+    if unused:
+        warnings.warn(
+            f"model: the loss does not depend on {', '.join(unused)}, so it is not trained "
+            "(requires_grad is False now)",
+            stacklevel=4,
+        )
+    return [name for name, each in model.named_parameters() if hasattr(each, _LEFT_OUT)]
 
 
 # --- whose the records are --------------------------------------------------------------------

@@ -131,6 +131,7 @@ class Script:
         folder: of the run.
         has_public: whether there are public records for evaluation.
         stages: what the cards say of the runs that it begins with.
+        unused: names of parameters that the loss does not depend on.
     """
 
     model: nn.Module
@@ -141,6 +142,7 @@ class Script:
     folder: RunFolder
     has_public: bool
     stages: Sequence[Stage]
+    unused: Sequence[str] = ()
 
     @property
     def kind(self) -> str:
@@ -200,6 +202,7 @@ class Script:
                     "optimizer": _name_of(type(self.optimizer)),
                     "loss": self._described_loss(),
                     "replaced": list(records.replaced),
+                    "unused": list(self.unused),
                     "assumed": [*self._assumed(), *records.assumed],
                     "began_with": [each.model_dump(mode="json") for each in self.stages],
                 },
