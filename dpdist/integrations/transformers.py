@@ -31,9 +31,9 @@ from dpdist.data.adapters import (
     Options,
     RecordError,
     begin_again,
-    tokenization_of,
     without_transforms,
 )
+from dpdist.data.documents import tokenization_of
 from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import PreferenceRecords, preference_records
+from dpdist.data.documents import PreferenceRecords, preference_records
 from dpdist.gradients.objective import (
     check_takes_pairs,
     keeps_documents_apart,

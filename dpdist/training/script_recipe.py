@@ -19,15 +19,9 @@ from dpdist import models
 from dpdist.config.sections import Privacy
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import (
-    LEARNED_FROM,
-    REFERENCE,
-    UNNAMED_REFERENCE,
-    PreferenceRecords,
-    check_not_packed,
-    check_one_class_each,
-)
-from dpdist.data.protocol import Records
+from dpdist.data.adapters import check_not_packed, check_one_class_each
+from dpdist.data.documents import LEARNED_FROM, REFERENCE, UNNAMED_REFERENCE, PreferenceRecords
+from dpdist.data.protocol import TARGETS, Records
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import take, tensors_of
 from dpdist.models import ModelSpec
@@ -52,9 +46,9 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
     with torch.no_grad(), kept_buffers(model):
         try:
             outputs = model(take(inputs, slice(2)))
-        except Exception:  # a loss of the script's own may call it in another way
+        except Exception as error:  # a loss of the script's own may call it in another way
             if isinstance(loss, str):
-                raise
+                raise UserError(_call_fails(inputs, error)) from error
             outputs = None
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = _shape_of(inputs)
@@ -79,6 +73,22 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
             "tensors have other names or shapes"
         )
     return spec
+
+
+def _call_fails(inputs: Any, error: Exception) -> str:
+    """Return what a model that fails under a named loss gets, and how to call it otherwise."""
+    several = inputs if isinstance(inputs, Mapping) else range(len(inputs))
+    call = ", ".join(f"batch[{each!r}]" for each in several if each != TARGETS)
+    own = ""
+    if not isinstance(inputs, Tensor):
+        own = (
+            f"; under a named loss it gets one argument, a {type(inputs).__name__} of all: take "
+            f"a loss of your own, such as lambda module, batch: your_loss(module({call}), batch)"
+        )
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return (
+        f"model: must take inputs as the records have them, it fails on invented ones: {said}{own}"
+    )
 
 
 def _shape_of(inputs: Any) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import dpdist
 from dpdist import UserError
 from dpdist.cli.main import app
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.adapters import tokenization_of
+from dpdist.data.documents import tokenization_of
 from dpdist.publishing import write_release
 
 needs_hf(whole_file=True)

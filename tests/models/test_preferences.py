@@ -357,9 +357,9 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     )  # fmt: skip
     for loss, data, said in (
         (language_model_loss, records, "must be dpdist.preference_loss for pairs"),
-        ("cross-entropy", records, "loss: must be dpdist.preference_loss for preferences, got 'c"),
+        ("cross-entropy", records, "under a named loss it gets one argument, a dict"),
         ("bce", dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
-         "loss: must be dpdist.language_model_loss for documents, got 'bce'"),
+         "under a named loss it gets one argument, a dict"),
         (preference_loss, dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
          r"must have the fields input_ids, labels and reference .*dpdist.preferences\("),
     ):  # fmt: skip
@@ -400,7 +400,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
         privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
     )  # fmt: skip
     assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
-    assert made._spec.input_shape == (24,)  # of one answer with its prompt
+    assert made._learner.spec.input_shape == (24,)  # of one answer with its prompt
     assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
