@@ -26,7 +26,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ from dpdist.gradients.per_example import (
     sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
-from dpdist.gradients.random_passes import Draws, DrawsOfRows, keyed_draws, pass_key
+from dpdist.gradients.random_passes import Draws, DrawsOfRows, keyed_draws, mixes_draws, pass_key
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
@@ -788,7 +788,21 @@ class GradientEngine:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+            if draws.any and not (draws.shared or self.isolate):
+                self._find_mixed_draws(inputs, targets)
         self._check_draws_by_row(True)
+
+    def _find_mixed_draws(self, inputs: Inputs, targets: Tensor) -> None:
+        """Note where a row's loss follows from what other rows draw."""
+
+        def run(number: int, rows: list[int]) -> Tensor:
+            label, ids = ("pass", "tried", number), torch.tensor(rows)
+            return self._per_example_gradients(
+                take(inputs, rows), targets[rows], SYNTHETIC_KEY, ids, {}, None, label
+            )[1]
+
+        if mixes_draws(run):
+            self.draws = replace(self.draws, shared=("numbers that are put in relation",))
 
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
         """Return by how much clipped gradients changed at most, in units of the sensitivity, when

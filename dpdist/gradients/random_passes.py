@@ -289,6 +289,29 @@ class DrawsOfRows:
         with _Recorder(given):
             return self._run(rows)
 
+    def draw_as(self, example: int, other: DrawsOfRows) -> None:
+        """Let an example draw from here on what it drew in another pass."""
+        self._known[example] = other._known[example]
+
+
+def mixes_draws(run: Callable[[int, list[int]], Tensor], tries: int = 4) -> bool:
+    """Return whether a row's result follows from what another row draws.
+
+    As in a block drop that scales by the mean over the batch: each row draws numbers of its own,
+    and one record more changes what the others make of theirs.
+
+    run: runs a pass of examples 0 and 1 under the draws of this number; returns a result for each
+    row.
+    """
+    for number in range(0, 2 * tries, 2):
+        own, other = (DrawsOfRows(functools.partial(run, each)) for each in (number, number + 1))
+        first, second = own([0, 1])[0], other([0, 1])[1]
+        own.draw_as(1, other)
+        mixed = own([0, 1])
+        if not torch.allclose(mixed, torch.stack([first, second]), rtol=1e-4, atol=1e-6):
+            return True
+    return False
+
 
 def _part(drawn: Tensor, dim: int, place: int, rows: int) -> Tensor:
     width = drawn.shape[dim] // rows

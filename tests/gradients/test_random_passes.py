@@ -183,6 +183,7 @@ SHARED = {
     "depth of a batch": lambda rows: 1 + torch.empty([1, 1]).bernoulli_(0.5),
     "stratified": lambda rows: ((torch.arange(rows) + torch.rand(1)) / rows)[:, None],
     "mirrored": lambda rows: torch.rand(rows // 2 + 1).repeat(2)[:rows, None],
+    "scaled by the mean": lambda rows: (lambda own: own / own.mean())(torch.rand(rows, 1)),
     "permuted": lambda rows: (1 + torch.randperm(rows)[:, None]) / rows,
 }
 
