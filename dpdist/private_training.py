@@ -389,7 +389,7 @@ class PrivateTraining:
         self._hashed = None if recipe.privacy.budget is None else HashedRecords(records)
         if self._hashed is not None and not continued and self._workers.first:
             check_charge(recipe, plan, self._hashed, _CONTEXT)
-        check_clip(self._engine, plan.clip_norm)
+        check_clip(self._engine, plan.clip_norm, plan.max_expected_batch)
         if self._public is not None:
             check_public(self._public, records, recipe.data.targets, self._script.spec.classes)
         self._recipe, self.plan, self._noise = recipe, plan, noise

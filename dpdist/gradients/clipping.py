@@ -37,6 +37,11 @@ def rounding_slack(dtype: torch.dtype) -> float:
 _LEAST_FLOAT32_SENSITIVITY = 2.0**-48
 
 
+def max_batch(dtype: torch.dtype) -> int:
+    """Return up to how many records of a step `sum_slack` covers."""
+    return 2**13 if dtype == torch.float64 else 2**19
+
+
 def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 

@@ -616,7 +616,8 @@ class PerExampleGradient:
         """out += sum over examples of factors[b] * gradient[b], in float64.
 
         factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run_length: how
-        many per-example gradients may be added in their own precision first (`clipping.short_run`).
+        many per-example gradients may be added in their own precision first
+        (`clipping.max_run_length`).
         Sums over positions are float64 always: positions that cancel leave nothing but rounding.
         """
         total = out

@@ -29,7 +29,8 @@ screening refuses it (`dpdist.gradients.independence`).
 Assumed: torch's generator in a state of secret random bits cannot be told from true randomness. It
 is no cipher, and nobody sees what it draws. States are secret, live for one pass and are never
 written anywhere. On a CPU all 19,968 bits of the generator's state come from the key, since its
-seeds have 32 bits; on a GPU the 64 bits of the seed and 60 of the offset.
+seeds have 32 bits; on a GPU the 64 bits of the seed and 60 of the offset. How torch makes numbers
+of a state is its own: with MKL on an Intel CPU a Bernoulli mask follows from 32 bits of it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ numbers. `save` writes a checkpoint between two steps, and `finish` saves the mo
 training up. Who calls them decides when: the worker of a recipe by its clock and by interruptions
 (`dpdist.training.worker`), a script by its own lines (`dpdist.PrivateTraining`).
 
-The order of effects in a step: sum, permit, ledger, noise, update, check, metrics. What is on the
+The order of effects in a step, on the worker that holds the ledger: sum, permit, ledger, noise,
+update, check, metrics. The others hold the same noisy sum and write nothing. What is on the
 ledger is charged whatever happens after it.
 """
 

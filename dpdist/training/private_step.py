@@ -8,6 +8,7 @@ data is stated by `StepData`; sampling rate, clip and noise are those of the `St
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
+from dpdist.gradients.clipping import max_batch
 from dpdist.gradients.engine import GradientEngine, GroupMembers, TrainingObjective
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
@@ -59,7 +61,8 @@ class PrivateStep:
     groups of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
     that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
     `check_clip` accepts the engine.
-    The ledger, where there is one, has the release durably before the noise is added. Calling it
+    The ledger, where there is one, has the release durably before the noise is added by its
+    holder; other workers add the same noise and write nothing. Calling it
     for one step again, on the same data and under the same key, is the same release and costs
     nothing; another sum, as of a changed model, is refused, since it would get the same noise.
     Without a ledger that is known of what this object released.
@@ -332,10 +335,19 @@ def charge_rest(ledger: Ledger, steps: int) -> None:
             ledger.record(step, hashlib.sha256(f"step {step} was not taken".encode()).hexdigest())
 
 
-def check_clip(engine: GradientEngine, clip_norm: float) -> None:
-    """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
+def check_clip(engine: GradientEngine, clip_norm: float, batch: float = 0.0) -> None:
+    """Raise UserError where one record may move an executed sum by more than `clip_norm`.
+
+    batch: largest expected number of records in a step, which the slack for rounding has a limit
+    for (`dpdist.gradients.clipping.sum_slack`). Ten standard deviations are left for the draw.
+    """
     if engine.clipping.sensitivity > clip_norm * (1 + 1e-9):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
+    if batch + 10 * math.sqrt(batch) > (limit := max_batch(engine.precision)):
+        raise UserError(
+            f"training.batch_size: must be expected to stay below {limit:,} in {engine.precision}, "
+            f"got {batch:,.0f}: the clip leaves room for the rounding of so many; take more steps"
+        )
 
 
 def build_shards(

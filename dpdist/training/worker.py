@@ -519,7 +519,7 @@ def restore(
     model = initial_model(recipe, spec).to(reducer.device)
     screened = job.screened == model_setup.screening_digest(recipe, model)
     engine, task = build_engine(recipe, model, plan), execution.task()
-    check_clip(engine, plan.clip_norm)
+    check_clip(engine, plan.clip_norm, plan.max_expected_batch)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
     _make_parameters_views(engine, flat)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False

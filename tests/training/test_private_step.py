@@ -170,3 +170,10 @@ def test_it_is_public_and_its_example_runs():
     assert dpdist.PrivateStep is PrivateStep
     found = doctest.DocTestFinder().find(PrivateStep, "PrivateStep", globs={})
     assert [doctest.DocTestRunner().run(one).failed for one in found if one.examples] == [0]
+
+
+def test_a_batch_beyond_what_the_slack_covers_is_refused() -> None:
+    engine = step_of(CLIP).engine
+    private_step.check_clip(engine, CLIP, 500_000)
+    with pytest.raises(UserError, match=r"training\.batch_size"):
+        private_step.check_clip(engine, CLIP, 2**19)
