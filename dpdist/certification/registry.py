@@ -30,7 +30,7 @@ CERTIFICATES: tuple[type[Certificate], ...] = (
 BY_MODE: dict[str, type[Certificate]] = {kind.mode_name(): kind for kind in CERTIFICATES}
 _USUAL = "clopper-pearson"  # bound of votes, where none is named
 # What `bound` chooses between two modes of a fixed number of draws.
-_BY_BOUND: dict[tuple[Any, Any], str] = {
+_BY_BOUND: dict[tuple[str, str], str] = {
     ("fixed", "hoeffding"): "hoeffding",
     ("hoeffding", _USUAL): "fixed",
     ("scores", "betting"): "betting",
@@ -45,7 +45,7 @@ def _mode_of(section: Any) -> str:
         return Cohen.mode_name()
     votes = section.get("sigma") is not None
     mode = section.get("mode") or (Cohen if votes else ExpectedScores).mode_name()
-    return _BY_BOUND.get((mode, section.get("bound")), str(mode))
+    return _BY_BOUND.get((str(mode), str(section.get("bound"))), str(mode))
 
 
 def _of_one_kind(section: Any) -> Any:

@@ -358,7 +358,7 @@ class Facts:
         )
         if self.record_independence == SCREENED:
             lines.append("the model and the loss treat each record alone")
-        if self.record_independence and "draws" in self.training_summary.get("rounding", {}):
+        if self.record_independence and "draws" in (self.training_summary.get("rounding") or {}):
             lines.append(DRAWS_BY_ROW)
         recipe = self.recipe
         own_code = recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name

@@ -370,8 +370,8 @@ def test_predict_and_a_release_take_raw_features():
             best = int(models.load(folder.model_folder)(torch.tensor([[0.5, 0.5]])).argmax())
         assert f'"label": {best}' in done.stdout
         Path("rows.csv").write_text("pulse,name,age\n110,x,55\n40,y,30\n")
-        done = CliRunner().invoke(app, ["predict", str(where), "rows.csv", "--sigma", "1e-6",
-                                        "--n", "200", "--json"])  # fmt: skip
+        done = CliRunner().invoke(app, ["predict", str(where), "rows.csv", "--json",
+            "--set", "certify.sigma=1e-6", "--set", "certify.n=200"])  # fmt: skip
         assert done.exception is None, done.exception
         first, second = map(json.loads, done.stdout.splitlines())
         assert (first["image"], first["label"]) == ("rows.csv:0", best)
