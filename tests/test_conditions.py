@@ -13,8 +13,7 @@ from support.local_execution import command, run_without_ray
 import dpdist.config
 import dpdist.methods
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Section, collect_conditions, iter_unused_options
-from dpdist.methods.base import Method
+from dpdist.core.fields import Section, iter_unused_options
 from dpdist.methods.registry import installed_methods
 from dpdist.runs.recipe import (
     built_in_recipes,
@@ -217,18 +216,6 @@ def sections() -> list[type[Section]]:
     return [each for each in found if each.__module__.startswith("dpdist.")]
 
 
-def test_every_condition_has_a_case():
-    """And names options that there are."""
-    keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
-    stated = [condition for kind in sections() for condition in collect_conditions(kind)]
-    stated += [need for method in installed_methods() for need in method.recipe_conditions]
-    assert len(stated) > 20
-    for condition in stated:
-        assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.description
-        assert not condition.description.startswith("only applies")
-    assert "conditions" not in Method.model_fields
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "path", [*built_in_recipes(), *paper_recipes()], ids=lambda path: path.stem
@@ -266,18 +253,6 @@ def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatc
     assert done.code == 2, done.out + done.err
     assert "r.yaml: training.factor: only applies with schedule: step, got 0.5" in done.err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.whole
-def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
-    """Of an earlier version, which read it and used it for nothing."""
-    from dpdist.runs.folder import RunFolder
-
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    RunFolder(tmp_path / "runs" / "small").create_or_open(parse_recipe(RAW, "r.yaml"))
-    run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, "run", "--until", "train", "r.yaml")
-    assert done.code == 0, done.out + done.err
 
 
 def test_the_names_of_built_in_data_are_right():

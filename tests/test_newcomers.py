@@ -142,16 +142,3 @@ def test_a_table_has_one_population_statement_whoever_prints_it(run):
 
 
 # --- a release --------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_release_prints_itself_in_about_ten_lines(run):
-    release = dpdist.load(run / "release")
-    lines = repr(release).splitlines()
-    assert 8 <= len(lines) <= 12 and max(map(len, lines)) < 200
-    assert lines[0] == "release small"
-    said = dict(line.strip().split(": ", 1) for line in lines[1:])
-    assert said["privacy"].startswith("epsilon 3.0") or "epsilon 2.9" in said["privacy"]
-    assert said["test data"] == "digits"
-    (table,) = release.description.certified
-    assert f"{100 * table.accuracy[0]:.2f} % at 0" in said[f"certified, {table.title}"]

@@ -30,7 +30,6 @@ from dpdist.papers.stobatch.functional_sums import (
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import read_verified_ledger
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step
 from dpdist.training.checkpoint import load_latest
 
@@ -156,35 +155,6 @@ def test_a_symmetric_matrix_keeps_its_norm() -> None:
     a = a + a.T
     assert float(pack_symmetric(a).norm()) == pytest.approx(float(a.norm()))
     assert torch.allclose(unpack_symmetric(pack_symmetric(a), 5), a)
-
-
-def test_models_that_will_not_do() -> None:
-    class Mixes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) - x.flatten(1).mean(0)
-
-    class Merges(nn.Module):
-        """Records that are nearly equal are looked at once: of different ones each is."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            flat = x.flatten(1)
-            near = torch.cdist(flat, flat) < 1.0
-            return flat[near.int().argmax(1)]
-
-    class InFloat32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1).float()
-
-    with pytest.raises(UserError, match="mixes records"):
-        sums(model=nn.Sequential(Mixes(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match=r"mixes records: .* among copies of itself"):
-        sums(model=nn.Sequential(Merges(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="fails in float64, in which method functional sums"):
-        sums(model=nn.Sequential(InFloat32(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.Tanh()))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES, bias=False)))
 
 
 def test_the_public_features_of_a_batch_of_any_size() -> None:
@@ -365,31 +335,6 @@ def test_a_declared_number_leaves_room_for_many_more(
     job = job_of(tmp_path, "beyond", **more, privacy__nominal_records=60)
     with pytest.raises(UserError, match="the rounding of sums over more is not within the clip"):
         execute(job)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"privacy": {"clip_norm": 2.0}}, "leave out privacy.clipping, clip_norm"),
-        ({"privacy": {"batch_cap": 50}}, "leave out privacy.clipping, clip_norm and batch_cap"),
-        ({"training": {"ema": 0.5}}, "leave out training.ema, crop and flip"),
-        ({"training": {"flip": True}}, "leave out training.ema, crop and flip"),
-        ({"audit": {"kind": "canaries"}}, "must be mislabelled or blank"),
-        ({"model": {**MODEL, "isolate": True}}, "runs records together"),
-        ({"method": {**METHOD, "centre": 1.0}}, "method.centre"),
-        ({"method": {**METHOD, "refine": 0.95}}, "their sum must be < 1"),
-    ],
-)
-def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
-    raw: dict[str, Any] = {
-        "name": "x", "data": {"name": "digits"}, "model": MODEL, "method": METHOD,
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
-        "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
-    }  # fmt: skip
-    for key, value in more.items():
-        raw[key] = {**raw.get(key, {}), **value}
-    with pytest.raises(UserError, match=message):
-        parse_recipe(raw, "test")
 
 
 # ---- whole commands
