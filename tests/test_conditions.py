@@ -39,11 +39,6 @@ def hidden(**more: Any) -> dict[str, Any]:
     return {"method": {"name": "secure-sgd", "redistribution": None, **more}}
 
 
-def shares(source: str, **more: Any) -> dict[str, Any]:
-    faithful = {"paper_faithful": True} if source == "private" else {}
-    return hidden(redistribution={"source": source, **more}, **faithful)
-
-
 def loop(**more: Any) -> dict[str, Any]:
     return {"training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1, **more}}
 
@@ -109,72 +104,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         for key, value in {
             "epsilon_r": 0.5, "delta_r": 0.1, "attack_size": 0.2, "norm": "linf",
             "mechanism": "analytic",
-        }.items()
-    },
-    "method.draws": (hidden(paper_faithful=True, draws=3), hidden(draws=3)),
-    **{
-        f"method.redistribution.{key}": (
-            shares("paid", **{key: value}), shares("public", **{key: value}))
-        for key, value in {
-            "data": "strokes", "root": "/a", "classes": 5, "steps": 9, "max_records": 9
-        }.items()
-    },
-    **{
-        f"method.redistribution.{key}": (
-            shares("private", **{key: value}), shares("paid", **{key: value}))
-        for key, value in {"noise_multiplier": 9.0, "clip_norm": 2.0, "sample_rate": 0.5}.items()
-    },
-    **{
-        f"method.{key} of dpal": (
-            {"method": {"name": "dpal", "xi": 0.0, key: value}},
-            {"method": {"name": "dpal", key: value}},
-        )
-        for key, value in {"attacks": ["pgd"], "steps": 3, "size": 0.1}.items()
-    },
-    **{
-        f"method.{key} of functional": (
-            {"method": {"name": "functional", "rounds": 0, key: value}},
-            {"method": {"name": "functional", key: value}},
-        )
-        for key, value in {"residual": 0.2, "step": 2.0, "refine": 0.1}.items()
-    },
-    **{
-        f"method.{key} of functional, too": (
-            {"method": {"name": "functional", key: value}},
-            {"method": {"name": "functional", "sigma": 0.1, key: value}},
-        )
-        for key, value in {"noise": "own", "draws": 3}.items()
-    },
-    **{
-        f"training.{key}": ({"method": "functional", **loop(**asked)}, loop(**asked))
-        for key, asked in {
-            "optimizer": {"optimizer": "adam"}, "schedule": {"schedule": "cosine"},
-            "milestones": {"schedule": "step", "milestones": [0.5]},
-            "momentum": {"momentum": 0.5}, "weight_decay": {"weight_decay": 0.1},
-        }.items()
-    },
-    **{
-        f"method.{key} of stobatch": (
-            {"method": {"name": "stobatch", nothing: 0.0, key: value}},
-            {"method": {"name": "stobatch", key: value}},
-        )
-        for nothing, key, value in (
-            ("xi", "attacks", ["pgd"]), ("xi", "steps", 3), ("xi", "norm", "l2"),
-            ("xi", "size", [0.0, 0.1]), ("sigma", "eot", 3), ("sigma", "split", 0.5),
-        )
-    },
-    "method.sensitivity of stobatch": (
-        {"method": {"name": "stobatch", "sensitivity": 2.0}},
-        {"method": {"name": "stobatch", "sensitivity": 2.0, "split": 0.5}},
-    ),
-    **{
-        f"method.{key} of transdenoiser": (
-            {"model": FROZEN, "method": {"name": "transdenoiser", key: value}},
-            {"model": FROZEN, "privacy": {"noise_multiplier": 0.0, "delta": 1e-4},
-             "method": {"name": "transdenoiser", "variant": "full", key: value}},
-        )
-        for key, value in {
-            "xi_low": 0.5, "xi_up": 3.0, "credit_steps": False, "thin": True, "iterations": 9
         }.items()
     },
 }  # fmt: skip

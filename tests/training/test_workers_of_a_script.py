@@ -31,7 +31,7 @@ from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.private_training import RunBusyError
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, monitoring, private_score
-from dpdist.training.collectives import Reducer, Workers
+from dpdist.training.collectives import Workers
 from dpdist.training.rendezvous import destroy_process_group
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -664,16 +664,6 @@ def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
 
 def counted(rank: int, folder: Path, workers: int) -> None:
     begin(folder, resources={"workers": workers}).close()
-
-
-def short(rank: int, length: int) -> list[str]:
-    reducer = Reducer(rank, 2, torch.device("cpu"))
-    return reducer.all_gather_text("ä" * (length if rank else 3))
-
-
-@pytest.mark.parametrize("length", [0, 254, 255, 5000])
-def test_texts_of_any_length_arrive_whole(pair, length):
-    assert pair.do(short, length) == [["äää", "ä" * length]] * 2
 
 
 # --- one script: alone, under torchrun, on Ray
