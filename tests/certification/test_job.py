@@ -35,7 +35,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_cnn(tmp_path_factory.mktemp("model"))
 
 
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.5, n0=50, n=1130, batch=100, seed="5")
 
 

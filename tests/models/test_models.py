@@ -159,10 +159,6 @@ def tied(shape, classes):
     return Tied(classes)
 
 
-def three(width, depth, classes):
-    return torch.nn.Linear(width, classes)
-
-
 def test_tied_weights_are_saved(tmp_path):
     name = f"{__name__}:tied"
     spec = ModelSpec(name, (6,), 6)

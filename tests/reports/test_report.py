@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -42,40 +41,8 @@ from dpdist.training.records import data_source, load_test_records
 pytestmark = pytest.mark.whole
 
 HOSTILE = "<img src=x onerror=alert(1)> & 'more'"
-VOID = {"meta", "img", "br", "circle", "rect", "polygon", "path"}
 NAMES = [*"abcdefgh", "<i>", "j"]  # of the classes
 WRONG, ABSTAINS, INPUTS = {4, 9, 14}, {6, 13}, 30
-
-
-class Page(HTMLParser):
-    """What is in a page: elements in order, text by element, whatever is not closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.said: list[tuple[str, str]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and data.strip():
-            self.said.append((self.open[-1], data))
-
-    def all(self, *tags: str) -> list[dict[str, str | None]]:
-        return [attributes for tag, attributes in self.elements if tag in tags]
 
 
 def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None:

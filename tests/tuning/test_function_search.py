@@ -238,11 +238,6 @@ def stepped(config: Any) -> PrivateTraining:
     return training
 
 
-def two(config: Any) -> PrivateTraining:
-    build(config)
-    return build(config)
-
-
 def scored_itself(config: Any) -> PrivateTraining:
     training = build(config)
     training.score(SCORED, every=2, noise=3.0)

@@ -46,9 +46,6 @@ def session(tmp_path_factory) -> Iterator[None]:
             yield
 
 
-PRIVATE = {"noise_multiplier": 8.0, "delta": 1e-4}
-
-
 @pytest.mark.long
 @pytest.mark.nightly
 def test_not_private_is_said_and_a_killed_sweep_goes_on(tmp_path, monkeypatch, capsys, request):
