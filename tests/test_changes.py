@@ -65,6 +65,10 @@ def test_what_the_command_line_says_elsewhere_holds(path):
         (["training.batchsize=5"], "small.yaml: training.batchsize: unknown key"),
         (["training.batch_size"], "--set: give KEY=VALUE, such as training.batch_size=512, got"),
         (["name=a", "name=b"], "--set name: is given twice"),
+        (["data.labels=[1, 2"], "--set data.labels: cannot be read as YAML"),
+        (["data.labels=!!python/object:x 1"], "--set data.labels: line 1: a tag"),
+        (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon' is given twice"),
+    ],
 )
 def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
     with pytest.raises(UserError) as caught:
