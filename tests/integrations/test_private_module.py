@@ -362,3 +362,14 @@ def test_modules_with_hooks_of_their_own_are_refused(tmp_path):
     for net, said in ((Several(), "return one optimizer"), (Plateau(), "a schedule of steps")):
         with pytest.raises(UserError, match=rf"module\.configure_optimizers: must .*{said}"):
             trainer().fit(module(tmp_path / "run", net))
+
+
+def test_a_subclass_cannot_put_a_step_of_its_own_aside(tmp_path):
+    class Own(PrivateModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError
+
+    own = Own(Net(), records(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
+              folder=tmp_path / "run")  # fmt: skip
+    with pytest.raises(UserError, match=r"Own\.training_step: must be left out"):
+        trainer().fit(own)

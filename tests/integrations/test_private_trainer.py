@@ -598,6 +598,15 @@ def test_without_its_tokenizer_no_text_is_released(tmp_path, trained, monkeypatc
     assert not trained.training.run.release_folder.exists()
 
 
+def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
+    class Weighted(PrivateTrainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(UserError, match=r"Weighted\.compute_loss: must be left out"):
+        Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("by", ["args", "model"])
 def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by):

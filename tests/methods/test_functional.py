@@ -30,6 +30,7 @@ from dpdist.papers.stobatch.functional_sums import (
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import read_verified_ledger
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step
 from dpdist.training.checkpoint import load_latest
 
@@ -338,6 +339,31 @@ def test_a_declared_number_leaves_room_for_many_more(
 
 
 # ---- whole commands
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"privacy": {"clip_norm": 2.0}}, "leave out privacy.clipping, clip_norm"),
+        ({"privacy": {"batch_cap": 50}}, "leave out privacy.clipping, clip_norm and batch_cap"),
+        ({"training": {"ema": 0.5}}, "leave out training.ema, crop and flip"),
+        ({"training": {"flip": True}}, "leave out training.ema, crop and flip"),
+        ({"audit": {"kind": "canaries"}}, "must be mislabelled or blank"),
+        ({"model": {**MODEL, "isolate": True}}, "runs records together"),
+        ({"method": {**METHOD, "centre": 1.0}}, "method.centre"),
+        ({"method": {**METHOD, "refine": 0.95}}, "their sum must be < 1"),
+    ],
+)
+def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
+    raw: dict[str, Any] = {
+        "name": "x", "data": {"name": "digits"}, "model": MODEL, "method": METHOD,
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
+    }  # fmt: skip
+    for key, value in more.items():
+        raw[key] = {**raw.get(key, {}), **value}
+    with pytest.raises(UserError, match=message):
+        parse_recipe(raw, "test")
 
 
 @pytest.mark.long

@@ -306,6 +306,21 @@ WHITENED = {"name": "pool-cnn", "trained": ["7"],
             "options": {"filters": [4, 6], "kernels": [3, 3], "whiten": 1e-6}}  # fmt: skip
 
 
+def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):
+    pretrain(parse_recipe(transfer(tmp_path / "public"), "test"), "test")
+    recipe = parse_recipe(transfer(tmp_path / "public", trained=["head"]), "test")
+    with pytest.raises(
+        UserError, match=r"model\.trained: the model has no module 'head'; it has 0"
+    ):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    with pytest.raises(UserError, match=r"model\.trained: needs initial"):
+        parse_recipe(raw(tmp_path, model={**CNN, "trained": ["5"]}, public=None), "test")
+    overlapping = transfer(tmp_path / "other")
+    overlapping["public"]["data"]["labels"] = [5, 6]
+    with pytest.raises(UserError, match="are among the public ones"):
+        pretrain(parse_recipe(overlapping, "test"), "test")
+
+
 def test_a_layer_whitens_what_the_private_head_reads_by_public_records_alone(tmp_path):
     """Public features are uncorrelated and of their mean square behind it; private steps move the
     head alone."""

@@ -781,6 +781,18 @@ def test_nothing_released_costs_nothing(tmp_path):
     assert t.guarantee.epsilon == 0 and t.steps_left == 6
 
 
+@pytest.mark.parametrize("label", [7, -1])
+@pytest.mark.parametrize("items", [False, True])
+def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label, items):
+    """In a step torch's error would hold the record's label, and the run would stop by it."""
+    inputs, labels = records()
+    labels[5] = label
+    data = [(x, int(y)) for x, y in zip(inputs, labels, strict=True)] if items else (inputs, labels)
+    with pytest.raises(UserError, match="data: targets must be 0 to 1") as error:
+        training(tmp_path / "own", data=data)
+    assert str(label) not in str(error.value) and not (tmp_path / "own").exists()
+
+
 class Scans(dpdist.Records):
     """Four records of each person, whose number comes as a tensor."""
 

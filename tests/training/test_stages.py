@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training import KEY
+from support.training import KEY, make
 from torch import nn
 
 import dpdist
 from dpdist import PrivateTraining, UserError
+from dpdist.data import load
 from dpdist.privacy.budget import Charge, composed_guarantee
 from dpdist.privacy.guarantee import BEGAN_APART, POST_PROCESSED
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
+from dpdist.training.provenance import check_pretrained, describe_seen
+from dpdist.training.records import data_source
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 COUNT, WIDTH, STEPS = 60, 4, 3
@@ -284,6 +287,20 @@ def test_the_card_says_what_nobody_checked_of_rows_model_and_loss(first):
     assert any("released fields" in line for line in lines)
 
 
+def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
+    recipe, _ = make(
+        tmp_path / "runs", "recipe", model={
+            "name": "linear",
+            "initial": {"folder": str(first.run.model_folder), "saw": "public pictures"},
+        },
+    )  # fmt: skip
+    private = load(data_source(recipe), "train")
+    with pytest.raises(UserError, match="was trained by run first"):
+        describe_seen(first.run.model_folder, private, "digits", "model.initial")
+    with pytest.raises(UserError):
+        check_pretrained(recipe, private, "recipe")
+
+
 def test_a_budget_over_both_stages_states_no_less(tmp_path):
     charged = {"privacy": {**PRIVATE, "budget": str(tmp_path / "budgets")}}
     t = training(tmp_path / "first", **charged)
@@ -320,3 +337,8 @@ def test_a_search_is_a_first_stage(tmp_path):
     second = training(tmp_path / "second", model, began_with=search.best)
     assert second.guarantee.epsilon == pytest.approx(search.guarantee.epsilon)
     assert second.step().epsilon > search.guarantee.epsilon
+
+
+def test_a_run_does_not_begin_with_itself(first):
+    with pytest.raises(UserError, match="began_with"):
+        training(first.run.path, first.model, began_with=first.run)

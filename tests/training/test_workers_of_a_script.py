@@ -738,6 +738,14 @@ if __name__ == "__main__":
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 
 
+def test_processes_without_a_group_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"call torch\.distributed\.init_process_group"):
+        begin(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
 def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.CompletedProcess[str]:
     """Run the script; the first time, a worker besides the first is killed after seven steps."""
     tmp = folder.parent

@@ -86,6 +86,30 @@ def test_whole_methods_can_be_compared(recipe):
     assert apply_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
 
 
+@pytest.mark.parametrize(
+    ("field", "domain", "message"),
+    [
+        ("privacy.epsilon", {"choice": [1, 2]}, "target of training and search together"),
+        ("privacy.delta", {"choice": [1e-5]}, "one delta"),
+        ("privacy.run_key", {"choice": ["00" * 32]}, "keys are drawn"),
+        ("data.max_train", {"integer": [10, 20]}, "the same records"),
+        ("resources.workers", {"integer": [1, 2]}, "changes nothing"),
+        ("certify.alpha", {"choice": [0.1]}, "error of a certificate"),
+        ("training.learning_rat", {"uniform": [1, 2]}, "no such field"),
+        ("method.radius", {"uniform": [1, 2]}, "no such field"),
+        ("nothing.at.all", {"uniform": [1, 2]}, "no nothing section"),
+        ("training.batch_size", {"uniform": [100, 200.5]}, "training.batch_size"),
+        ("training.momentum", {"uniform": [0, 2]}, "training.momentum: must be < 1, got 2"),
+        ("certify.sigma", {"choice": [1], "also": ["training.learning_rate"]}, "set twice"),
+    ],
+)
+def test_what_cannot_be_searched(recipe, field, domain, message):
+    asked = recipe(tune={"space": {field: domain}})
+    with pytest.raises(UserError, match=r"r\.yaml: ") as error:
+        check_space(asked, "r.yaml")
+    assert message in str(error.value)
+
+
 def test_noise_is_not_searched_when_epsilon_fixes_it(recipe):
     asked = recipe(
         privacy={"epsilon": 3.0, "noise_multiplier": None},
