@@ -417,9 +417,7 @@ def test_public_records_to_score_on_have_no_private_group(root, tmp_path, name, 
 
 def test_a_nameless_held_out_record_is_refused(root, tmp_path):
     write(root, change=lambda own: [*own[:-1], None])
-    assert "must be a whole number or a text for each record, is none" in (
-        refusal(asked(root), tmp_path / "x")
-    )
+    assert "column 'patient' must name the group" in (refusal(asked(root), tmp_path / "x"))
 
 
 def test_a_search_goes_on_with_the_groups_it_was_begun_with(root, tmp_path):
