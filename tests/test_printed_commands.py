@@ -42,13 +42,6 @@ SECTIONS = {  # of --set
 }  # fmt: skip
 UsageError = typer.BadParameter.__base__  # typer may bring a click of its own
 BEGINNING = re.compile(r"(dpdist|python|make)( |$)")
-# What a section with a table says of its making: a command, a doctest, a file of results, a test,
-# or that nothing of it is kept.
-MADE_BY = re.compile(
-    r"`(?:dpdist|python|make) [^`]+`|^ *(?:dpdist|python|make|>>>) "
-    r"|\w+\.jsonl|tests/\w|[Nn]o script",
-    flags=re.M,
-)
 
 
 def commands(text: str) -> Iterator[str]:
@@ -178,40 +171,6 @@ def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkey
         except (UsageError, UserError, AssertionError, SystemExit, KeyError) as error:
             wrong.append(f"{line}: {type(error).__name__}: {error}")
     assert wrong == [], "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("dpdist run nowhere", "nowhere"),
-        ("dpdist run digits --data-roots DATA", "No such option"),
-        ("dpdist run digits --set training.step=3", "training.step"),
-        ("dpdist shine digits", "no command shine"),
-        ("dpdist attack digits-2", "no run that a page names"),
-        ("dpdist attack digits --set 'attacks=[fgsm,pdg]'", "attacks"),
-        ("dpdist certify digits --set attack.size=1", "--set attack.size"),
-        ("dpdist audit digits --kind membership --set 'attacks=[shadows]'", "shadows"),
-        ("dpdist run digits --data-root DATA, with 4", "unexpected extra argument"),
-        ("python papers/secure-sgd/run.py --seed one", "2"),
-        ("python benchmarks/shown.py", "benchmarks/shown.py"),
-        ("make audits", "make audits"),
-    ],
-)
-def test_a_command_that_nobody_can_run_is_found(line, message, monkeypatch):
-    with pytest.raises((UsageError, UserError, AssertionError, SystemExit)) as caught:
-        check(line, monkeypatch)
-    assert message in str(caught.value)
-
-
-def test_commands_are_found_in_all_code():
-    text = (
-        "`dpdist run digits  # so`; `x` and `dpdist a; dpdist b`\n\n"
-        "```\npython c.py \\\n  -d [--e 1]\n```\n\n    make f\n"
-    )
-    assert list(commands(text)) == [
-        "dpdist run digits", "dpdist a", "dpdist b", "python c.py -d --e 1", "make f",
-    ]  # fmt: skip
-    assert sum(map(len, PRINTED.values())) > 150
 
 
 BUILT_IN = sorted(

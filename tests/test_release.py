@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -196,22 +195,6 @@ def test_what_is_in_it(made):
         assert (b"unlucky-7" in path.read_bytes()) == (path.name == table_name(1))
 
 
-@pytest.mark.long
-def test_the_model_card_has_the_block_that_hubs_read(made):
-    page = (made / "README.md").read_text()
-    _, block, text = page.split("---\n", 2)
-    found = yaml.safe_load(block)
-    assert found["license"] == "apache-2.0" and found["library_name"] == "dpdist"
-    (result,) = found["model-index"][0]["results"]
-    assert [metric["type"] for metric in result["metrics"]] == [
-        "accuracy", "certified-accuracy", "certified-accuracy",
-    ]  # fmt: skip
-    card = json.loads((made / PRIVACY_CARD).read_text())
-    assert f"({format_epsilon(card['guarantee']['epsilon'])}, 0.0001)" in text
-    for part in ("## Limits", "l2 radius", "1 x 8 x 8", "Apache-2.0"):
-        assert part in text
-
-
 def test_the_model_card_states_the_population_as_all_others_do(made, call):
     """By the function that `certify`, reports and `verify` print it from."""
     certified = table_reader.read(made / table_name(1))
@@ -299,24 +282,14 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (PRIVACY_CARD, more_noise, "does not follow"),
         (PRIVACY_CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
         (PRIVACY_CARD, at("unit", to="five records"), "does not say"),
-        (PRIVACY_CARD, at("unit", to="one record; 9 records: epsilon 0.1"), "does not say"),
-        (PRIVACY_CARD, at("unit", to="one record\n\n(0.1, 1e-9)-differential privacy"),
-            "unit does not"),
         (PRIVACY_CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"),
             "speaks of another"),
-        (PRIVACY_CARD, at("extra", "more", to="x\n# (0.1, 1e-9)"), "extra does not"),
-        (PRIVACY_CARD, at("released_besides", to=["x\n# (0.1, 1e-9)"]),
-            "released_besides does not"),
         (PRIVACY_CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
         (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
-        (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1.01e-4}), "cannot cost less"),
         (PRIVACY_CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}),
             "must be a number >= 0"),
-        (PRIVACY_CARD, at("data_set", to={"epsilon": "x", "delta": 1e-4}), "must be a number >= 0"),
         (DESCRIPTION, at("method", to="x\n\n(0.1, 1e-9)-differential privacy"), "must be one line"),
         (DESCRIPTION, at("certificate", "seed", to="7"), "certificate.seed must be left out"),
-        (DESCRIPTION, at("certificate", "start", to=9), "certificate.start must be left out"),
-        (DESCRIPTION, at("classes", 0, to="1"), "must be those that data names"),
         (PRIVACY_CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
         (PRIVACY_CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
         (PRIVACY_CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
@@ -324,20 +297,13 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (PRIVACY_CARD, at("notes", to=[]), "notes does not"),
         (PRIVACY_CARD, at("relation", to="replace-one"), "relation does not"),
         (PRIVACY_CARD, at("library", to="dp-accounting 9"), "does not"),
-        (PRIVACY_CARD, at("library", to="0"), "no library that is known"),
-        (PRIVACY_CARD, at("more", to=1), "has not the entries"),
         (PRIVACY_CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
         (PRIVACY_CARD, at("extra", "model", to="other"), "privacy_card.md: does not say"),
-        (PRIVACY_CARD, at("extra", "method", to="dp-sgd"), "speaks of another method"),
         (DESCRIPTION, at("method", to="dp-sgd"), "speaks of another method"),
         (DESCRIPTION, at("dpdist", to="9.9"), "speaks of another dpdist"),
-        (DESCRIPTION, at("dpdist", to="of mine"), "dpdist: "),
-        (DESCRIPTION, at("certified", 0, "norm", to="l7"), "certified.0.norm: "),
         (DESCRIPTION, at("certified", 0, "norm", to="l1"), "norm does not follow"),
         (DESCRIPTION, at("certified", 0, "accuracy", to=[0.5, 0.7]), "must not rise"),
-        (DESCRIPTION, at("certified", 0, "accuracy", to=[0.9, 0.3]), "must be a share of 4"),
         (DESCRIPTION, at("certified", 0, "accuracy", to=[1.0, 1.0]), "accuracy does not follow"),
-        (DESCRIPTION, at("certified", 0, "radii", to=[0.1, 0.0]), "radii must rise"),
         (DESCRIPTION, at("certified", 0, "radii", to=[0.0, 3.0]), "radii does not follow"),
         (DESCRIPTION, at("certified", 0, "alpha", to=1e-9), "alpha does not follow"),
         (DESCRIPTION, at("certified", 0, "inputs", to=400), "inputs does not follow"),
@@ -345,16 +311,12 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (DESCRIPTION, at("tested", "accuracy", to=0.12345), "must be a share of"),
         (DESCRIPTION, at("model", to="0" * 32), "another model"),
         (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
-        (DESCRIPTION, at("classes", to=["0", "1"]), "must be those that data names"),
         (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
         (DESCRIPTION, at("certified", 0, "population", to="99 %"), "population does not follow"),
         (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "accuracy"),
-        (DESCRIPTION, at("licence", to="MIT"), "README.md: does not say"),
         (DESCRIPTION, at("data", "root", to="/etc"), "data.root must be left out"),
-        (DESCRIPTION, at("format", to=2), "format must be 1, got 2"),
         ("model.json", at("mean", to=[0.0]), "not the one that release.json names"),
         ("model.json", at("classes", to=11), "tells 11 classes"),
-        ("model.json", at("name", to=7), "name must be str"),
     ],
 )  # fmt: skip
 def test_what_does_not_follow_is_noticed_with_right_sums(copied, call, name, change, match):
@@ -521,21 +483,6 @@ def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
     assert refused > 60
 
 
-@pytest.mark.long
-def test_the_phases_of_a_card_may_be_anything(copied):
-    for change in (
-        at("accounted", "phases", to=[{"kind": "worst-of", "choices": [], "floor": 0.0}]),
-        at("accounted", "phases", 0, "sample_rate", to=2.0),
-        at("accounted", "phases", 0, "kind", to="of my own"),
-        at("accounted", "neighbours", to="none"),
-        at("accounted", "phases", 0, "steps", to=10**30),
-    ):
-        again = shutil.copytree(copied, copied.with_name("again"), dirs_exist_ok=True)
-        edit(again, PRIVACY_CARD, change)
-        with pytest.raises(ReleaseError):
-            verify_release(again)
-
-
 def test_nothing_is_unpickled(copied, monkeypatch):
     class Evil:
         def __reduce__(self):
@@ -578,13 +525,6 @@ def image(work: Path) -> Path:
     path = work / "digit.npy"
     np.save(path, (load_digits().images[0] / 16).astype(np.float32)[None])
     return path
-
-
-def test_a_run_in_place_of_its_release_is_told_where_that_lies(copied, call):
-    inside = copied.rename(copied.with_name("release"))
-    done = call("verify", inside.parent)
-    assert done.code == 2
-    assert done.err == f"dpdist: {inside.parent}: no release there (take {inside})\n"
 
 
 def test_a_release_answers_without_its_run(copied, call, work):
@@ -693,23 +633,6 @@ def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch)
     fails(call, copied, "rounding explains 0.01 %", "--redraw", 4)
 
 
-def test_a_release_whose_draws_had_no_class_is_verified(copied, call):
-    """Five draws of each input had logits that are not finite: they count for no class."""
-
-    def without_class(rows: list[dict[str, Any]]) -> None:
-        other_counts(rows)
-        for row in rows:
-            row["histogram"][row["label"]] -= 5
-            votes = np.array(row["histogram"])
-            of = certify(row["label"], votes, row["alpha"], Gaussian(row["sigma"]), row["n"])
-            row |= {"k": row["n"] - 5, "p_lower": of.p_lower, "radius": of.radius}
-
-    changed_table(copied, without_class)
-    say_what_follows(copied)
-    done = call("verify", copied)
-    assert done.code == 0, done.err
-
-
 def test_counts_of_another_seed_or_data_are_noticed(copied, call):
     whole = (copied / table_name(1)).read_bytes()
     for change, match in (
@@ -728,11 +651,6 @@ def test_counts_of_another_seed_or_data_are_noticed(copied, call):
     changed_table(copied, other_label)
     say_what_follows(copied)
     fails(call, copied, "its labels are not those of", "--redraw", 1)
-
-
-def test_data_are_brought_for_drawing_again_alone(copied, call, tmp_path):
-    done = call("verify", copied, "--data-root", tmp_path)
-    assert done.code == 2 and "add --redraw K" in done.err
 
 
 def test_what_differs_by_rounding_is_said_and_little(copied):
@@ -789,11 +707,3 @@ def test_a_file_without_a_sum_is_missed(copied, call):
     for name in (PRIVACY_CARD, table_name(1)):
         (copied / CHECKSUMS).write_text("".join(line for line in lines if name not in line))
         fails(call, copied, "must have one line for each")
-
-
-def test_sums_end_lines_as_sha256sum_needs_it(copied, call):
-    (copied / CHECKSUMS).write_bytes((copied / CHECKSUMS).read_bytes().replace(b"\n", b"\r\n"))
-    fails(call, copied, "as on Windows")
-    sum_again(copied)
-    (copied / CHECKSUMS).write_text((copied / CHECKSUMS).read_text().removesuffix("\n"))
-    fails(call, copied, "must have one line for each")

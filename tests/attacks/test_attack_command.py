@@ -16,7 +16,6 @@ from dpdist import models
 from dpdist.attacks.table import check_line, read_attack
 from dpdist.certification import table as certificates
 from dpdist.certification.noise import norm_equivalence_factor
-from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
 from dpdist.reports.charts import attack_outcome_table
@@ -162,58 +161,6 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     page = (runs / "small/report/index.html").read_text()
     assert "IMPLAUSIBLE: these certificates do not hold" in page
     assert '<p class="verdict bad">' in page and "<strong>Warning</strong>An attack" in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--set", "norm=l1"], "attack.norm: must be one of linf, l2"),
-        (["--set", "sizes=[a]"], "--set: sizes.0: "),
-        (["--set", "sizes=0"], "--set: sizes.0: must be > 0, got 0"),
-        (["--set", "colour=1"], "--set: colour: unknown key"),
-        (["--set", "attacks=[cw]"], "attack.attacks: must be out of"),
-        (
-            sets("attacks=[fgsm]", "steps=10"),
-            "attack.steps: must be left out with attacks fgsm",
-        ),
-        (
-            sets("attacks=[fgsm,mim]", "restarts=1"),
-            "attack.restarts: must be left out",
-        ),
-        (
-            sets("attacks=[mim]", "step_scale=2.5"),
-            "attack.step_scale: must be left out",
-        ),
-        (
-            ["--check-certificates", *sets("attacks=[mim]", "restarts=2")],
-            "attack.restarts: must be",
-        ),
-        (["--set", "draws=16"], "--set draws: must be left out: the model has no noise"),
-        (
-            sets("n=1000", "alpha=0.001"),
-            "--set n, alpha: must be left out: the model has no",
-        ),
-        (["--set", "sigma=0.1", "--smoothed"], "--smoothed: must be left out"),
-        (["--check-certificates", *sets("norm=l2", "n=5")], "--set norm, n: not with"),
-        (["--set", "certificates=x"], "only with --check-certificates"),
-        (["--set", "claim=as_printed_linf"], "only with --check-certificates"),
-        (["--check-certificates", "--set", "certificates=x"], "x: no such table in"),
-        (["--set", "start=5000"], "no inputs chosen out of"),
-    ],
-)
-def test_what_cannot_be_attacked_is_refused(
-    here: None, runs: Path, arguments: list[str], message: str
-) -> None:
-    result = call("attack", "small", "--runs", runs, *arguments)
-    assert isinstance(result.exception, UserError) and message in str(result.exception)
-
-
-def test_a_run_that_never_finished_is_refused(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "begun").create_or_open(
-        parse_recipe({**RECIPE, "name": "begun"}, "recipe")
-    )
-    result = call("attack", "begun", "--runs", tmp_path)
-    assert "never finished training" in str(result.exception)
 
 
 @pytest.mark.parametrize("certified", ["l1", "l2", "linf"])

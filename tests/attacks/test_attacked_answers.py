@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -170,9 +169,3 @@ def test_a_check_of_certificates_looks_too(
     )  # fmt: skip
     assert {index for index, _ in asked} == set(table["index"].to_pylist())
     assert {stage for _, stage in asked} >= {"select"}
-
-
-def test_the_data_have_what_the_tests_rest_on() -> None:
-    inputs = DATA.batch(slice(None))
-    assert (Honest()(inputs).argmax(1).bincount(minlength=3) > 0).all()
-    assert isinstance(DATA.labels, np.ndarray)

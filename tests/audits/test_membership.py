@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.benchmarks import load as load_benchmark
 from support.folder_contents import contents
 from support.settings import sets
 from support.training import make, parameters, train
@@ -26,7 +24,7 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training import job, records
 
 pytestmark = pytest.mark.whole
@@ -197,36 +195,6 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
     assert (banks[1].phi[1] == banks[7].phi[1]).all() and (banks[2].phi[0] != banks[7].phi[0]).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (sets("models=3", "attacks=[lira]"), "lira needs at least 4 models, got 3"),
-        (["--set", "attacks=[mira]"], "--set attacks: must be out of shadow, lira,"),
-        (["--set", "passes=[10,0]"], "passes.1: must be >= 1, got 0"),
-        (["--set", "passes=[100001]"], "must be <= 100000, got 100001"),
-        (["--set", "attacks=mira"], "--set attacks: must be out of shadow, lira,"),
-        (["--set", "game=dice"], "game: must be"),
-        (["--set", "seed=12"], "seed: must be 64 lower-case hex digits"),
-        (
-            [*sets("models=4", "attacks=[rmia]"), "--output", "runs/x/attacks/m"],
-            "training records",
-        ),
-        (
-            [*sets("models=4", "attacks=[rmia]"), "--output", "runs/x/release"],
-            "training records",
-        ),
-        (["--output", "here"], "--output: holds one bank"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    dpdist_without_ray: Any, tmp_path: Path, arguments: list[object], said: str
-) -> None:
-    recipe_of(tmp_path)
-    done = dpdist_without_ray("audit", "x.yaml", "--kind", "membership", *arguments)
-    assert done.code == 2 and len(done.err.splitlines()) == 1 and said in done.err, done.err
-    assert list(contents(tmp_path)) == ["x.yaml"]
-
-
 def test_a_picture_is_not_drawn_where_it_may_be_published(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -246,42 +214,3 @@ def test_a_picture_is_not_drawn_where_it_may_be_published(
     )
     assert done.code == 2 and "training records" in done.err
     assert contents(tmp_path) == before
-
-
-def test_shares_too_small_for_the_batch_are_told(dpdist_without_ray: Any, tmp_path: Path) -> None:
-    recipe_of(tmp_path, training__batch_size=50)
-    done = dpdist_without_ray(
-        "audit", "x.yaml", "--kind", "membership", "--set", "attacks=[shadow]"
-    )
-    assert done.code == 2 and "a shadow with 27 of 108 records: training.batch_size" in done.err
-    assert list(contents(tmp_path)) == ["x.yaml"]
-
-
-def test_a_capped_batch_has_no_bank_by_coins(dpdist_without_ray: Any, tmp_path: Path) -> None:
-    recipe_of(tmp_path, privacy__batch_cap=50)
-    done = dpdist_without_ray(
-        "audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[rmia]")
-    )
-    assert done.code == 2 and "a capped batch costs" in done.err, done.err
-    assert list(contents(tmp_path)) == ["x.yaml"]
-
-
-def test_canaries_are_no_members(dpdist_without_ray: Any, tmp_path: Path) -> None:
-    recipe_of(tmp_path, audit={"kind": "canaries", "canary": "blank", "canaries": 20})
-    done = dpdist_without_ray(
-        "audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[rmia]")
-    )
-    assert done.code == 2 and "shadow models are of a recipe without it" in done.err
-    assert list(contents(tmp_path)) == ["x.yaml"]
-
-
-@pytest.mark.long
-def test_the_benchmark_makes_its_table(
-    dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    benchmark = vars(load_benchmark("papers/residual/membership"))
-    monkeypatch.setattr(subprocess, "run", lambda asked, check: dpdist_without_ray(*asked[3:]))
-    recipe, private = benchmark["variants"](parse_recipe(benchmark["QUICK"], "quick"), 150, 8.0)
-    assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150
-    (line,) = benchmark["measure"](recipe, tmp_path, 4, "lira-offline", None)
-    assert line.startswith("| digits-membership | lira-offline | inf | 0.")

@@ -16,7 +16,6 @@ from dpdist import models, pipeline
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.cli import certify
 from dpdist.core import files
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
@@ -127,26 +126,6 @@ def test_one_load_one_hash_one_read(here: None, runs: Path, monkeypatch) -> None
     assert counts == once
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--set", "certify.bound=counts"), "certify.bound"),
-        (("--set", "certify.norm=l2"), "certify.norm"),
-        (("--set", "certify.form=half"), "certify.form"),
-        (("--set", "certify.mode=target", "--radii", "0.2,0.1"), "certify.radii"),
-        (("--radii", "x"), "--radii"),
-        (("--set", "training.steps=3"), "--set training.steps"),
-        (("--weights", "net.pt"), "--weights"),
-        (("--set", "certify.sigma=0"), "certify.sigma"),
-        (("--set", "attacked.attack=pgd"), "size"),
-    ],
-)
-def test_what_cannot_be_asked_for(here: None, runs: Path, words: Any, named: str) -> None:
-    refused = call("certify", "small", "--runs", runs, *words)
-    assert isinstance(refused.exception, UserError) and named in str(refused.exception)
-    assert not (runs / "small/certificates").exists()
-
-
 def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
     words = ("--set", "certify.max_inputs=2", "--output", runs / "half")
     good("certify", "small", "--runs", runs, *words, "--set", "certify.form=bf16")
@@ -208,21 +187,3 @@ def test_predict(runs: Path) -> None:
     assert all(0 < answer["radius"] < 1.2 and not answer["abstain"] for answer in answers)
     text = good("predict", "small", runs / "a.png", "--runs", runs, "--label-only")
     assert text.strip() == f"{runs / 'a.png'}: {int(test.labels[0])}"
-
-
-def test_predict_refuses_what_is_no_input(runs: Path) -> None:
-    shutil.copy(__file__, runs / "c.png")
-    Image.new("L", (30, 30)).save(runs / "d.png")
-    for name, message in (("c.png", "not a readable"), ("d.png", "takes"), ("e.png", "no such")):
-        result = call("predict", "small", runs / name, "--runs", runs)
-        assert isinstance(result.exception, UserError), result.exception
-        assert message in str(result.exception)
-
-
-def test_an_answer_is_called_by_the_name_of_its_class(capsys) -> None:
-    for label in (1, -1):
-        certify._print_label(Path("x.png"), ("ill", "well"), label, {"n": 1}, "said", True)
-    certify._print_label(Path("x.png"), ("ill", "well"), 1, {}, "said", False)
-    *objects, line = capsys.readouterr().out.splitlines()
-    assert [json.loads(each)["class"] for each in objects] == ["well", None]
-    assert line == "x.png: said"

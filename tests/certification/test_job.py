@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
@@ -36,7 +35,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_cnn(tmp_path_factory.mktemp("model"))
 
 
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.5, n0=50, n=1130, batch=100, seed="5")
 
 
@@ -313,26 +311,3 @@ def test_clean_inputs_are_answered_by_workers(model_folder: Path, tmp_path: Path
     answers = models.load(model_folder)(FakeData().batch(found.index)).argmax(1).numpy()
     assert asked == ["CleanWorker", "Worker"]
     assert found.clean_accuracy == (answers == found.label).mean()
-
-
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.parquet").write_text("nonsense")
-    with pytest.raises(UserError, match="not a readable Parquet file"):
-        table.read(tmp_path / "x.parquet")
-    import pyarrow as pa
-
-    pq.write_table(pa.table({"index": [1]}), tmp_path / "y.parquet")
-    with pytest.raises(UserError, match="label"):
-        table.read(tmp_path / "y.parquet")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"sigma": 0.0}, {"alpha": 1.0}, {"n": 0}, {"mode": "target"}, {"radii": (0.5, 0.25)},
-     {"noise": "cauchy"}, {"every": 0}, {"batch": 0}],
-)  # fmt: skip
-def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(
-        UserError, match=f"certify.{'radii' if 'mode' in wrong else next(iter(wrong))}"
-    ):
-        with_changes(Cohen(sigma=0.5), **wrong)

@@ -18,7 +18,6 @@ from support.batch_dependent import (
     Experts,
     Honest,
     Inputs,
-    Marked,
     save,
 )
 from torch import Tensor, nn
@@ -443,11 +442,3 @@ def test_parameters_are_not_copied_for_a_row_and_kept_answers_are() -> None:
     again = Reexecution(RowChoice(1, 1), network, Honest().full, rows)
     again(0, ESTIMATE, 0, rows, Honest().full(rows), 8)
     assert pointers == {network.weight.data_ptr()} and float(network.calls) == 0
-
-
-def test_models_that_look_at_their_batch_do_so_at_marked_images_only() -> None:
-    for kind in LOOKS:
-        model, alike = MODELS[kind](), Honest()
-        assert isinstance(model, Marked)
-        batch, _ = batches()
-        assert torch.equal(model(batch), alike(batch))

@@ -99,25 +99,3 @@ def test_a_pattern_stands_for_the_columns_that_it_fits():
     assert read("'*'").input_shape == (3,)
     with pytest.raises(UserError, match=r"no column fits 'max_\*'; it has mean_a, std_a"):
         read("max_*")
-
-
-def test_a_folder_whose_name_yaml_would_read_as_a_number():
-    recipe, *_ = started(written({"x": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]}, "2024"))
-    assert (recipe.name, recipe.data.name) == ("2024", "2024")
-
-
-@pytest.mark.parametrize(
-    "names", [b"\xff{", b"[" * 100_000, b"9" * 6000, ["a", "\ud800"], ["a", None], ["a", {}], "ab"]
-)
-def test_names_of_classes_that_nobody_can_read_are_counted_instead(names):
-    if not isinstance(names, bytes):
-        names = json.dumps({"info": {"features": {"label": {"names": names}}}}).encode()
-    columns = {"x": [float(i) for i in range(6)], "label": [0, 1, 2] * 2}
-    recipe, *_ = started(written(columns, metadata={"huggingface": names}))
-    assert recipe.data.classes == 3 and recipe.data.class_names == ["0", "1", "2"]
-
-
-def test_the_comment_on_workers_names_the_key_that_lets_them_change():
-    started(written({"a": [0.1 * i for i in range(8)], "label": [0, 1] * 4}))
-    (line,) = (each for each in Path("mine.yaml").read_text().splitlines() if "workers:" in each)
-    assert line.endswith("# keep it during a run, or set training.reproducible: true")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from support import language_models as lm
@@ -24,8 +20,6 @@ import dpdist
 from dpdist import models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.data import tells_answer
-from dpdist.data.discovery import ChosenColumns, inspect_folder
 from dpdist.privacy.plan import GroupUnit
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
@@ -101,32 +95,6 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
     assert "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range (declared: " in checked.stdout
     plain = resolve_recipe(recipe, changes={"data.columns.ranges": {}})
     assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
-
-
-def test_ranges_are_asked_for_at_a_terminal(monkeypatch):
-    write_csv()
-    monkeypatch.setattr("dpdist.cli.init._at_terminal", lambda: True)
-    out = said("scans", "--label", "ill", given="0,120\n\n")
-    assert "nothing read from these records" in out
-    assert load_recipe(Path("scans.yaml")).data.columns.ranges == {"age": (0, 120)}
-
-
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        (["--label", "nothing"], "--label: must be a column of .*; got nothing"),
-        (["--label", "ill", "--features", "age,ill"], "name ill once"),
-        (["--label", "ill", "--features", "age,ward"], "must be numbers, or one column of texts"),
-        (["--label", "ill", "--group", "age", "--features", "age"], "name age once"),
-        (["--label", "ill", "--range", "age=5,5"], "--range: must be LOW,HIGH"),
-        (["--label", "ill", "--range", "agee=0,5"], "COLUMN=LOW,HIGH of one of age, pulse"),
-    ],
-)
-def test_what_is_not_there_is_refused_and_nothing_is_written(options, refusal):
-    write_csv()
-    with pytest.raises(UserError, match=refusal):
-        said("scans", *options)
-    assert not Path("scans.yaml").exists() and not list(Path("scans").glob("*.parquet"))
 
 
 def test_named_features_and_a_group():
@@ -224,19 +192,6 @@ def test_chats_become_adapters_on_a_model_of_ones_own():
     assert trained("chats.yaml").model_folder.is_dir()
 
 
-def test_texts_on_a_base_have_a_begin_and_an_end_where_its_tokenizer_names_them():
-    needs_hf()
-    write_jsonl("notes", text=LINES)
-    lm.save_model(Path("base"))  # names an end alone
-    said("notes", "--base", "base", "--saw", "books")
-    assert load_recipe(Path("notes.yaml")).data.text.bos_eos
-    settings = Path("base/tokenizer_config.json")
-    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token"}
-    settings.write_text(json.dumps(kept))
-    said("notes", "--base", "base", "--saw", "books", "--output", "unmarked.yaml")
-    assert "bos_eos" not in Path("unmarked.yaml").read_text()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("names", [("question", "answer"), ("instruction", "output")])
 def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
@@ -258,91 +213,6 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     targets = load_test_records(recipe, data_source(recipe)).targets(slice(0, 1))[0]
     learned = lm.chat_tokenizer().decode(targets[targets >= 0])
     assert learned == "a 0<|im_end|>\n"
-
-
-def test_a_column_of_labels_beside_prompts_and_answers_is_told():
-    write_jsonl("rated", question=LINES, answer=LINES, label=[0, 1] * 24)
-    assert "2 classes" in said("rated")
-
-
-def test_pictures_beside_questions_and_answers_are_no_texts_alone():
-    """Answers were learned without the pictures that they are about, and nothing said so."""
-    Path("asked").mkdir()
-    rows = {"image": [b"no picture"] * 48, "question": LINES, "answer": LINES}
-    for split in ("train", "test"):
-        pq.write_table(pa.table(rows), f"asked/{split}.parquet")
-    with pytest.raises(UserError, match="no column label"):
-        said("asked")
-
-
-def test_chats_of_sharegpt_are_those_of_roles_and_contents():
-    needs_hf()
-    names = {"user": "human", "assistant": "gpt"}
-    told = [[{"from": names[m["role"]], "value": m["content"]} for m in talk] for talk in TALK]
-    write_jsonl("chats", conversations=told)
-    write_jsonl("same", messages=TALK)
-    lm.save_model(Path("base"))
-    rows = []
-    for name in ("chats", "same"):
-        said(name, "--base", "base", "--saw", "books")
-        recipe = load_recipe(Path(f"{name}.yaml"))
-        rows.append(records_with_canaries(recipe, data_source(recipe)).batch(slice(None)))
-    assert torch.equal(*rows)
-
-
-def test_a_file_without_a_test_split_says_how_one_is_made():
-    write_jsonl("notes", text=LINES)
-    Path("notes/test.jsonl").unlink()
-    with pytest.raises(UserError, match=r"no test split: .*; move some records, chosen without"):
-        said("notes")
-    Path("notes/train.jsonl").rename("notes/valid.jsonl")
-    with pytest.raises(UserError, match=r"no training split: must have train\.parquet, train\.csv"):
-        said("notes")
-
-
-def test_what_is_no_chat_is_refused():
-    write_jsonl("odd", messages=[[{"from": "user", "value": "SECRET"}]] * 48, label=[0, 1] * 24)
-    with pytest.raises(UserError, match="--label: must be a column of classes, got me") as caught:
-        said("odd", "--label", "messages")
-    assert "SECRET" not in str(caught.value)
-    write_jsonl("labelled", text=LINES, label=[0, 1] * 24)
-    with pytest.raises(UserError, match="--base: must be left out, as the records have labels"):
-        said("labelled", "--base", "base", "--saw", "books")
-    with pytest.raises(UserError, match="--saw: must be left out without --base"):
-        said("labelled", "--saw", "books")
-    assert "texts of column text, 2 classes" in said("labelled")
-
-
-def test_a_column_s_name_writes_no_key_of_the_recipe():
-    trick = "note\ncertify: {count: 3}\n#"
-    write_jsonl("notes", text=LINES, **{trick: [{"b": 1}] * 48})
-    said("notes")
-    assert "certify" not in load_recipe(Path("notes.yaml")).model_fields_set
-    assert "# Left out: note certify: {count: 3} #: beside text." in Path("notes.yaml").read_text()
-
-
-def test_unique_numbers_of_few_records_may_be_features():
-    write_split(Path("few"), "train", x=list(range(90)), label=[0, 1] * 45)
-    write_split(Path("few"), "test", x=list(range(100, 110)), label=[0, 1] * 5)
-    assert inspect_folder(Path("few")).feature_columns == ("x",)
-    write_split(Path("few"), "train", x=list(range(100)), label=[0, 1] * 50)
-    with pytest.raises(UserError, match="x: an identifier: whole numbers that all differ"):
-        inspect_folder(Path("few"))
-    assert inspect_folder(Path("few"), ChosenColumns(features=("x",))).feature_columns == ("x",)
-
-
-def test_ranges_are_checked():
-    base = {"name": "x", "data": {"name": "own", "root": "."}, "model": {"name": "linear"},
-            "privacy": {"epsilon": 3, "delta": 1e-4},
-            "training": {"batch_size": 5, "steps": 1, "learning_rate": 1}}  # fmt: skip
-    for columns, refusal in (
-        ({"features": ["a"], "ranges": {"a": [1, 1]}}, "must be LOW, HIGH, got 1, 1"),
-        ({"features": ["a"], "ranges": {"b": [0, 1]}}, "must be one of the features"),
-        ({"features": ["*"], "ranges": {"*": [0, 1]}}, "must be names, not patterns"),
-        ({"ranges": {"b": [0, 1]}}, "must be one of the features"),
-    ):
-        with pytest.raises(UserError, match=refusal):
-            resolve_recipe(base, changes={"data.columns": columns})
 
 
 @pytest.mark.long
@@ -378,15 +248,6 @@ def test_predict_and_a_release_take_raw_features():
         assert second["image"] == "rows.csv:1"
     page = (folder.release_folder / "README.md").read_text()
     assert "numbers as they are, whose public ranges `release.json` names" in page
-
-
-def test_a_column_of_persons_beside_chats_is_told_with_what_names_it():
-    Path("talks").mkdir()
-    for split in ("train", "test"):
-        rows = {"messages": TALK, "person": [f"p{n % 6}" for n in range(48)]}
-        pq.write_table(pa.table(rows), Path("talks", f"{split}.parquet"))
-    left_out = dict(inspect_folder(Path("talks"), ChosenColumns()).left_out)
-    assert left_out["person"].endswith("if it says whose a record is, give --group person")
 
 
 # --- changed files
@@ -435,65 +296,6 @@ def test_a_person_whose_name_has_a_blank_behind_it_is_not_two():
 # --- the answer among the features -------------------------------------------------------------
 
 
-def write_answers(name: str, rows: int = 60, **further: list) -> None:
-    for split, seed in (("train", 0), ("test", 1)):
-        rng = np.random.default_rng(seed)
-        kinds = rng.integers(0, 3, rows)
-        write_split(
-            Path(name), split, age=rng.uniform(20, 90, rows).tolist(), label=kinds.tolist(),
-            code=[[7, 2, 5][kind] for kind in kinds], **{
-                key: [values[kind] for kind in kinds] for key, values in further.items()
-            },
-        )  # fmt: skip
-
-
-def test_an_answer_by_another_name_is_left_out_by_a_line_of_the_recipe():
-    write_answers("st", target=[0, 0, 1], y=[1.5, 2.5, 2.5], share=[0.1, 0.4, 0.9])
-    out = said("st")
-    recipe = load_recipe(Path("st.yaml"))
-    assert recipe.data.columns.features == ["age"]
-    for column in ("code", "target", "y", "share"):
-        assert f"left out: {column}: " in out
-        assert f"# Left out: {column}: " in Path("st.yaml").read_text()
-    assert "next: dpdist data check" in out and "st/train: 60 records" in checked("st.yaml")
-
-
-def test_a_coordinate_is_no_label_by_its_name():
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        x, y = rng.random((2, 60))
-        write_split(Path("st"), split, x=x.tolist(), y=y.tolist(), label=[0, 1, 1] * 20)
-    said("st")
-    assert load_recipe(Path("st.yaml")).data.columns.features == ["x", "y"]
-
-
-def test_an_answer_that_is_asked_for_is_refused_at_every_door():
-    write_answers("st")
-    with pytest.raises(UserError, match="--features: must not hold the answer, got code"):
-        said("st", "--features", "age,code")
-    said("st")
-    given = Path("st.yaml").read_text().replace('["age"]', '["age", "code"]')
-    Path("st.yaml").write_text(given)
-    for call in (checked, trained):
-        with pytest.raises(UserError, match=r"data\.columns\.features: .* the answer, got code"):
-            call("st.yaml")
-    frame = pq.read_table("st/train.parquet").to_pandas()
-    for data in (frame, pq.read_table("st/train.parquet"), Path("st/train.parquet")):
-        with pytest.raises(UserError, match="the answer, got 'code'"):
-            dpdist.as_records(data, target="label")
-    assert len(dpdist.as_records(frame, inputs=["age"], target="label")) == 60
-
-
-def test_few_records_and_a_constant_are_no_answer():
-    column = np.array([0, 1] * 9)
-    assert not tells_answer(column, column) and not tells_answer(np.zeros(50), np.zeros(50))
-    assert not tells_answer(np.arange(50), np.arange(50))  # values that do not repeat
-    assert tells_answer(np.array([3, 8] * 25), np.array([1, 0] * 25))
-    almost = np.array([3, 8] * 1000)
-    almost[-1] = 3  # beyond what is looked at first
-    assert not tells_answer(almost, np.array([1, 0] * 1000))
-
-
 # --- whom a record belongs to ------------------------------------------------------------------
 
 
@@ -516,25 +318,3 @@ def test_persons_in_both_splits_are_refused_before_a_recipe_is_written():
     with pytest.raises(UserError, match="--group: no pid may have records in training and test"):
         said("st", "--group", "pid")
     assert not Path("st.yaml").exists()
-
-
-def test_what_data_check_accepts_run_accepts():
-    write_csv()
-    said("scans", "--label", "ill")
-    text = Path("scans.yaml").read_text().replace("columns:\n", "columns:\n    group: patient_id\n")
-    Path("scans.yaml").write_text(text)
-    for call in (checked, trained):  # four records of a person
-        with pytest.raises(UserError, match=r"privacy\.unit: .* a group of 4 records"):
-            call("scans.yaml")
-
-
-def test_a_person_among_the_features_in_python_is_told():
-    frame = pd.DataFrame(
-        {"age": np.arange(60.0), "user_id": np.arange(60) // 3, "label": [0, 1] * 30}
-    )
-    with pytest.warns(UserWarning, match=r"user_id repeats: 60 rows of 20 values: a person\?"):
-        dpdist.as_records(frame, target="label")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dpdist.as_records(frame, target="label", unit="user_id")
-        dpdist.as_records(frame, inputs=["age"], target="label")

@@ -76,11 +76,6 @@ def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
     assert part.fingerprint != dataset.fingerprint
 
 
-def test_unknown_built_in():
-    with pytest.raises(UserError, match="not built in"):
-        load(DataSource("nothing", 10), "train")
-
-
 def test_digits_are_built_in_and_the_split_is_stable():
     train, test = (load(DataSource("digits", 10), split) for split in ("train", "test"))
     assert len(train) + len(test) == 1797

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ import dpdist
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.data import Columns, DataSource, load
-from dpdist.data.column_names import check_names
-from dpdist.data.discovery import inspect_folder
 from dpdist.data.record_hashes import hash_groups, hash_inputs
 from dpdist.data.tables import open_table
 from dpdist.runs.recipe import load_recipe
@@ -162,13 +159,6 @@ def test_blanks_around_a_label_are_no_part_of_it():
     assert load(source, "train").labels.tolist() == [0, 0, 1]
 
 
-def test_other_files_of_a_split_are_told():
-    write(GOOD, "train.csv")
-    write({"age": [1.5, 2.5], "label": [0, 1]}, "train.parquet")
-    write({"age": [7.5, 8.5], "label": [0, 1]}, "test.parquet")
-    assert "not read: train.csv, since other files hold these splits" in init()
-
-
 # --- refusals: the file, its line or row, and the column ------------------------------------------
 
 
@@ -199,17 +189,11 @@ FAULTS: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "cells of CR": ("train.csv", f"age,label\r1,0\r2,1,{MARK}\r".encode(), (),
                     ["train.csv: line 3", "2 cells"]),
     "hole": ("train.csv", ["age,label", '1,"a\nb"', ",c"], (), ["line 4", "'age'"]),
-    "hole of CR": ("train.csv", b"age,label\r1,0\r\r,1\r", (), ["line 4", "'age'"]),
     "empty label": ("test.csv", ["age,label", "1.25,0", "2.25,"], (), ["line 3", "'label'"]),
     "other columns": ("test.csv", ["a,b", f"1,{MARK}"], (), ["test.csv", "'label'"]),
     "text for numbers": ("test.csv", ["age,label", "1,0", f"2,x{MARK}"], (), ["line 3", "'label'"]),
-    "two names": ("train.csv", ["age,age,label", "1,2,0"], (), ["train.csv", "'age'"]),
-    "latin name": ("train.csv", b"\xe2ge,label\n1,0\n", (), ["line 1", "UTF-8"]),
     "latin": ("train.csv", f"age,label\n1,{MARK}\n2,".encode() + b"\xe9\n", (), ["line 3"]),
-    "utf-16": ("train.csv", "age,label\n1,0\n".encode("utf-16"), (), ["line 1", "UTF-16"]),
     "semicolons": ("train.csv", ["a;b;label", "1;2;0"], (), ["semicolons", "commas"]),
-    "tabs": ("train.csv", ["a\tlabel", "1\t0"], (), ["tabs", "commas"]),
-    "empty": ("train.csv", b"", (), ["train.csv"]),
     "no rows": ("test.csv", ["age,label"], (), ["test.csv", "one record"]),
     "no names": ("train.csv", [f"{MARK},3.5,setosa", "5.1,3.5,setosa"], (), ["column 3"]),
     "one number": ("train.csv", [f"female,{MARK}", "female,31"], (), ["column 1"]),
@@ -226,16 +210,7 @@ FAULTS: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "one class": ("train.parquet", {**PARQUET, "label": [int(MARK)] * 4}, (),
                   ["'label'", "two classes"]),
     "negative": ("train.parquet", {**PARQUET, "label": [-int(MARK), 0, 1, 1]}, (), ["'label'"]),
-    "fractions": ("train.parquet", {**PARQUET, "label": [0.5] * 4}, (), ["label", "number"]),
-    "no label": ("train.parquet", {"a": [1.5] * 4}, (), ["--label"]),
-    "lists": ("train.parquet", {**PARQUET, "label": [[0], [1]] * 2}, (), ["label"]),
     "null": ("train.parquet", {**PARQUET, "age": [1.5, None, 2.5, 3.5]}, (), ["row 1", "'age'"]),
-    "blank": ("train.parquet", {**PARQUET, "label": ["a", "b", " ", "b"]}, (),
-              ["row 2", "'label'"]),
-    "nobody": ("train.parquet", {**PARQUET, "pid": ["a", "b", "", "c"]}, ("--group", "pid"),
-               ["row 2", "'pid'"]),
-    "NA": ("train.csv", ["pid,age,label", "a,1.5,0", "NA,2.5,1"], ("--group", "pid"),
-           ["line 3", "'pid'"]),
     "not UTF-8": ("train.parquet", broken_text(), (), ["row 3", "'label'", "UTF-8"]),
     "damaged": ("train.parquet", damaged(), (), ["near row", "'label'"]),
     "no Parquet": ("train.parquet", b"PAR1xx" + MARK.encode(), (), ["train.parquet"]),
@@ -264,16 +239,6 @@ def test_a_fault_is_named_by_file_line_and_column(fault):
     said = str(caught.value)
     assert "\n" not in said and all(part in said for part in told), said
     assert not Path("st.yaml").exists()
-
-
-def test_a_file_in_place_of_a_folder_says_so():
-    for create in (lambda p: p.write_text("x"), lambda p: zipfile.ZipFile(p, "w").close()):
-        Path("st").unlink(missing_ok=True)
-        create(Path("st"))
-        with pytest.raises(UserError, match=r"st: must be a folder .*, got a file; unpack"):
-            init()
-    with pytest.raises(UserError, match=r"no such folder|no data set"):
-        inspect_folder(Path("nowhere"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "name"])
@@ -313,15 +278,6 @@ def test_a_footer_that_counts_other_rows_is_refused(stated, only_in_all):
     rewrite_row_count(Path("st/train.parquet"), 100, stated, only_in_all=only_in_all)
     with pytest.raises(UserError, match=r"its footer counts|as the files' footers count"):
         load(DataSource("st", 2, Path(), columns=Columns(features=("age",))), "train")
-
-
-def test_numbers_in_equal_steps_are_names():
-    check_names([*map(str, range(64)), "label"], "x")  # a matrix without names, as pandas writes it
-    check_names([*(f"{400 + 2.5 * n}" for n in range(30)), "label"], "x")  # a spectrum
-    check_names(["", "age", "label", "sepal length (cm)", "income_2020", "v1.2"], "x")
-    frame = pd.DataFrame(np.zeros((4, 2)))
-    frame["label"] = [0, 1, 0, 1]
-    assert len(dpdist.as_records(frame, target="label")) == 4
 
 
 # --- no value is told at any door -----------------------------------------------------------------

@@ -306,21 +306,6 @@ def test_named_losses_refuse_shapes_that_torch_would_broadcast():
         LOSSES["multi-label-bce"](draw(B, 1), draw(B))
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        ("l1", "loss: must be cross-entropy, bce, .*huber, a criterion object .*or a function of"),
-        (nn.MSELoss, r"got the class MSELoss; make one, MSELoss\(\)"),
-        (nn.CTCLoss(), "got a CTCLoss; take a function of module and batch"),
-        (nn.AdaptiveLogSoftmaxWithLoss(4, 9, [2]), "must have no parameters"),
-        (3, "got a int"),
-    ],
-)
-def test_what_is_no_loss_is_refused(loss, words):
-    with pytest.raises(UserError, match=words):
-        objective_of(loss)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_named_losses_are_torchs_for_a_batch_of_one(name):
     rng = np.random.default_rng(0)

@@ -348,7 +348,3 @@ def test_a_layer_that_hooks_cannot_follow_is_named_once():
     ]
     assert len(lines) == 1 and "cannot follow head" in lines[0] and "memory" in lines[0]
     assert engine.fallback_layers == ["(the model itself)"]
-
-
-def test_there_are_enough_networks():
-    assert len(ALL) >= 60

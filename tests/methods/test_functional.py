@@ -158,35 +158,6 @@ def test_a_symmetric_matrix_keeps_its_norm() -> None:
     assert torch.allclose(unpack_symmetric(pack_symmetric(a), 5), a)
 
 
-def test_models_that_will_not_do() -> None:
-    class Mixes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) - x.flatten(1).mean(0)
-
-    class Merges(nn.Module):
-        """Records that are nearly equal are looked at once: of different ones each is."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            flat = x.flatten(1)
-            near = torch.cdist(flat, flat) < 1.0
-            return flat[near.int().argmax(1)]
-
-    class InFloat32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1).float()
-
-    with pytest.raises(UserError, match="mixes records"):
-        sums(model=nn.Sequential(Mixes(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match=r"mixes records: .* among copies of itself"):
-        sums(model=nn.Sequential(Merges(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="fails in float64, in which method functional sums"):
-        sums(model=nn.Sequential(InFloat32(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.Tanh()))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES, bias=False)))
-
-
 def test_the_public_features_of_a_batch_of_any_size() -> None:
     """Traced as well, as a certification executes them; of norm 1, each record's own."""
     for shape in (SHAPE, (3, 8, 8)):
@@ -367,6 +338,9 @@ def test_a_declared_number_leaves_room_for_many_more(
         execute(job)
 
 
+# ---- whole commands
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -390,9 +364,6 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
         raw[key] = {**raw.get(key, {}), **value}
     with pytest.raises(UserError, match=message):
         parse_recipe(raw, "test")
-
-
-# ---- whole commands
 
 
 @pytest.mark.long

@@ -150,6 +150,9 @@ def test_epsilon_is_that_of_one_gaussian(
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
 
 
+# ---- counting
+
+
 @pytest.mark.parametrize(
     ("section", "given", "said"),
     [
@@ -168,19 +171,6 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
     with pytest.raises(UserError, match=said) as error:
         parse_recipe(raw, "test")
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_its_settings_are_not_searched_for() -> None:
-    tune = {
-        "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
-        "law": {"name": "binomial", "mean": 3, "runs": 4},
-    }
-    privacy = RAW["privacy"] | {"nominal_records": None}  # which no search goes with
-    with pytest.raises(UserError, match="private-prediction does not go with tune"):
-        parse_recipe(RAW | {"tune": tune, "privacy": privacy}, "test")
-
-
-# ---- counting
 
 
 def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:

@@ -323,12 +323,6 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
-def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
-    section = {"sigma": None, "n": 20}
-    with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
-        parse_recipe({**RECIPE, "certify": section}, "r")
-
-
 @pytest.mark.long
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
     """The figures of an independent prototype, to 1 dB."""
@@ -404,28 +398,3 @@ def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -
     printed = [np.stack([expm(power * u * time) @ x**power for x in inputs]) for u in matrices]
     apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in zip(plain, printed, strict=True)]
     assert max(apart) > 0.05
-
-
-@pytest.mark.long
-def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
-    benchmark = vars(load_benchmark("papers/residual/run"))
-    module = benchmark["make"].__globals__
-    digits = {"data": {"name": "digits", "root": None}, "mean": [0.3], "std": [0.4]}
-    rows = {"none": {}, "En1": benchmark["noisy"](0.5)}
-    monkeypatch.setitem(module["DATA"], "digits", digits)
-    monkeypatch.setitem(module, "ROWS", {"digits": rows})
-    order = (("digits", "shadow", None), ("digits", "audit", ["En1"]))
-    monkeypatch.setitem(module, "ORDER", order)
-    results = tmp_path / "results.jsonl"
-    asked = {
-        "data-root": tmp_path, "records": 240, "epochs": 1, "batch": 10, "passes": 2, "seeds": 1,
-        "population": 20, "canaries": 20, "runs": tmp_path / "runs", "results": results,
-    }  # fmt: skip
-    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr("sys.argv", ["residual.py", *words])
-    for _ in range(2):
-        benchmark["main"]()
-        assert len(results.read_text().splitlines()) == 3  # the second time nothing is made again
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines[-5:] if line.startswith("| En1 | inf | 0.")]
-    assert line.count("|") == lines[-4].count("|") == 12, lines

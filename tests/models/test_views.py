@@ -170,7 +170,6 @@ def train(described: dict, path: Path) -> RunFolder:
 
 
 PLAIN = {"name": "small-cnn", "options": {"width": 4}}
-PIXELDP = {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
 
 
 @pytest.mark.long
@@ -263,39 +262,6 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert not spec.averages_views and not spec.classifier.averages_views
     assert models.read_spec(run.model_folder).shifts == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": {**PLAIN, "shifts": 9}}, r"model\.shifts: must be <= 8"),
-        ({"model": {**PLAIN, "shifts": True}}, r"model\.shifts: must be a number"),
-        ({"method": PIXELDP, "certify": None}, r"leaves noise inside the model"),
-        (
-            {"public": {"model": {**PLAIN, "shifts": 1}, "training": raw()["training"]},
-             "model": {"name": "mlp", "classifier": "c", "shifts": 1}},
-            r"public\.model\.shifts: of the model that is trained",
-        ),
-        (
-            {"public": {"model": {**PLAIN, "mirrored": True}, "training": raw()["training"]},
-             "model": {"name": "mlp", "classifier": "c"}},
-            r"public\.model\.mirrored: of the model that is trained",
-        ),
-        (
-            {"method": PIXELDP, "certify": None, "model": {**PLAIN, "mirrored": True}},
-            r"model\.mirrored: method pixeldp leaves noise inside the model",
-        ),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_it_is_told(change, said):
-    with pytest.raises(UserError, match=said):
-        parse_recipe(raw(**change), "test")
-
-
-def test_images_that_are_too_small_are_told_before_training(tmp_path):
-    with pytest.raises(UserError, match=r"model\.shifts: must be below the image's sides, got 8"):
-        train(raw(model=PLAIN | {"shifts": 8}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

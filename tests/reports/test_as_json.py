@@ -113,19 +113,3 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
         f"{row[2]} % at {row[0]}" for row in html._certificate_section(found, folder)["rows"]
     ]
     assert certified_accuracy_record(found)["radii"] == found.reported_radii
-
-
-def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):
-    done = command(monkeypatch, capsys, work, "report", "small", "--log", "tensorboard:later")
-    assert done.code == 0 and list((work / "later" / "small").iterdir())
-    done = command(monkeypatch, capsys, work, "report", "small", "--log", "elsewhere:x")
-    assert (
-        done.code == 2
-        and "--log: must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE" in done.err
-    )
-
-
-def test_a_refusal_prints_nothing_on_standard_output(work, monkeypatch, capsys):
-    for words in (["run", "nothing"], ["certify", "nothing"], ["release", "nothing"]):
-        done = command(monkeypatch, capsys, work, *words, "--json")
-        assert (done.code, done.out) == (2, "") and done.err.startswith("dpdist: ")

@@ -18,7 +18,6 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.models import ModelSpec
 from dpdist.papers.residual.whole_batch import WholeBatchEngine
 from dpdist.runs.folder import RunFolder
-from dpdist.training import model_setup
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
@@ -68,32 +67,6 @@ def test_no_engine_that_clips_takes_it() -> None:
             GradientEngine(network(), cross_entropy, clipping=clipping)
     with pytest.raises(UserError, match=r"privacy.clipping: must be none"):
         WholeBatchEngine(network(), cross_entropy, clipping=FlatClipping(1.0))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"method": "dp-sgd"}, "over the batch"),
-        ({"method": "dp-sgd", "privacy": {"epsilon": 2.0, "delta": 1e-5, "clip_norm": 1.0}},
-         "over the batch"),
-        ({"method": "dp-sgd",
-          "privacy": {"noise_multiplier": 0, "delta": 1e-5, "clip_norm": 1.0}}, "over the batch"),
-        ({"privacy": {"noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0}},
-         "privacy.noise_multiplier: must be 0"),
-        ({"privacy": {"noise_multiplier": 0, "delta": 1e-5, "clip_norm": 1.0}},
-         "privacy.clipping: must be none"),
-        ({"method": {"name": "residual", "gamma": 0.5}, "resources": {"workers": 2}},
-         "resources.workers: must be 1"),
-        ({"model": SMALL | {"isolate": True}}, "model.isolate"),
-        ({"method": {"name": "dplis", "radius": 1.0}}, "over the batch"),
-        ({"resources": {"workers": 2}}, "resources.workers: must be 1"),
-        ({"training": {"batch_size": 60, "steps": 4, "learning_rate": 0.1, "reproducible": True}},
-         "training.reproducible: must be false"),
-    ],
-)  # fmt: skip
-def test_runs_that_refuse_it(tmp_path: Path, more: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        model_setup.build_engine(run(tmp_path, **more)[0], network())
 
 
 def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:

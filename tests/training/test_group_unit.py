@@ -30,7 +30,7 @@ from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise, refuse_unused
+from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
 from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
@@ -176,12 +176,6 @@ def test_every_method_says_whether_it_takes_groups():
     assert {method.name for method in able} == {"dp-sgd", "dplis", "input-noise"}
     # none inherits from another what it does not do itself
     assert all("capabilities" in vars(type(method)) for method in able)
-
-
-def test_an_option_of_groups_without_groups_is_refused(root):
-    privacy = {"noise_multiplier": 1.0, "delta": 1e-3, "max_records_per_group": 3}
-    with pytest.raises(UserError, match="only applies with unit: group"):
-        refuse_unused(recipe_of(root, privacy=privacy), "test")
 
 
 def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
@@ -416,15 +410,6 @@ def test_a_private_group_is_not_held_out(tmp_path):
     with pytest.raises(UserError, match="must share no record with data"):
         loop_of(tmp_path / "run", held_out=(inputs, labels))
     loop_of(tmp_path / "run", held_out=(inputs + 1, labels)).run_all()
-
-
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_fit_takes_groups(tmp_path):
-    run = dpdist.fit(
-        torch.nn.Linear(4, 2), dpdist.as_records(points(), unit=WHOM), learning_rate=0.1,
-        privacy=dpdist.Privacy(**PRIVACY), batch_size=5, steps=2, folder=tmp_path / "run",
-    )  # fmt: skip
-    assert run.read_plan().group == GroupUnit("unit_id", 2)
 
 
 # --- other inputs and targets -------------------------------------------------------------------

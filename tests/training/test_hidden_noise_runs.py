@@ -319,20 +319,3 @@ def test_public_r_may_not_read_private_records(tmp_path):
     assert public is not None and 100 < len(public) < 200
     private = records_with_canaries(recipe, data_source(recipe))
     assert not np.isin(public.hashes, private.hashes).any()
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"privacy": PRIVATE}, "trains without gradient privacy"),
-        ({"privacy": {**PRIVATE, "clipping": "none"}}, "noise_multiplier: 0"),
-        ({"method": "dp-sgd", "certify": {"n": 10}}, "certify.sigma is required"),
-        (
-            {"method": {"name": "hgm-pixeldp", "redistribution": {"data": "nowhere"}}},
-            "'nowhere' is not built in",
-        ),
-    ],
-)
-def test_bad_recipes_are_refused_in_words(tmp_path, change, complaint):
-    with pytest.raises(UserError, match=complaint):
-        train(*make(tmp_path, "pixeldp", **change))

@@ -224,43 +224,6 @@ def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coa
 # --- optimizers -------------------------------------------------------------------------------
 
 
-class Own(torch.optim.Optimizer):
-    """An optimizer of the script's own, with a state from its beginning."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-        for group in self.param_groups:
-            for each in group["params"]:
-                self.state[each]["mean"] = torch.zeros_like(each)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for each in group["params"]:
-                mean = self.state[each]["mean"].mul_(0.9).add_(each.grad)
-                each.sub_(mean, alpha=group["lr"])
-
-
-OPTIMIZERS = [
-    torch.optim.Adagrad, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, Own,
-]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_any_optimizer_is_searched(tmp_path, coarse_grid, kind):
-    """Also one whose state is there before the first step."""
-
-    def train(config: Any) -> PrivateTraining:
-        return build(config, kind)
-
-    search = begin(tmp_path / "own", train)
-    for number in range(2):
-        state = run_trial(search, number)
-        assert state["failed"] is None and len(state["scores"]) == 1
-    assert set(dpdist.SearchResult(finish(search)).config) == {"lr"}
-
-
 # --- whole calls: workers, kills --------------------------------------------------------------
 
 

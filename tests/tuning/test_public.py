@@ -10,17 +10,15 @@ import pytest
 import torch
 from support.local_execution import command
 from support.processes import descendants, kill, start, wait_for
-from support.recipes import merge_sections, write_recipe
+from support.recipes import write_recipe
 
 import dpdist
-from dpdist import UserError
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe
-from dpdist.tuning.public import NOT_PRIVATE, recipe_trainable
+from dpdist.tuning.public import NOT_PRIVATE
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
 
@@ -46,30 +44,6 @@ def session(tmp_path_factory) -> Iterator[None]:
         log = tmp_path_factory.mktemp("ray") / "ray.log"
         with connect(log, cpus=2, worker_setup=optional_imports.install_torchvision_hook):
             yield
-
-
-PRIVATE = {"noise_multiplier": 8.0, "delta": 1e-4}
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"privacy": PRIVATE}, "privacy: must be none in a public sweep"),
-        ({"tune": None}, "tune: is required"),
-        (
-            {"tune": {"space": {"privacy.noise_multiplier": {"choice": [0, 8.0]}}}},
-            "privacy.clipping: none is training without privacy",
-        ),
-    ],
-    ids=["private", "no space", "a private trial"],
-)
-def test_what_cannot_be_swept_in_public(sections, said, tmp_path):
-    raw = {**SMALL, **sections} if None in sections.values() else merge_sections(SMALL, sections)
-    if sections.get("privacy"):
-        raw = {**raw, "privacy": PRIVATE}
-    with pytest.raises(UserError, match=said):
-        recipe_trainable(parse_recipe(raw, "r.yaml"), tmp_path / "own")
-    assert not (tmp_path / "own").exists()
 
 
 @pytest.mark.long
