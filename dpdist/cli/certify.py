@@ -471,8 +471,7 @@ def predict_command(
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
-    saved = _with_rows(saved, files or [])
-    images = list(saved.inputs)
+    saved, images = _with_rows(saved, files or [])
     if targets != "class":
         _refuse_smoothing(given, label_only, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
@@ -746,21 +745,24 @@ def _print_label(
         typer.echo(f"{path}: {said}")
 
 
-def _with_rows(saved: _SavedModel, files: list[Path]) -> _SavedModel:
-    """Return the model with its inputs: each row of a table of features is one, FILE:ROW."""
+def _with_rows(saved: _SavedModel, files: list[Path]) -> tuple[_SavedModel, list[Path]]:
+    """Return the model with its inputs, and their names: each row of a table is one, FILE:ROW."""
     from dpdist.data.parquet import Columns, read_features
 
-    found: dict[Path, Any] = {}
+    found, names = dict[Path, Any](), list[Path]()
     for file in files:
         if file.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
             found[file] = None
+            names.append(file)
             continue
         if not (saved.columns and saved.columns.features):
             raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
         columns = Columns(label=saved.columns.label, features=tuple(saved.columns.features))
         rows = read_features(file, columns)
-        found |= {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
-    return replace(saved, inputs=found)
+        of_rows = {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
+        found |= of_rows
+        names += of_rows
+    return replace(saved, inputs=found), names
 
 
 def _read_images(saved: _SavedModel, paths: list[Path], shape: tuple[int, ...]) -> list[Tensor]:

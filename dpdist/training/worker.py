@@ -519,7 +519,8 @@ def restore(
     model = initial_model(recipe, spec).to(reducer.device)
     screened = job.screened == model_setup.screening_digest(recipe, model)
     engine, task = build_engine(recipe, model, plan), execution.task()
-    check_clip(engine, plan.clip_norm, plan.max_expected_batch)
+    own = recipe.method.capabilities.takes_gradient_steps  # else its sums have bounds of their own
+    check_clip(engine, plan.clip_norm, plan.max_expected_batch if own else 0.0)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
     _make_parameters_views(engine, flat)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False
@@ -538,7 +539,6 @@ def restore(
     reproducible = recipe.training.reproducible
     shards = build_shards(len(records), plan.records, reducer, reproducible, nominal=plan.nominal)
     # on nothing private, before anything is on record
-    own = recipe.method.capabilities.takes_gradient_steps
     if own:
         rate = optimizer.learning_rate(0)
         engine.perturbation = execution.perturbation(plan.step(0), rate, fixed)

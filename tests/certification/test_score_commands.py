@@ -95,7 +95,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     both = table_reader.read(smoothed)
     assert both.mode == "fixed" and both.job_record["hidden"] > 0
     assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
-    with pytest.raises(UserError, match="must be left out or be target-scores without sigma"):
+    with pytest.raises(UserError, match=r"certify\.sigma: is required"):
         call("certify", "noisy", "--runs", runs, "--set", "certify.mode=target")
 
     pipeline.report_stage(RunFolder(runs / "noisy"))
