@@ -21,7 +21,6 @@ import hashlib
 import json
 import secrets
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -457,12 +456,15 @@ class BaseAttackJob(JobSpec):
     def initial_record(self, output: Path) -> dict[str, Any]:
         it, form = self.assignment, None
         if it.location.is_random:
-            choose = partial(choose_form, form=self._form)
-            form = (
-                current_executor()
-                .run_once(choose, it.counting, "the model cannot be attacked")
-                .pinned_fields
+            asked = self._form
+
+            def choose(counting: counting.Assignment) -> ClassifierSpec:  # Ray takes no partial
+                return choose_form(counting, form=asked)
+
+            chosen = current_executor().run_once(
+                choose, it.counting, "the model cannot be attacked"
             )
+            form = chosen.pinned_fields
         return {"seed": it.counting.stream_keys.seed, "classifier": form}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:

@@ -91,7 +91,7 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from pathlib import Path
         from test_jobs_on_ray import Images, SETTINGS
         from dpdist import pipeline
-        from dpdist.certification import job
+        from support import certificates
         from dpdist.runs.folder import RunFolder
         with pipeline.run_session(RunFolder(Path({str(tmp_path / "run")!r})), executor="ray"):
             certificates.certify(
