@@ -39,7 +39,8 @@ def test_the_story_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert "the number of held-out groups (300) is public" in assumed
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    report = command(monkeypatch, capsys, tmp_path, "report", "runs/hospital")
+    report = command(monkeypatch, capsys, tmp_path, "report", "runs/hospital",
+                     "--technical-file")  # fmt: skip
     assert report.code == 0, report.err
     assert "Brier score" in (tmp_path / "runs/hospital/report/index.html").read_text()
     verified = command(
@@ -50,5 +51,5 @@ def test_the_story_runs_as_printed(tmp_path, monkeypatch, capsys):
     release = tmp_path / "runs" / "hospital" / "release"
     card = dpdist.load(release, trusted_factory="risk:network").card
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
-    dossier = (release / "dossier.md").read_text()
+    dossier = (facts.folder.path / "report" / "technical-file.md").read_text()
     assert "Annex IV" in dossier and "Article 35(7)" in dossier and "patient" not in dossier
