@@ -3,7 +3,6 @@ ask for it."""
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal, getcontext
 from pathlib import Path
 
@@ -129,16 +128,6 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
     tables.write(forged, tmp_path / "h" / "certificates.parquet")
     with pytest.raises(UserError, match="does not follow"):
         table_reader.read(tmp_path / "h" / "certificates.parquet")
-
-
-def test_the_calculator() -> None:
-    words = ("radius", "--hits", "99", "--draws", "100", "--sigma", "0.5", "--json")
-    usual, hoeffding = (
-        json.loads(call(*words, *more).stdout) for more in ((), ("--bound", "hoeffding"))
-    )
-    assert hoeffding["p_lower"] == float(hoeffding_lower(99, 100, 0.001)) < usual["p_lower"]
-    assert (usual["bound"], hoeffding["bound"]) == ("clopper-pearson", "hoeffding")
-    assert "(Hoeffding, alpha = 0.001)" in call(*words[:-1], "--bound", "hoeffding").stdout
 
 
 def test_the_command(here: None, tmp_path: Path) -> None:
