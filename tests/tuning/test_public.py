@@ -145,6 +145,7 @@ def test_trainings_are_cloned_and_changed_by_population_based_training(session, 
     from ray.tune.schedulers import PopulationBasedTraining
 
     scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
         perturbation_interval=5,
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.loguniform(1e-3, 1.0)},
