@@ -10,11 +10,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.sdist import sdist
 
-LINKS = (
-    "dpdist/cluster", "dpdist/recipes", "dpdist/tuning", "cluster/templates/aws.yaml",
-    *(str(link) for top in ("benchmarks", "papers") for link in Path(top).rglob("_common.py")
-      if link.is_symlink()),
-)  # fmt: skip
+LINKS = ("dpdist/cluster", "dpdist/tuning", "cluster/templates/aws.yaml")
 
 
 class WithLinks(sdist):

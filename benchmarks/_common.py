@@ -1,6 +1,6 @@
 """Shared by the scripts of benchmarks/ and papers/: the option --quick, where data lie.
 
-A script runs as `python benchmarks/speed/NAME.py`, so a link to this file lies beside it.
+A script runs as `python benchmarks/speed/NAME.py`, so it adds this folder to `sys.path` itself.
 """
 
 from __future__ import annotations
@@ -186,10 +186,21 @@ def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str,
     }
 
 
-def read_parts(results: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of a result file by their parts; none where there is no file."""
+def read_lines(results: Path, setting: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a result file that have these values; none if there is no file."""
     lines = results.read_text().splitlines() if results.exists() else []
-    return {line["part"]: line for line in map(json.loads, lines)}
+    return [line for line in map(json.loads, lines) if (setting or {}).items() <= line.items()]
+
+
+def append_line(results: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to a result file, at once: what is there is not measured again."""
+    with results.open("a") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_parts(results: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of a result file by their parts; none if there is no file."""
+    return {line["part"]: line for line in read_lines(results)}
 
 
 def describe_run() -> dict[str, Any]:

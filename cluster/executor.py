@@ -27,8 +27,10 @@ import dataclasses
 import functools
 import itertools
 import os
+import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -215,15 +217,20 @@ class LocalExecutor(Executor):
                     on_result(key, answer)
 
     def run_workers(self, group: WorkerGroup) -> None:
-        """Run the group's only worker, whose errors are raised as they are."""
+        """Run the group's only worker, whose errors are raised as they are.
+
+        With a log it has a new process: raises WorkersFailedError where that ends with an error.
+        """
         require_one_process(group.max_workers)
         import torch
 
         on_gpu = group.gpus > 0 and torch.cuda.is_available()
+        place = WorkerPlace(0, 1, "cuda" if on_gpu else "cpu", in_process=group.log is None)
+        if group.log is not None:
+            _run_in_new_process(group, place, group.log)
+            return
         with _torch_as_in_a_new_process():
-            group.work(
-                group.argument, WorkerPlace(0, 1, "cuda" if on_gpu else "cpu", in_process=True)
-            )
+            group.work(group.argument, place)
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
         """Run `work` in this thread, which Ctrl-C ends, and poll in another one.
@@ -274,6 +281,52 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, error=True)
             else:
                 searcher.on_trial_complete(name, last)
+
+
+def _run_in_new_process(group: WorkerGroup, place: WorkerPlace, log: Path) -> None:
+    """Run a group's only worker in a new process, which ends when this one does.
+
+    It begins with nothing but the import path: `multiprocessing` would execute the program's main
+    file again, which not every script expects.
+    """
+    sent = pickle.dumps((group.work, group.argument, place))
+    code = f"from {__name__} import work_in_new_process; work_in_new_process()"
+    path = os.pathsep.join(each for each in sys.path if each)
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(sent)
+                process.stdin.flush()
+            ended = process.wait()
+        finally:
+            process.kill()
+            process.communicate()
+    if ended:
+        raise WorkersFailedError(f"the process of a worker ended with {ended}")
+
+
+def work_in_new_process() -> None:
+    """Do the work that the starting process sends; end as soon as that has ended."""
+    pipe = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    work, argument, place = pickle.load(pipe)
+
+    def end_with_parent() -> None:
+        pipe.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    work(argument, place)
 
 
 def require_one_process(workers: int = 1, *, stops_early: bool = False) -> None:
@@ -459,7 +512,7 @@ class RayExecutor(Executor):
         per_worker = {"CPU": group.cpus} | ({"GPU": group.gpus} if group.gpus else {})
         trainer = TorchTrainer(
             _work_in_ray_worker,
-            train_loop_config={"work": group.work, "argument": group.argument},
+            train_loop_config={"work": group.work, "argument": group.argument, "log": group.log},
             torch_config=group.torch_config(),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=group.workers,  # type: ignore[arg-type]  # its base class's type
@@ -542,6 +595,10 @@ def _work_in_ray_worker(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
+    if (log := config["log"]) is not None:
+        with open(log, "ab") as output:
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
     context = ray.train.get_context()
     device = str(ray.train.torch.get_device())
     rank, world_size = context.get_world_rank(), context.get_world_size()

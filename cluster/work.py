@@ -90,6 +90,8 @@ class WorkerGroup:
         torch_config: makes Ray Train's configuration of torch; called where Ray is used.
         max_restarts: how often Ray Train starts the group again after it failed.
         callbacks: of Ray's run configuration.
+        log: a private file that takes all that the workers print. With it no worker is the process
+            that started the group: each has a new one.
     """
 
     work: Callable[[Any, WorkerPlace], None]
@@ -101,6 +103,7 @@ class WorkerGroup:
     torch_config: Callable[[], Any]
     max_restarts: int = 0
     callbacks: Sequence[Any] = ()
+    log: Path | None = None
 
     @property
     def max_workers(self) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
     from dpdist.data.adapters import as_records as as_records
-    from dpdist.data.adapters import documents as documents
+    from dpdist.data.documents import documents as documents
     from dpdist.data.protocol import Records as Records
     from dpdist.gradients.clipping import AutomaticClipping as AutomaticClipping
     from dpdist.gradients.clipping import FlatClipping as FlatClipping
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dpdist.gradients.engine import GradientEngine as GradientEngine
     from dpdist.gradients.objective import language_model_loss as language_model_loss
     from dpdist.gradients.objective import preference_loss as preference_loss
+    from dpdist.models.prepare import prepare as prepare
     from dpdist.pipeline import run as run
     from dpdist.privacy.calibration import calibrate_noise as calibrate_noise
     from dpdist.privacy.guarantee import Guarantee as Guarantee
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from dpdist.private_training import PrivateTraining as PrivateTraining
     from dpdist.private_training import StepReport as StepReport
     from dpdist.private_training import fit as fit
-    from dpdist.private_training import preferences as preferences
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
     from dpdist.release.bundle import load as load
@@ -56,10 +56,16 @@ if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
     from dpdist.searching import SearchResult as SearchResult
+    from dpdist.searching import trainable as trainable
     from dpdist.searching import tune as tune
     from dpdist.training.estimate import Estimate as Estimate
     from dpdist.training.estimate import estimate as estimate
+    from dpdist.training.preference_pairs import preferences as preferences
     from dpdist.training.private_step import PrivateStep as PrivateStep
+    from dpdist.training.record_scores import balanced_accuracy as balanced_accuracy
+    from dpdist.training.record_scores import bounded_score as bounded_score
+    from dpdist.training.record_scores import brier_score as brier_score
+    from dpdist.training.record_scores import log_loss_score as log_loss_score
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -90,17 +96,23 @@ _LAZY = {
     "PrivateTraining": "dpdist.private_training",
     "StepReport": "dpdist.private_training",
     "fit": "dpdist.private_training",
+    "prepare": "dpdist.models.prepare",
     "estimate": "dpdist.training.estimate",
     "Estimate": "dpdist.training.estimate",
     "tune": "dpdist.searching",
     "SearchResult": "dpdist.searching",
+    "trainable": "dpdist.searching",
+    "balanced_accuracy": "dpdist.training.record_scores",
+    "bounded_score": "dpdist.training.record_scores",
+    "brier_score": "dpdist.training.record_scores",
+    "log_loss_score": "dpdist.training.record_scores",
     "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",
     "as_records": "dpdist.data.adapters",
-    "documents": "dpdist.data.adapters",
+    "documents": "dpdist.data.documents",
     "language_model_loss": "dpdist.gradients.objective",
-    "preferences": "dpdist.private_training",
+    "preferences": "dpdist.training.preference_pairs",
     "preference_loss": "dpdist.gradients.objective",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",

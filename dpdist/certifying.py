@@ -12,6 +12,7 @@ import secrets
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from dpdist import models
-from dpdist.certification import job, statistics, table, table_reader
+from dpdist.certification import job, statistics, table
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import DatasetLike, Subject
+from dpdist.certification.job import DatasetLike
+from dpdist.certification.subject import Subject, require_logits
 from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
-from dpdist.cluster.resumable_job import CHUNK_SECONDS, run_job
+from dpdist.cluster.resumable_job import CHUNK_SECONDS
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.console import format_table
 from dpdist.core.errors import UserError
@@ -34,7 +36,7 @@ from dpdist.data.parquet import Columns
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
-from dpdist.evaluation import require_model
+from dpdist.evaluation import load_subject
 from dpdist.importing import ForeignModel, build_foreign, require_trained_weights
 from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
 from dpdist.release.bundle import Release, is_release
@@ -179,32 +181,31 @@ def certify(
         (6, True)
     """
     check_executor_name(executor)
-    asked = _resources(resources or {})
+    asked = parse_resources(resources or {})
     changed = _Changed(normalize, None if weights is None else Path(weights))
     inputs, chosen, subject = _resolved(what, data, settings, trusted_factory, changed)
-    work = job.CertificationJob(subject, inputs, chosen, gpus=asked.certify_gpus, log=say)
-    workers = asked.certify_actors
-    with open_executor(executor):
-        if folder is not None:
-            return _done(work, Path(folder), workers, progress, chunk_seconds)
-        with tempfile.TemporaryDirectory(prefix="dpdist-certify-") as temporary:
-            return _done(work, Path(temporary), workers, progress, chunk_seconds)
-
-
-def _done(
-    work: job.CertificationJob, folder: Path, actors: int | None, progress: Progress | None,
-    chunk_seconds: float,
-) -> CertificateTable:  # fmt: skip
-    run_job(work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
-    found = table_reader.read(folder / job.TABLE)
+    with open_executor(executor), ExitStack() as stack:
+        aside = tempfile.TemporaryDirectory(prefix="dpdist-certify-")
+        found = job.certify(
+            subject,
+            inputs,
+            chosen,
+            Path(stack.enter_context(aside) if folder is None else folder),
+            actors=asked.certify_actors,
+            progress=progress,
+            chunk_seconds=chunk_seconds,
+            gpus=asked.certify_gpus,
+            log=say,
+        )
     for text in statistics.doubts(found):
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=2)
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
     )
 
 
-def _resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+def parse_resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+    """Return the recipe's section of these keys. Raises UserError."""
     try:
         return ResourcesRecipe.model_validate(dict(given))
     except ValidationError as error:
@@ -324,10 +325,9 @@ def _resolve_run(
     run: RunFolder, data: Any, settings: Certificate | None
 ) -> tuple[DatasetLike, Certificate, Subject]:
     recipe = run.read_recipe()
-    require_model(recipe, run)
+    subject = load_subject(recipe, run)
     own = data is None
     inputs = load_test_records(recipe, data_source(recipe)) if own else test_inputs(data)
-    subject = Subject.load(run.model_folder, recipe.model.name)
     return (
         _with_classes(inputs, recipe.data.num_classes),
         _required(settings or recipe.certify),
@@ -338,20 +338,23 @@ def _resolve_run(
 def _resolve_release(
     release: Release, data: Any, settings: Certificate | None
 ) -> tuple[DatasetLike, Certificate, Subject]:
-    release.require_numeric_inputs()
-    about = release.description
+    about, subject = release.description, release.subject
     source = data_source_under(about.data, None)
     inputs = load_data(source, "test") if data is None else test_inputs(data)
     return (
         _with_classes(inputs, len(about.classes)),
         _required(settings or about.certificate),
-        Subject.load(release.path, release.trusted_factory),
+        subject,
     )
 
 
 def _is_factory(what: str | Path) -> bool:
     """Whether a text names code or an architecture, and no path."""
-    return isinstance(what, str) and not Path(what).exists() and (":" in what or what in models.ZOO)
+    return (
+        isinstance(what, str)
+        and not Path(what).exists()
+        and (":" in what or what in models.named_networks())
+    )
 
 
 def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | Subject:
@@ -424,25 +427,15 @@ def _digest(classifier: Any) -> str:
 
 def _answered(subject: Subject, inputs: DatasetLike) -> int:
     """How many classes the classifier tells apart. Raises UserError where it fails on an input."""
-    import torch
-
     some = inputs.batch(slice(0, 2))
     try:
-        with torch.inference_mode():
-            answer = models.fresh_copy(subject.model)(some)
-        shape = tuple(answer.shape)
+        return require_logits(subject.model, some)
     except Exception as error:  # whatever a user's model does
         first = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"{subject.where}: must answer inputs of shape {tuple(some.shape)}, got "
-            f"{type(error).__name__}: {first}"
+            f"{subject.where}: must return logits (inputs, classes) for inputs of shape "
+            f"{tuple(some.shape)}, got {type(error).__name__}: {first}"
         ) from error
-    if not isinstance(answer, torch.Tensor) or len(shape) != 2 or shape[0] != len(some):
-        raise UserError(
-            f"{subject.where}: must return logits ({len(some)}, classes) for {len(some)} inputs, "
-            f"got {type(answer).__name__} of shape {shape}"
-        )
-    return int(shape[1])
 
 
 # --- the inputs -------------------------------------------------------------------------------

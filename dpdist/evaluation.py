@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpdist import models
+from dpdist.certification.subject import Subject
 from dpdist.certification.table import input_range, range_words
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
@@ -31,25 +32,33 @@ _NUMBERS = 2**24  # of a batch of inputs
 _MAX_IMAGE_SIDE = 96  # of an image in a report, at most
 
 
-def require_model(recipe: Recipe, folder: RunFolder) -> None:
-    """Raise UserError unless the run has finished, with a model that may be used and that is there
-    as it was trained."""
+def require_model(recipe: Recipe, folder: RunFolder) -> str:
+    """Return the hash of a finished run's model.
+
+    Raises UserError unless the model may be used and is there as it was trained."""
     trained = folder.require_trained()
     if recipe.method.capabilities.not_releasable_reason is not None:
         raise UserError(f"{folder.path}: {recipe.method.capabilities.not_releasable_reason}")
-    own = check_shape(trained, str(folder.training_summary), {"model": str})["model"]
+    own: str = check_shape(trained, str(folder.training_summary), {"model": str})["model"]
     if models.model_hash(folder.model_folder) != own:
         raise UserError(
             f"{folder.model_folder}: is not the model that this run trained (one of its files was "
             "damaged or replaced), and its guarantee does not speak of it; put the trained model "
             "back"
         )
+    return own
+
+
+def load_subject(recipe: Recipe, folder: RunFolder) -> Subject:
+    """Load and hash the run's trained model once; its own recipe names the factory, so that is
+    trusted."""
+    digest = require_model(recipe, folder)
+    return Subject.load(folder.model_folder, recipe.model.name, digest)
 
 
 def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
-    """The run's trained model; its own recipe names the factory, so that is trusted."""
-    require_model(recipe, folder)
-    return models.load(folder.model_folder, trusted_factory=recipe.model.name)
+    """Return the run's trained model, as `load_subject`."""
+    return load_subject(recipe, folder).model
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
@@ -197,8 +206,8 @@ def _scoring_function(
         oracle = QueryOracle(recipe, folder)
         asked = oracle.num_affordable(dataset.batch(slice(0, len(dataset))))
         return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}, None
-    model = load_model(recipe, folder)
-    about: dict[str, Any] = {"model": models.model_hash(folder.model_folder)}
+    subject = load_subject(recipe, folder)
+    model, about = subject.model, dict[str, Any](model=subject.digest)
     if not find_noise_location(model).is_random:
         about["noise_draws"] = None
         return len(dataset), lambda inputs, start: model(inputs), about, model

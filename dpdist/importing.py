@@ -248,7 +248,7 @@ def require_trained_weights(foreign: ForeignModel, network: nn.Module, spec: Mod
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     """The factory's name and options, the number of classes among them where it takes that so."""
     from dpdist.models.builder import class_parameter, takes_shape
-    from dpdist.models.spec import ZOO, import_factory
+    from dpdist.models.spec import import_factory, named_networks
 
     package, _, last = foreign.name.partition(":")
     options = dict(foreign.options)
@@ -263,7 +263,7 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
             ) from None
         return "timm:create_model", {"model_name": last, "num_classes": classes, **options}
     models.check_name(foreign.name)
-    if foreign.name in ZOO:
+    if foreign.name in named_networks():
         return foreign.name, options
     factory = import_factory(foreign.name)
     keyword = class_parameter(factory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from dpdist.core.errors import Interrupted, UserError
 from dpdist.evaluation import (
     data_units_row,
     evaluate_stage,
-    require_model,
+    load_subject,
     split_images,
 )
 from dpdist.runs.archive import Archive
@@ -43,8 +43,8 @@ from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
     from dpdist.certification.job import DatasetLike
-    from dpdist.tuning.searchers import SweepResults
-    from dpdist.tuning.sweep_recipe import SweepSettings
+    from dpdist.certification.subject import Subject
+    from dpdist.certification.table import CertificateTable
 
 
 def run(
@@ -141,114 +141,32 @@ def tune(
         return folder
 
 
-def sweep(
-    swept: Recipe | str | Path | Mapping[str, Any] | Callable[[dict[str, Any]], Any],
-    space: str | Path | Mapping[str, Any],
-    *,
-    folder: str | Path,
-    metric: str | None = None,
-    mode: str | None = None,
-    public_scores: str | None = None,
-    context: str | None = None,
-    resources: Mapping[str, float] | None = None,
-    **settings: Any,
-) -> SweepResults | RunFolder:
-    """Sweep a recipe or a function by Ray Tune, without a private search; go on after a kill.
+def tune_public(recipe: Recipe, *, runs: str | Path, context: str = "recipe") -> Any:
+    """Sweep a recipe by its section tune on public records, by Ray Tune: NOT PRIVATE.
 
-    Guarantee: none where the recipe says `privacy: none`, or for a function: such a sweep says
-    NOT PRIVATE wherever it is shown. Of a recipe with privacy on, all trainings are composed over
-    the same records, and the epsilon that is printed, reported and released is the total.
+    Guarantee: none. The recipe says `privacy: none`, and every result says NOT PRIVATE. The same
+    call continues after a kill.
 
     Args:
-        swept: a recipe as in `run`, or a function trainable of Ray Tune.
-        space: domains of the swept fields (or of the function's config), or their YAML file.
-        folder: of the sweep.
-        metric: accuracy, cross-entropy, certified-accuracy@RADIUS or average-radius@CAP; of a
-            function the name of a number that it reports. None: accuracy, or score.
-        mode: of the metric; None for min of cross-entropy, max of all others.
-        public_scores: NAME or NAME/SPLIT of public records to score on; required where privacy is
-            on. None: the recipe's test split.
-        context: begins complaints; None for the recipe's path.
-        resources: of Ray that each trial of a function holds.
-        settings: num_samples, searcher, scheduler, concurrent and seed
-            (`dpdist.tuning.sweep_recipe.SweepSettings`).
+        recipe: with a section tune: its space, number of trials, score, searcher and asha.
+        runs: gets the folder of the sweep, named as the recipe with -public.
+        context: begins complaints.
 
     Returns:
-        Ray Tune's own ResultGrid of an ordinary sweep; the run folder of the best trial where
-        privacy is on.
+        Ray Tune's ResultGrid.
 
     Raises:
-        UserError: in one line, for trainings that cannot be swept or composed.
+        UserError: in one line, for a recipe that cannot be swept.
         ClusterError: the cluster failed for good.
     """
-    from dpdist.tuning import sweep_recipe as sweeping
-    from dpdist.tuning.sweep import sweep_function
+    from dpdist.tuning.public import tune_publicly
 
-    if unknown := sorted(settings.keys() - set(sweeping.OPTIONS)):
-        raise UserError(
-            f"sweep: {unknown[0]}: must be one of {', '.join(sweeping.OPTIONS)}; keys of a recipe "
-            "are changed in the recipe"
-        )
-
-    path = Path(folder)
-    if not isinstance(swept, Recipe | str | Path | Mapping):
-        results = sweep_function(
-            swept, space, folder=path, metric=metric or "score", mode=mode or "max",
-            resources=resources, **settings,
-        )  # fmt: skip
-        _report_sweep(path)
-        return results
-    context = context or (str(swept) if isinstance(swept, str | Path) else "recipe")
-    recipe = resolve_recipe(swept, name=path.name)
-    least = metric == sweeping.CROSS_ENTROPY
-    chosen = sweeping.SweepSettings(
-        metric or "accuracy", mode or ("min" if least else "max"), **settings
-    )
-    domains = sweeping.read_space(space)
-    if sweeping.is_public_recipe(recipe):
-        return _sweep_public(recipe, domains, chosen, path, public_scores, context)
-    search = sweeping.private_sweep_recipe(recipe, domains, chosen, public_scores, context)
-    console.log(
-        f"sweep: {chosen.num_samples} trainings on the same private records, and all of them "
-        "count, also those that fail or are stopped. A secret number of trials costs less: give "
-        "the recipe a tune section with a law (dpdist tune RECIPE --plan)"
-    )
-    run_folder = tune(search, runs=path.parent, context=context)
-    report_stage(run_folder)
-    return run_folder
-
-
-def _sweep_public(
-    recipe: Recipe,
-    domains: Mapping[str, Any],
-    settings: SweepSettings,
-    folder: Path,
-    public_scores: str | None,
-    context: str,
-) -> SweepResults:
-    """Sweep a recipe that says `privacy: none`."""
-    from dpdist.tuning.sweep import sweep_recipe
-
-    refuse_elsewhere(recipe, where=context)
-    if not (folder / "sweep.json").exists():
+    folder = Path(runs) / f"{recipe.name}-public"
+    refuse_elsewhere(recipe, context)
+    if not folder.exists():
         refuse_unused(recipe, context)
     pretrain_stage(recipe, context)
-    results = sweep_recipe(
-        recipe, domains, settings, folder=folder, public_scores=public_scores, context=context
-    )
-    _report_sweep(folder)
-    return results
-
-
-def _report_sweep(folder: Path) -> None:
-    """Write the page of an ordinary sweep."""
-    from dpdist.reports.html import write_sweep_page
-    from dpdist.tuning.sweep import read_sweep, sweep_table
-
-    record, trials = read_sweep(folder)
-    about = [(key, str(value)) for key, value in record.asked.items() if key != "recipe"]
-    about += [(f"trial {n}", trial.folder) for n, trial in enumerate(trials) if trial.folder]
-    write_sweep_page(folder, record.privacy, sweep_table(folder), about)
+    return tune_publicly(recipe, folder, context)
 
 
 @contextmanager
@@ -331,7 +249,7 @@ def dry_run(
     of a new run, and a row says why this name cannot have it. A row says so, too, where this
     machine has no room for the workers; a cluster may. Raises as `run` does before it begins.
     """
-    from dpdist.training.model_setup import describe_cost
+    from dpdist.training.estimate import describe_cost
 
     folder = RunFolder(Path(runs) / recipe.name)
     checked = partial(_check_run, recipe, search=recipe.tune is not None, pretrain=False)
@@ -499,49 +417,39 @@ def check_evaluations(recipe: Recipe, context: str) -> None:
         raise field_error(context, "certify.start", rule, recipe.certify.start)
 
 
-def _prepare_certification(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
-    """Return the arguments that certification and attacks share, after the checks before them."""
-    require_model(recipe, folder)
-    current_executor().check_nodes(PACKAGES, folder.private.resolve())
-    return {
-        "actors": actors or recipe.resources.certify_actors,
-        "trusted_factory": recipe.model.name,
-    }
-
-
 def certify_stage(
     recipe: Recipe,
     folder: RunFolder,
     settings: Certificate,
     output: Path | None = None,
     actors: int | None = None,
+    subject: Subject | None = None,
     inputs: DatasetLike | None = None,
-) -> Path:
-    """Certify the test split; return the table's path.
+) -> CertificateTable:
+    """Certify the test split; return the table.
 
-    output: its folder; by default one in the run folder, named by the settings. inputs: certified
-    in place of the test split's.
+    output: its folder; by default one in the run folder, named by the settings. subject: the run's
+    model, where it was loaded. inputs: certified in place of the test split's.
     """
-    shared = _prepare_certification(recipe, folder, actors)
-    from dpdist.certification.job import TABLE, certify
-    from dpdist.certification.table import read_job_record
+    from dpdist.certification.job import certify
 
-    output = output or folder.certificates / settings.folder_name
+    subject = subject or load_subject(recipe, folder)
+    current_executor().check_nodes(PACKAGES, folder.private.resolve())
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
-        table = certify(
-            folder.model_folder,
+        found = certify(
+            subject,
             load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
-            output,
+            output or folder.certificates / settings.folder_name,
+            actors=actors or recipe.resources.certify_actors,
             progress=show,
             gpus=recipe.resources.certify_gpus,
             log=console.log,
-            **shared,
         )
     if settings.form is not None:  # of forms that nobody asked for, another one was as good
-        for note in read_job_record(table)["classifier"]["notes"]:
+        for note in found.job_record["classifier"]["notes"]:
             console.log(f"certifying: {note}")
-    return output / TABLE
+    return found
 
 
 def evaluation_stage(
@@ -556,24 +464,22 @@ def evaluation_stage(
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
     """
-    if evaluation.needs_trained_model:
-        require_model(recipe, folder)
+    subject = load_subject(recipe, folder) if evaluation.needs_trained_model else None
     current_executor().check_nodes(PACKAGES, folder.private.resolve())
     output, recipe = evaluation.output_folder(folder, output), evaluation.data_recipe(recipe)
     source = data_source(recipe)
     from dpdist.cluster.resumable_job import run_job
 
-    subject = EvaluatedModel(
-        folder.model_folder,
+    evaluated = EvaluatedModel(
+        subject,
         load_test_records(recipe, source),
         lambda: records_with_canaries(recipe, source),
-        recipe.model.name,
         recipe,
     )
     title = f"{evaluation.name}, {evaluation.folder_name}"
     actors = actors or recipe.resources.certify_actors
     with console.progress(title, evaluation.progress_unit) as show:
-        run_job(evaluation.job_spec(subject), output, actors=actors, progress=show)
+        run_job(evaluation.job_spec(evaluated), output, actors=actors, progress=show)
     return output / evaluation.file
 
 

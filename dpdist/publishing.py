@@ -22,7 +22,6 @@ from dpdist.release.bundle import (
     BASE,
     CHECKSUMS,
     DESCRIPTION,
-    DOSSIER,
     FORMAT,
     MODEL_CARD,
     PER_CERTIFICATION_FIELDS,
@@ -39,7 +38,6 @@ from dpdist.release.bundle import (
     table_name,
     text_column,
 )
-from dpdist.release.model_card import dossier as dossier_page
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts
@@ -59,7 +57,6 @@ def write_release(
     licence: str | None = None,
     key: Path | None = None,
     factory: str | None = None,
-    dossier: bool = False,
 ) -> list[Path]:
     """Write what may be published of a run into its folder release/, anew and whole.
 
@@ -72,8 +69,6 @@ def write_release(
         factory: "package.module:function" of (input_shape, classes) that builds the module of a
             script's run that named none; it is imported, and must build the module that was
             trained.
-        dossier: also write dossier.md: what the release holds under the headings of Annex IV of the
-            EU's AI Act and of a data-protection impact assessment.
 
     Returns:
         A list of `Path`: all files in release/.
@@ -120,7 +115,7 @@ def write_release(
         about = _release_record(facts, model, aside, licence)
         if (base := _write_released_adapter(facts, model, aside)) is not None:
             about["base"] = base
-        _write_pages(aside, about, described, dossier)
+        _write_pages(aside, about, described)
         sums = compute_checksums(aside)
         write_atomic(aside / CHECKSUMS, sums)
         if key is not None:
@@ -128,17 +123,13 @@ def write_release(
     return sorted(folder.release_folder.iterdir())
 
 
-def _write_pages(
-    aside: Path, about: dict[str, Any], described: dict[str, Any], dossier: bool
-) -> None:
+def _write_pages(aside: Path, about: dict[str, Any], described: dict[str, Any]) -> None:
     """Write release.json, the privacy card, and the pages that are made of them."""
     write_json(aside / PRIVACY_CARD, described)
     write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
     write_json(aside / DESCRIPTION, about)
     read = parse_description(about, DESCRIPTION), described, models.read_spec(aside)
     write_atomic(aside / MODEL_CARD, model_card(*read))
-    if dossier:
-        write_atomic(aside / DOSSIER, dossier_page(*read))
 
 
 def _release_record(

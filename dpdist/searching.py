@@ -1,9 +1,9 @@
 """Search privately from Python: the values of a recipe, or of a function that builds a training.
 
 A search over a function is the search of a recipe (`dpdist.tuning.search`): the same draws, price,
-folder and winner. Another is how a trial is made: by `train(config)`, in a process of its own.
-The function runs before anything is released too, so that the price is that of the trainings which
-it builds, and is held against what it builds in each trial.
+folder, budget and winner. Another is how a trial is executed: by workers of its own, new processes,
+of which each calls `train(config)` once. The function is called before anything is released too, so
+that the price is that of the trainings which it builds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import pickle
 import random
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import StringIO
 from itertools import product
@@ -38,9 +36,9 @@ from pydantic import BaseModel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist import models
-from dpdist.cluster.executor import Executor, ExecutorName
+from dpdist.cluster.executor import Executor, ExecutorName, require_one_process
 from dpdist.cluster.versions import package_fingerprints
-from dpdist.cluster.work import ReportMetrics
+from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
 from dpdist.config.search import FunctionScore, TuneRecipe
 from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
@@ -48,32 +46,30 @@ from dpdist.core.errors import UserError, is_disk_full
 from dpdist.core.files import (
     error_text,
     make_private_folder,
-    quoted,
     read_json,
     write_atomic,
     write_json,
 )
 from dpdist.data.adapters import as_records
-from dpdist.data.protocol import UNITS, Records
+from dpdist.data.overlap import count_common, single_records
+from dpdist.data.protocol import UNITS, GroupedRecords, Groups, Records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.noise import add_noise
 from dpdist.methods.base import Method
 from dpdist.pipeline import run_session, search_stage
-from dpdist.pipeline import sweep as sweep_ordinarily
 from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.private_training import (
-    HELD_OUT,
     PrivateTraining,
     RunBusyError,
-    check_scored_groups,
-    check_units_apart,
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import PublishedTrial, SearchTerms, read_facts
+from dpdist.reports.facts import read_facts
+from dpdist.runs.accounting import PublishedTrial, SearchTerms
+from dpdist.runs.charging import Hashed
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import (
     Recipe,
@@ -82,16 +78,24 @@ from dpdist.runs.recipe import (
     plan_with_noise,
     resolve_recipe,
 )
+from dpdist.training.collectives import Workers
 from dpdist.training.job import PACKAGES
 from dpdist.training.private_score import (
     ASSUMED_OF_VALUE,
     RecordValues,
     Value,
     check_apart,
-    count_common,
     value_name,
 )
-from dpdist.training.script_state import keep_module_record
+from dpdist.training.script_checks import (
+    HELD_OUT,
+    HashedRecords,
+    check_scored_groups,
+    check_units_apart,
+    scored_by_unit,
+)
+from dpdist.training.script_state import code_digest_of, keep_module_record
+from dpdist.training.trainer import torch_config
 from dpdist.tuning.manifest import (
     SearchFolder,
     read_scores,
@@ -101,6 +105,7 @@ from dpdist.tuning.manifest import (
     read_trials,
     read_winner,
 )
+from dpdist.tuning.public import NOT_PRIVATE, recipe_trainable
 from dpdist.tuning.search import Search, check_same_search
 from dpdist.tuning.space import (
     CostBox,
@@ -112,9 +117,14 @@ from dpdist.tuning.space import (
     iter_searched_fields,
     recipe_cost_box,
 )
-from dpdist.tuning.trial import ScoreReporter, begin_trial_folder, make_tune_pass, run_trial
+from dpdist.tuning.trial import (
+    ContinueTrial,
+    ScoreReporter,
+    TrialExecutor,
+    begin_trial_folder,
+    run_trial,
+)
 
-_METHODS = {name for name, each in vars(PrivateTraining).items() if callable(each)}
 ASSUMED = (
     "train, and the model, loss and optimizer that it makes, change nothing of dpdist and read "
     "private records only through the PrivateTraining that it returns",
@@ -128,41 +138,30 @@ ASSUMED_PUBLIC = "the records that trials are scored on are public"
 # --- the function -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class TrialConfig(Mapping[str, Any]):
-    """Hold the values of one trial, as `train(config)` is given them; nobody can change them."""
+    """Hold the values of one trial, as `train(config)` is given them.
 
-    def __init__(
-        self, values: Mapping[str, Any], data: Records, privacy: PrivacyRecipe, folder: Path
-    ) -> None:
-        self._values = dict(values)
-        self._data, self._privacy, self._folder = data, privacy, folder
+    Attributes:
+        searched: the searched values by name; `config["lr"]` reads one.
+        data: the private records to train on, `Records`.
+        privacy: the section for `PrivateTraining`, with the noise of this trial.
+        folder: the folder of the trial's run, a `Path`.
+    """
 
-    @property
-    def data(self) -> Records:
-        """Return the private records to train on."""
-        return self._data
-
-    @property
-    def privacy(self) -> PrivacyRecipe:
-        """Return the section for `PrivateTraining`, with the noise of this trial."""
-        return self._privacy
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the trial's run."""
-        return self._folder
+    searched: Mapping[str, Any]
+    data: Records = field(repr=False)
+    privacy: PrivacyRecipe
+    folder: Path
 
     def __getitem__(self, name: str) -> Any:
-        return copy.deepcopy(self._values[name])
+        return copy.deepcopy(self.searched[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self.searched)
 
     def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"TrialConfig({self._values})"
+        return len(self.searched)
 
 
 class TrainRaisedError(UserError):
@@ -173,9 +172,10 @@ class TrainRaisedError(UserError):
 class TrainFunction:
     """Hold a function that builds trainings, and the records of the search.
 
-    train: the function. records: to train on, private. scored: to score on. value: of a record.
-    public: whether the scored ones are public. noise_given: whether the noise multiplier may be one
-    of the searched values; else it is found for a target epsilon.
+    train: the function. records: to train on, private. scored: to score on, by unit where they are
+    private and a group is the unit. value: of a record. public: whether the scored ones are public.
+    noise_given: whether the noise multiplier may be one of the searched values; else it is found
+    for a target epsilon.
     """
 
     train: Callable[[TrialConfig], Any]
@@ -215,9 +215,7 @@ class TrainFunction:
                 f"no score, model or subclass, got {type(training).__name__}; scores come from "
                 "score=, and the search takes the steps"
             )
-        if replaced := sorted(vars(training).keys() & _METHODS):
-            raise UserError(f"train: must leave the training as it is made, replaced {replaced[0]}")
-        if len(made) != 1 or made[0] is not training:
+        if made != [training]:
             raise UserError(
                 "train: must make exactly one PrivateTraining, the one that it returns, made "
                 f"{len(made)}"
@@ -232,10 +230,9 @@ class TrainFunction:
         """
         if training.run.path != config.folder.resolve():
             raise UserError(f"train: folder: must be config.folder, got {training.run.path}")
-        if not (training.is_untouched or begun):
+        if training.steps_taken and not begun:
             raise UserError(
-                "train: must return the training before its first step, with a new optimizer: the "
-                "search takes the steps"
+                "train: must return the training before its first step: the search takes the steps"
             )
         if any(isinstance(each, ReduceLROnPlateau) for each in training.state):
             raise UserError(
@@ -254,7 +251,7 @@ class TrainFunction:
                     f"train: privacy.{key}: must be that of config.privacy{values}: pass "
                     "privacy=config.privacy on; what is promised is said to dpdist.tune"
                 )
-        if training.records is not self.records:
+        if single_records(training.records) is not self.records:
             raise UserError(
                 "train: data: must be config.data itself, the records given to dpdist.tune"
             )
@@ -435,6 +432,14 @@ class FunctionSearch(Search):
                     f"that this search was begun with; restore it, or {self.way_out}"
                 )
 
+    def budget_records(self) -> Hashed:
+        """Return the private records of the search, as a budget knows them."""
+        function = self._explorer.function
+        private = [function.records]
+        if not function.public:
+            private.append(single_records(function.scored))
+        return _AllHashed([HashedRecords(each).hashes for each in private])
+
     def _keep_checked(self) -> None:
         drawn = [trial.values for trial in read_trials(self.folder) if trial.values is not None]
         for values in drawn:
@@ -458,11 +463,9 @@ class FunctionSearch(Search):
         finally:
             path.unlink(missing_ok=True)
 
-    def _run_pass(self, executor: Executor, concurrent: int) -> None:
-        run = partial(_run_in_new_process, self.folder.run.path, _sent_digest(self._sent))
-        executor.run_trials(
-            make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier, run)
-        )
+    @property
+    def _continue_trial(self) -> ContinueTrial:
+        return _continue_by_workers
 
     def _take_along(self, source: RunFolder, target: RunFolder) -> Recipe:
         """Take the public records of the winner along, and what a factory of it is held against."""
@@ -477,7 +480,8 @@ class FunctionSearch(Search):
 
     def _search_record(self, winner: int) -> dict[str, Any]:
         values = read_settings(self.folder, winner)["values"]
-        return {**super()._search_record(winner), "chosen": values}
+        code = self._explorer.code_of(values)
+        return {**super()._search_record(winner), "chosen": values, "function": code}
 
     def _trial_rows(self, winner: int) -> list[dict[str, Any]]:
         rows = []
@@ -496,6 +500,29 @@ class FunctionSearch(Search):
             self._explorer.recipe_of(read_settings(self.folder, winner)["values"])
 
 
+@dataclass(frozen=True)
+class _AllHashed:
+    """Hold the hashes of several sets of records, as a budget reads them."""
+
+    parts: list[np.ndarray]
+
+    @property
+    def hashes(self) -> np.ndarray:
+        return np.concatenate(self.parts)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Hold what is kept of a training that was built to be looked at.
+
+    recipe: with the noise and epsilon asked for. description: its digest. code: of its code.
+    """
+
+    recipe: Recipe
+    description: str
+    code: str
+
+
 class Explorer:
     """Build trainings in this process to look at them; none of them takes a step.
 
@@ -506,8 +533,8 @@ class Explorer:
     """
 
     def __init__(self, function: TrainFunction, tune: TuneRecipe, privacy: PrivacyRecipe) -> None:
-        self._function, self._tune, self._privacy = function, tune, privacy
-        self._found: dict[str, tuple[Recipe, str]] = {}
+        self.function, self._tune, self._privacy = function, tune, privacy
+        self._found: dict[str, _Look] = {}
 
     def recipe_of(self, values: TrialValues) -> Recipe:
         """Return the recipe of the training that is built, with the noise and epsilon asked for.
@@ -516,75 +543,66 @@ class Explorer:
             TrainRaisedError: the function raised an error.
             UserError: what it built cannot be searched.
         """
-        return self._look_at(values)[0]
+        return self._look_at(values).recipe
+
+    def code_of(self, values: TrialValues) -> str:
+        """Return a digest of the code of the function, its model and the value of a record."""
+        return self._look_at(values).code
 
     def description_of(self, values: TrialValues) -> str | None:
         """Return the digest of the training that is built; None where that raises an error."""
         try:
-            return self._look_at(values)[1]
+            return self._look_at(values).description
         except TrainRaisedError:
             return None
 
-    def _look_at(self, values: TrialValues) -> tuple[Recipe, str]:
+    def _look_at(self, values: TrialValues) -> _Look:
         key = _key_of(values)
         if key not in self._found:
-            looks = [self._look() for _ in range(1 if self._found else 2)]
-            trainings = [look(values) for look in looks]
-            told = [_description(training) for training in trainings]
-            if len(set(told)) > 1:
-                raise UserError(
-                    "train: must build the same model, optimizer and settings whenever it is "
-                    "called with the same config, built others the second time: let it keep "
-                    "nothing between calls, and seed what it draws",
-                    see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
-                )
-            _check_new_objects(trainings)
-            if len(trainings) == 2:
-                self._function.check_score(trainings[-1])
-            self._found[key] = self._as_asked(trainings[0].recipe), told[0]
+            training = self._build(values)
+            told = _description(training)
+            if not self._found:
+                self.function.check_score(training)
+                if _description(self._build(values)) != told:
+                    raise UserError(
+                        "train: must build the same model, optimizer and settings whenever it is "
+                        "called with the same config, built others the second time: let it keep "
+                        "nothing between calls, and seed what it draws",
+                        see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
+                    )
+            code = code_digest_of(training.model, self.function.train, self.function.value)
+            self._found[key] = _Look(self._as_asked(training.recipe), told, code)
         return self._found[key]
 
-    def _look(self) -> Callable[[TrialValues], PrivateTraining]:
-        def build(values: TrialValues) -> PrivateTraining:
-            privacy = _trial_privacy(self._privacy, _NEUTRAL_NOISE, None)
-            with ExitStack() as after:
-                folder = Path(after.enter_context(tempfile.TemporaryDirectory())) / "run"
-                for block in (redirect_stdout(StringIO()), redirect_stderr(StringIO())):
-                    after.enter_context(block)
-                after.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                return self._function.build(_all_values(self._tune, values), privacy, folder)
-
-        return build
+    def _build(self, values: TrialValues) -> PrivateTraining:
+        privacy = _trial_privacy(self._privacy, _NEUTRAL_NOISE, None)
+        with ExitStack() as after:
+            folder = Path(after.enter_context(tempfile.TemporaryDirectory())) / "run"
+            for block in (redirect_stdout(StringIO()), redirect_stderr(StringIO())):
+                after.enter_context(block)
+            after.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            return self.function.build(_all_values(self._tune, values), privacy, folder)
 
     def _as_asked(self, recipe: Recipe) -> Recipe:
-        """Return a training's recipe with the noise and epsilon that were asked for."""
-        own = recipe.privacy
-        fixed = self._privacy.epsilon is None
-        update = {
-            "epsilon": self._privacy.epsilon,
-            "noise_multiplier": own.noise_multiplier if fixed else None,
-        }
+        """Return a training's recipe with the noise, epsilon and budget that were asked for."""
+        own, asked = recipe.privacy, self._privacy
+        update = {key: getattr(asked, key) for key in ("epsilon", *_BUDGET)}
+        update["noise_multiplier"] = own.noise_multiplier if asked.epsilon is None else None
         return recipe.model_copy(update={"privacy": own.model_copy(update=update)})
 
 
-def _check_new_objects(trainings: list[PrivateTraining]) -> None:
-    """Raise UserError where two calls of the function share tensors."""
-    held = [
-        {each.data_ptr() for each in training.model.state_dict().values() if each.numel()}
-        for training in trainings
-    ]
-    if len(held) > 1 and held[0] & held[1]:
-        raise UserError(
-            "train: must build a new model in each call, got the same tensors twice: make the "
-            "model inside the function"
-        )
+_BUDGET = ("budget", "budget_ceiling", "budget_delta", "budget_composition")
 
 
 def _trial_privacy(asked: PrivacyRecipe, noise: float, run_key: str | None) -> PrivacyRecipe:
-    """Return the section that a trial trains under. noise: where epsilon is asked for."""
+    """Return the section that a trial trains under, whose budget is charged for the whole search.
+
+    noise: where epsilon is asked for.
+    """
     given = noise if asked.noise_multiplier is None else asked.noise_multiplier
-    update = {"epsilon": None, "noise_multiplier": given, "run_key": run_key}
+    usual = {key: PrivacyRecipe.model_fields[key].default for key in _BUDGET}
+    update = {"epsilon": None, "noise_multiplier": given, "run_key": run_key, **usual}
     return asked.model_copy(update=update)
 
 
@@ -605,90 +623,56 @@ def _sent_file(folder: SearchFolder) -> Path:
     return folder.path / "function.pickle"
 
 
-# --- a trial, in a process of its own ---------------------------------------------------------
+# --- a trial, by workers of its own -----------------------------------------------------------
 
 
-def _run_in_new_process(path: Path, sent: str, number: int, report: ReportMetrics) -> None:
-    """Bring a trial to its end in a new process, whose output stays in private/.
-
-    sent: digest of the file with the function, as this search wrote it.
+def _continue_by_workers(
+    folder: SearchFolder, number: int, state: dict[str, Any], report: ScoreReporter
+) -> None:
+    """Train and score a trial by new processes, whose output stays in private/.
 
     Raises:
-        RuntimeError: the process ended before the trial did.
+        WorkersFailedError: they ended before the trial did.
     """
-    folder = SearchFolder(RunFolder(path))
-    if not read_scores(folder, number)["done"]:
-        logs = folder.path / "logs"
-        make_private_folder(logs)
-        name = run_own_trial.__name__
-        code = f"from {__name__} import {name}; {name}({str(path)!r}, {number}, {sent!r})"
-        found = os.pathsep.join(each for each in sys.path if each)
-        with open(logs / f"{number:05d}.txt", "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                env={**os.environ, "PYTHONPATH": found}, start_new_session=True,
-            )  # fmt: skip
-            try:
-                ended = process.wait()
-            finally:
-                process.kill()
-                process.communicate()
-        if ended or not read_scores(folder, number)["done"]:
-            raise RuntimeError(f"the process of a trial ended with {ended}")
+    resources = folder.run.read_search_recipe().resources
+    group = WorkerGroup(
+        _work_on_trial,
+        (folder.run.path, number, package_fingerprints(PACKAGES)),
+        resources.max_workers,
+        resources.cpus_per_worker,
+        resources.gpus_per_worker,
+        make_private_folder(folder.ray_folder),
+        torch_config,
+        log=make_private_folder(folder.path / "logs") / f"{number:05d}.txt",
+    )
+    try:
+        TrialExecutor().run_workers(group)
+    except WorkersFailedError:  # where the first worker wrote an end down, the others may fail
+        if not read_scores(folder, number)["done"]:
+            raise
     for score in read_scores(folder, number)["scores"]:
-        report({"score": score, "reached": 1})
+        report(1, score)
 
 
-def run_own_trial(path: str, number: int, digest: str) -> None:
-    """Bring a trial of a search over a function to its end: all that its process does.
-
-    digest: of the file with the function, as the search that started this process wrote it.
-    """
-    _end_with_parent()
-    folder = SearchFolder(RunFolder(Path(path)))
-    sent = _read_sent(_sent_file(folder), digest)
+def _work_on_trial(argument: tuple[Path, int, dict[str, str]], place: WorkerPlace) -> None:
+    """Do one worker's part of a trial; the first writes down how it ends."""
+    path, number, packages = argument
+    folder = SearchFolder(RunFolder(path))
+    sent = pickle.loads(_sent_file(folder).read_bytes())
     sys.path[:] = [*sent["path"], *(each for each in sys.path if each not in sent["path"])]
     if os.path.isdir(sent["here"]):
         os.chdir(sent["here"])
     function: TrainFunction = cloudpickle.loads(sent["function"])
     asked = folder.run.read_search_recipe()
     torch.set_num_threads(max(1, int(asked.resources.cpus_per_worker)))
-    run_trial(
-        Path(path), sent["packages"], number, lambda rung, score: None,
-        partial(_continue_trial, function, asked),
-    )  # fmt: skip
+    own = partial(_train_and_score, function, asked)
+    if place.rank:
+        own(folder, number, read_scores(folder, number), lambda rung, score: None)
+    else:
+        run_trial(path, packages, number, lambda rung, score: None, own)
 
 
-def _read_sent(file: Path, digest: str) -> dict[str, Any]:
-    """Return what a search sent to its trials. Raises UserError for a file that it did not write.
-
-    Reading it runs code, so the search tells the digest of what it just wrote beside the file.
-    """
-    written = file.read_bytes()
-    if _sent_digest(written) != digest:
-        raise UserError(f"{file}: must be what this search wrote, got another file; run it again")
-    sent: dict[str, Any] = pickle.loads(written)
-    return sent
-
-
-def _sent_digest(sent: bytes) -> str:
-    return hashlib.blake2b(sent, digest_size=32).hexdigest()
-
-
-def _end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended, however it did."""
-    pipe = os.fdopen(os.dup(0), "rb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-
-    def wait() -> None:
-        pipe.read()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _continue_trial(
+def _train_and_score(
     function: TrainFunction,
     asked: Recipe,
     folder: SearchFolder,
@@ -699,14 +683,8 @@ def _continue_trial(
     """Train and score a trial, from where it stands. Raises UserError where it has failed."""
     try:
         training = _build_trial(function, asked, folder, number)
-        with watch_made() as made:
-            _train(training)
-            score = _score(function, training, folder, number)
-        if made:
-            raise UserError(
-                "train: must make exactly one PrivateTraining, the one that it returns; another "
-                "was made while it was trained or scored"
-            )
+        _train(training)
+        score = _score(function, training, folder, number)
     except RunBusyError as error:
         raise JournalBusy(str(error)) from error
     except (UserError, LedgerError):
@@ -715,8 +693,9 @@ def _continue_trial(
         if isinstance(error, OSError) or is_disk_full(error):
             raise
         raise UserError(f"{type(error).__name__}: {error_text(error)}") from error
-    write_json(folder.scores_file(number), {**state, "scores": [score], "done": True})
-    report(1, score)
+    if score is not None:
+        write_json(folder.scores_file(number), {**state, "scores": [score], "done": True})
+        report(1, score)
 
 
 def _build_trial(
@@ -734,10 +713,6 @@ def _build_trial(
     run_key = derive_key(trial.key, "fixed").hex() if fixed else None
     privacy = _trial_privacy(asked.privacy, noise, run_key)
     values = _all_values(asked.tune, settings["values"])
-    with tempfile.TemporaryDirectory() as aside:
-        first = function.build(values, privacy, Path(aside) / "run")
-    if _description(first) != read_json(_descriptions_file(folder))[_key_of(settings["values"])]:
-        raise UserError("train: built another model, optimizer or settings than before the search")
     own, end = folder.trial_folder(number), time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -747,16 +722,20 @@ def _build_trial(
             if time.monotonic() > end:
                 raise
             time.sleep(0.5)
-    _check_new_objects([first, training])
     terms = read_terms(folder)
     if terms["data"] != _keyed_data(function, _salt_of(terms)):
         raise UserError("data: other records than those that the search was begun with")
-    if not training.run.plan.exists() and _description(training) != _description(first):
-        raise UserError("train: built another model, optimizer or settings the second time")
-    if training.plan != plan_with_noise(first.recipe, len(function.records), noise):
+    # One that goes on has the weights of its checkpoint, and the settings that it was begun with.
+    known = read_json(_descriptions_file(folder))[_key_of(settings["values"])]
+    if not training.steps_taken and _description(training) != known:
+        raise UserError("train: built another model, optimizer or settings than before the search")
+    if training.plan != plan_with_noise(training.recipe, len(training.records), noise):
         raise UserError("train: made another plan than the one that was accounted")
     read_trial_limit(folder).check(training.plan, f"trial {number}")
-    begin_trial_folder(own, training.recipe, trial)
+    workers = Workers.of_this_process()
+    if workers.first:
+        begin_trial_folder(own, training.recipe, trial)
+    workers.agree()  # worker 0 has written the drawn key
     return training
 
 
@@ -770,10 +749,7 @@ def _train(training: PrivateTraining) -> None:
         UserError: it could not be replayed exactly, or something else changed the model.
     """
     while training.steps_left:
-        training.step()
-        if training.steps_left:
-            for scheduler in _schedulers(training):
-                scheduler.step()
+        _step(training, last=training.steps_left == 1)
     ledger = read_verified_ledger(training.run).ledger
     if ledger.num_superseded:
         raise UserError("the training could not be replayed exactly")
@@ -781,26 +757,36 @@ def _train(training: PrivateTraining) -> None:
         raise UserError(f"{' and '.join(ledger.changes)} changed between steps")
 
 
-def _schedulers(training: PrivateTraining) -> list[LRScheduler]:
-    """Return the schedulers of a training."""
-    return [each for each in training.state if isinstance(each, LRScheduler)]
+def _step(training: PrivateTraining, *, last: bool) -> None:
+    """Take a step of a training, which its schedulers follow but for the last."""
+    training.step()
+    for scheduler in () if last else training.state:
+        if isinstance(scheduler, LRScheduler):
+            scheduler.step()
 
 
 def _score(
     function: TrainFunction, training: PrivateTraining, folder: SearchFolder, number: int
-) -> float:
-    """Return the score of a trained model: a noisy mean over private records, or a mean."""
+) -> float | None:
+    """Return the score of a trained model: a noisy mean over private records, or a mean.
+
+    Workers add up whole numbers, so their sum is that of one; only the first has the score.
+    """
     model = training.model.eval()
     if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
         raise UserError("the trained parameters are not finite numbers")
-    values, terms = function.values_on(training), read_terms(folder)
+    workers, terms = Workers.of_this_process(), read_terms(folder)
+    values = function.values_on(training)
     if function.public:
         score = values.public_mean(model)
         if not np.isfinite(score):
             raise UserError("score.value: the mean over the records is not a finite number")
-        return score
+        return score if workers.first else None
     key = derive_key(read_trials(folder)[number].key, "score of a function")
-    total = values.private_units(model, derive_key(key, "data")) / UNITS
+    units = values.private_units(model, derive_key(key, "data"), workers.rank, workers.count)
+    total = sum(each["units"] for each in workers.agree(units=units)) / UNITS
+    if not workers.first:
+        return None
     # No two sums, and no two models, ever get the same noise: their difference would have none.
     records = function.fingerprint(derive_key(key, "fingerprint"))
     made_of = [models.model_hash(training.run.model_folder), records, total.hex()]
@@ -835,19 +821,25 @@ def _check_function_search(
     for name, given in {"space": space, "data": data, "law": law, "score": score}.items():
         if given is None:
             raise UserError(f"tune: {name}: is required to search over a function")
-    records = as_records(data)
-    scored, value, terms = _parse_score(score)
-    asked = _parse_privacy(privacy)
-    _check_words(space, law)
+    records, asked = as_records(data), _parse_privacy(privacy)
+    scored, value, terms = _parse_score(score, asked)
     tune = parse_section(
         TuneRecipe,
         {
-            "space": _plain(space), "law": _plain(law), "score": terms,
-            "searcher": options["searcher"], "concurrent": options["concurrent"],
+            "space": _plain(space),
+            "law": _plain(law),
+            "score": terms,
+            "searcher": options["searcher"],
+            "concurrent": options["concurrent"],
         },
         "tune",
-    )  # fmt: skip
+    )
     public = tune.score.is_public
+    if asked.budget is not None and getattr(records, "of_features", False):
+        raise UserError(
+            "privacy.budget: must be left out, as the records are features that a network made: "
+            "whether the budget knows the same records in another form cannot be told"
+        )
     function = TrainFunction(train, records, scored, value, public, asked.epsilon is None)
     sent = _send(function)
     begun = SearchFolder(folder)
@@ -857,7 +849,8 @@ def _check_function_search(
     recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
     _refuse_common(function, recipe)
     continued = _was_begun(recipe, folder)
-    counts = RecordCounts(len(records), 0.0, lambda fraction: len(records))
+    units = len(Groups.from_values(_units_of(records), 1)) if recipe.group_unit else len(records)
+    counts = RecordCounts(units, 0.0, lambda fraction: units)
     settings = _settings_of_space(tune, explorer.recipe_of)
     cost = FunctionCost(recipe, counts, tune.law, "tune", settings)
     search = FunctionSearch(recipe, folder, cost, fingerprint, explorer, sent)
@@ -877,16 +870,23 @@ def _check_function_search(
 def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
     """Raise UserError where records to score on, or their units, are among those to train on."""
     scored, records = function.scored, function.records
-    if not function.public:
-        check_scored_groups(recipe, records, scored)
-        check_apart(scored, {"data": records})
+    if function.public:
+        check_units_apart(scored, records)
+        if common := count_common(scored, records):
+            raise UserError(
+                f"tune: score.public: must share no record with data, got {common:,} in common: "
+                "scores on them would be used as if they were public"
+            )
         return
-    check_units_apart(scored, records)
-    if common := count_common(scored, records):
-        raise UserError(
-            f"tune: score.public: must share no record with data, got {common:,} in common: scores "
-            "on them would be used as if they were public"
-        )
+    if recipe.group_unit is None:
+        check_scored_groups(recipe, records, scored)
+    else:
+        scored_by_unit(recipe, records, single_records(scored))
+    check_apart(scored, {"data": records})
+
+
+def _units_of(records: Records) -> list[Any]:
+    return [records.unit_id(index) for index in range(len(records))]
 
 
 def _was_begun(recipe: Recipe, folder: RunFolder) -> bool:
@@ -905,10 +905,11 @@ def _assumed_of_score(function: TrainFunction) -> list[str]:
     if function.public:
         return [ASSUMED_PUBLIC]
     own = [] if function.value is None else [ASSUMED_OF_VALUE]
-    return [f"the number of held-out records ({len(function.scored):,}) is public", *own]
+    units = "groups" if isinstance(function.scored, GroupedRecords) else "records"
+    return [f"the number of held-out {units} ({len(function.scored):,}) is public", *own]
 
 
-_RESOURCES = ("cpus_per_worker", "gpus_per_worker", "max_failures")
+_RESOURCES = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
 def _search_recipe(
@@ -926,9 +927,11 @@ def _search_recipe(
     for key, value in own.model_dump(exclude_defaults=True).items():
         if key not in _RESOURCES:
             raise UserError(
-                f"tune: resources.{key}: must be left out with a function, got {value}; a trial is "
-                f"one process, with {', '.join(_RESOURCES)}"
+                f"tune: resources.{key}: must be left out with a function, got {value}; a trial "
+                f"has {', '.join(_RESOURCES)}"
             )
+    if own.is_elastic:
+        raise UserError(f"tune: resources.workers: must be one number, got {own.workers}")
     raw |= {
         "name": name.strip("-._") or "search",
         "privacy": {**raw["privacy"], "run_key": privacy.run_key},
@@ -939,32 +942,16 @@ def _search_recipe(
     return parse_recipe(raw, "tune")
 
 
-def _check_words(space: Any, law: Any) -> None:
-    """Raise UserError for a space or law in the words of Ray Tune."""
-    if not isinstance(space, Mapping):
-        raise UserError(
-            'tune: space: must name the values of each field, such as {"lr": {"log_uniform": '
-            f"[0.01, 1]}}}}, got {type(space).__name__}"
-        )
-    for key, domain in space.items():
-        if not isinstance(domain, Mapping | BaseModel):
-            raise UserError(
-                f'tune: space.{key}: must be {{"log_uniform": [low, high]}}, uniform, integer or '
-                f'{{"choice": [...]}}, got {quoted(domain)}'
-            )
-    if not isinstance(law, Mapping | BaseModel):
-        raise UserError(
-            'tune: law: must be {"name": "fixed", "runs": number}, or a secret number such as '
-            f'{{"name": "poisson", "mean": 5}}, got {quoted(law)}',
-            see="how-to/tuning.md#which-law",
-        )
-
-
 _SCORE_KEYS = ("held_out", "public", "value", "noise")
 
 
-def _parse_score(score: Any) -> tuple[Records, Value | None, dict[str, Any]]:
-    """Return the records that trials are scored on, the value of each, and the section `score`."""
+def _parse_score(
+    score: Any, privacy: PrivacyRecipe
+) -> tuple[Records, Value | None, dict[str, Any]]:
+    """Return the records that trials are scored on, the value of each, and the section `score`.
+
+    Private records are by unit where a group is the unit.
+    """
     if not isinstance(score, Mapping):
         raise UserError(
             'tune: score: must be {"held_out": private records} or {"public": records}, with '
@@ -980,6 +967,9 @@ def _parse_score(score: Any) -> tuple[Records, Value | None, dict[str, Any]]:
     name = value_name(value, "tune: score.value")
     records = as_records(score[given[0]])
     public = given == ["public"]
+    if privacy.max_records_per_group is not None and not public:
+        groups = Groups.from_values(_units_of(records), privacy.max_records_per_group)
+        records = GroupedRecords(records, groups)
     told = FunctionScore(value=name, records=len(records), public=public)
     terms = {"function": told.model_dump(), "noise": score.get("noise")}
     return records, value, terms
@@ -994,11 +984,6 @@ def _parse_privacy(privacy: Any) -> PrivacyRecipe:
             "tune: privacy: must be a dpdist.Privacy of training and search together, or a dict of "
             f"its fields, got {type(privacy).__name__}"
         )
-    for key, usual in {"unit": "record", "budget": None}.items():
-        if (found := getattr(privacy, key)) != usual:
-            raise UserError(
-                f"tune: privacy.{key}: must be {usual} in a search over a function, got {found}"
-            )
     return privacy
 
 
@@ -1011,12 +996,8 @@ def _send(function: TrainFunction) -> bytes:
             "train: must be a function that another process can be given, with its data and score: "
             f"{error_text(error)}"
         ) from error
-    return pickle.dumps(
-        {
-            "function": blob, "path": [each for each in sys.path if each], "here": os.getcwd(),
-            "packages": package_fingerprints(PACKAGES),
-        }
-    )  # fmt: skip
+    path = [each for each in sys.path if each]
+    return pickle.dumps({"function": blob, "path": path, "here": os.getcwd()})
 
 
 def _plain(section: Any) -> Any:
@@ -1105,7 +1086,6 @@ def tune(
     train: Callable[[TrialConfig], Any] | Recipe | str | Path | Mapping[str, Any],
     space: Mapping[str, Any] | None = None,
     *,
-    private: bool = True,
     data: Any = None,
     law: Any = None,
     score: Any = None,
@@ -1115,8 +1095,7 @@ def tune(
     concurrent: int | None = None,
     resources: ResourcesRecipe | Mapping[str, Any] | None = None,
     executor: ExecutorName | None = None,
-    **sweep: Any,
-) -> SearchResult | Any:
+) -> SearchResult:
     """Search privately for the best values of a recipe, or of a function that builds a training.
 
     Guarantee: the winner is (epsilon, delta)-differentially private as `SearchResult.guarantee`
@@ -1135,8 +1114,6 @@ def tune(
         train: a function of a config, or a recipe: its path, name, keys as a dict, or a `Recipe`.
         space: by name the values: {"log_uniform": [low, high]}, uniform, integer, or
             {"choice": [...]}. In a recipe, dotted keys; None for the recipe's own section.
-        private: whether the search is private. False: an ordinary sweep by Ray Tune, of a recipe,
-            or of a function that reads no private records; nothing is promised of it.
         data: of a function, the private records to train on: `(X, y)`, or anything that
             `dpdist.as_records` takes.
         law: of the number of trials, such as {"name": "poisson", "mean": 5}, a secret one, or
@@ -1149,14 +1126,13 @@ def tune(
         folder: of the winner's run, made where it is not there.
         searcher: "random", or with law fixed "optuna".
         concurrent: trials at the same time; None for as many as fit.
-        resources: of a function's trials: `cpus_per_worker`, `gpus_per_worker`, and `max_failures`,
-            how often a trial is repeated whose process was lost.
+        resources: of a function's trials: `workers` that train a trial together, on Ray,
+            `cpus_per_worker`, `gpus_per_worker`, and `max_failures`, how often a trial is repeated
+            whose workers were lost, before it has failed.
         executor: "local" for one trial after the other on this machine, "ray" for a session of Ray.
-        sweep: further options of an ordinary sweep.
 
     Returns:
         A `SearchResult`: the winner's run, the guarantee, and the trials where they may be shown.
-        With `private=False`, Ray Tune's `ResultGrid`.
 
     Raises:
         UserError: one line that names what cannot be searched; nothing was released.
@@ -1184,29 +1160,30 @@ def tune(
         >>> len(search.trials), search.guarantee.kind
         (2, 'proved')
     """
-    if not private:
-        own = {"data": data, "law": law, "score": score, "privacy": privacy, "executor": executor}
-        given = {"searcher": searcher, "concurrent": concurrent, "resources": resources, **sweep}
-        return _sweep(train, space, folder, own, given)
-    if sweep:
-        raise UserError(
-            f"tune: {min(sweep)}: must be left out, it is an option of ordinary sweeps "
-            "(private=False), which promise nothing; the number of trials follows law="
-        )
     run = RunFolder(Path(folder).resolve())
     if isinstance(train, Recipe | str | Path | Mapping):
         _refuse_for_recipes({"data": data, "resources": resources})
         return SearchResult(
-            _search_recipe_values(train, space, law, score, privacy, run,
-                                  {"searcher": searcher, "concurrent": concurrent}, executor)
-        )  # fmt: skip
+            _search_recipe_values(
+                train,
+                space,
+                law,
+                score,
+                privacy,
+                run,
+                {"searcher": searcher, "concurrent": concurrent},
+                executor,
+            )
+        )
     if not callable(train):
         raise UserError(
             f"tune: train: must be a function of a config, or a recipe, got {type(train).__name__}"
         )
     options = {
-        "searcher": searcher or "random", "concurrent": concurrent, "resources": resources,
-    }  # fmt: skip
+        "searcher": searcher or "random",
+        "concurrent": concurrent,
+        "resources": resources,
+    }
     search = _check_function_search(train, space, data, law, score, privacy, run, options)
     _run_function_search(search, executor)
     return SearchResult(run)
@@ -1215,6 +1192,10 @@ def tune(
 def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) -> None:
     """Begin a search, or go on with it, to its end; the folder then holds the winner's run."""
     run = search.run_folder
+    if executor == "local":
+        require_one_process(search.recipe.resources.max_workers)
+    if not run.recipe_file.exists():
+        search.check_budget("tune")
     search.begin()
     if search.recipe.privacy.run_key is not None:
         warnings.warn(
@@ -1228,19 +1209,6 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
     chosen = run.read_recipe()
     if chosen.data.root is not None:
         evaluate_stage(chosen, run)
-
-
-def _sweep(
-    train: Any, space: Any, folder: str | Path, own: Mapping[str, Any], given: Mapping[str, Any]
-) -> Any:
-    """Sweep a recipe or a function without privacy. own: what belongs to private searches alone."""
-    for name, value in own.items():
-        if value is not None:
-            raise UserError(
-                f"tune: {name}: must be left out with private=False, which pays for none"
-            )
-    options = {name: value for name, value in given.items() if value is not None}
-    return sweep_ordinarily(train, space, folder=folder, **options)
 
 
 def _refuse_for_recipes(given: Mapping[str, Any]) -> None:
@@ -1267,3 +1235,116 @@ def _search_recipe_values(
     context = str(recipe) if isinstance(recipe, str | Path) else "recipe"
     resolved = resolve_recipe(recipe, changes=changes, name=folder.name)
     return tune_recipe(resolved, runs=folder.path.parent, context=context, executor=executor)
+
+
+# --- on public records, by Ray Tune -----------------------------------------------------------
+
+
+def trainable(
+    train: Callable[[TrialConfig], Any] | Recipe | str | Path | Mapping[str, Any],
+    *,
+    folder: str | Path,
+    data: Any = None,
+    score: Any = None,
+    privacy: PrivacyRecipe | Mapping[str, Any] | None = None,
+) -> Callable[[dict[str, Any]], None]:
+    """Wrap what `tune` searches for Ray Tune's own Tuner, on public records: NOT PRIVATE.
+
+    Guarantee: none, as the reported metric `privacy` and the trials' names state: nobody composes
+    what the trainings release. Use public records only.
+
+    Any searcher, scheduler and logger of Ray Tune may follow. A trial reports `score`, `steps` and
+    `privacy`: a function ten times, with a checkpoint of model, optimizer and `state`, so that
+    trials may be paused, cloned and changed (ASHA, PBT); a recipe at each rung of `tune.asha`.
+
+    Args:
+        train: the same function of a config, or recipe, as for `tune`.
+        folder: gets run folders, by Ray's id of the trial.
+        data: of a function, the public records to train on.
+        score: of a function, {"public": records, "value": as in `tune`}.
+        privacy: of a function, what `config.privacy` is; default: training without noise and clip.
+
+    Returns:
+        A function trainable, for `ray.tune.Tuner`.
+
+    Raises:
+        UserError: the recipe trains with privacy, or an argument is missing.
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> from ray import tune
+        >>> inputs, labels = torch.randn(60, 4), torch.randint(2, (60,))
+        >>> def train(config):
+        ...     model = torch.nn.Linear(4, 2)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+        ...     return dpdist.PrivateTraining(
+        ...         model, optimizer, config.data, loss="cross-entropy",
+        ...         privacy=config.privacy, batch_size=20, steps=10, folder=config.folder,
+        ...     )
+        >>> wrapped = dpdist.trainable(
+        ...     train, folder=tempfile.mkdtemp() + "/sweep", data=(inputs[:40], labels[:40]),
+        ...     score={"public": (inputs[40:], labels[40:])},
+        ... )
+        >>> config = tune.TuneConfig(metric="score", mode="max", num_samples=20)
+        >>> tuner = tune.Tuner(wrapped, param_space={"lr": tune.uniform(0, 1)}, tune_config=config)
+        >>> wrapped.__name__  # tuner.fit() returns Ray Tune's ResultGrid
+        'NOT_PRIVATE_train'
+    """
+    place = Path(folder).resolve()
+    if isinstance(train, Recipe | str | Path | Mapping):
+        _refuse_for_recipes({"data": data, "score": score, "privacy": privacy})
+        context = str(train) if isinstance(train, str | Path) else "recipe"
+        return recipe_trainable(resolve_recipe(train), place, context)
+    if data is None or score is None:
+        raise UserError("trainable: data and score: are required with a function")
+    asked = _parse_privacy(privacy or {"noise_multiplier": 0, "clipping": "none"})
+    scored, value, _ = _parse_score(score, asked)
+    function = TrainFunction(train, as_records(data), scored, value, True, asked.epsilon is None)
+
+    def run(config: dict[str, Any]) -> None:
+        from ray import tune as ray_tune
+
+        own = place / str(ray_tune.get_context().get_trial_id())
+        own.mkdir(parents=True, exist_ok=True)
+        start = Path(tempfile.mkdtemp(prefix="run-", dir=own))  # of a clone, another training
+        training = function.build(config, asked, start)
+        done, total = _take_over(training, ray_tune.get_checkpoint()), training.plan.steps
+        for step in range(done + 1, total + 1):
+            _step(training, last=step == total)
+            if step % max(1, total // _REPORTS) == 0 or step == total:
+                model = training.model
+                mode = model.training
+                value = function.values_on(training).public_mean(model.eval())
+                model.train(mode)
+                with tempfile.TemporaryDirectory() as kept:
+                    torch.save({"steps": step, **_state_of(training)}, Path(kept) / _STATE)
+                    ray_tune.report(
+                        {"score": value, "steps": step, "privacy": NOT_PRIVATE},
+                        checkpoint=ray_tune.Checkpoint.from_directory(kept),
+                    )
+
+    run.__name__ = f"NOT_PRIVATE_{getattr(train, '__name__', 'train')}"
+    return run
+
+
+_REPORTS, _STATE = 10, "state.pt"
+
+
+def _state_of(training: PrivateTraining) -> dict[str, Any]:
+    kept = [each.state_dict() for each in training.state]
+    optimizer = training.optimizer.state_dict()["state"]  # its rates are those of the config
+    return {"model": training.model.state_dict(), "optimizer": optimizer, "state": kept}
+
+
+def _take_over(training: PrivateTraining, checkpoint: Any) -> int:
+    """Give a training what a trial had learned, and return how many steps that took."""
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as kept:
+        found = torch.load(Path(kept) / _STATE, weights_only=True)
+    training.model.load_state_dict(found["model"])
+    settings = training.optimizer.state_dict()
+    training.optimizer.load_state_dict({**settings, "state": found["optimizer"]})
+    for each, state in zip(training.state, found["state"], strict=True):
+        each.load_state_dict(state)
+    return int(found["steps"])

@@ -4,7 +4,7 @@
     python papers/run_small.py --quick      # one cell on the built-in digits
 
 A cell is one training of a row with one key, certified and attacked by the commands that a user
-has: `dpdist pretrain`, `dpdist run`, `dpdist attack`. Cells are made in the order of the papers,
+has: `dpdist run`, `dpdist attack`. Cells are made in the order of the papers,
 the first key of all before the second; none is begun after --hours. Each is a line of --results,
 written when the cell is done: what is there is not made again. A line holds the shares of right
 answers, and of each test image whether it was right (hexadecimal bits), to compare rows image by
@@ -33,12 +33,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from _common import choose_parts, describe_run, parse_arguments, read_parts, require_data
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from _common import (
+    append_line,
+    choose_parts,
+    describe_run,
+    parse_arguments,
+    read_parts,
+    require_data,
+)
 
 from dpdist.attacks.table import read_attack
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.data.parquet import split_files
+from dpdist.data.tables import split_files
 from dpdist.evaluation import load_model
 from dpdist.papers.stobatch.dpal import ACCURACY_FILE
 from dpdist.privacy.guarantee import format_epsilon
@@ -255,16 +264,17 @@ def make(options: argparse.Namespace, part: str, cell: Cell, key: int) -> dict[s
     path, run = recipes / f"{name}.yaml", RunFolder(runs / name)
     path.write_text(recipe.to_yaml())
     if recipe.public is not None and not (public_folder(options) / "provenance.json").exists():
-        command(options, "pretrain", str(path))
+        command(options, "run", str(path), "--until", "pretrain")
     if not run.report_file.exists():
         command(options, "run", str(path), "--runs", str(runs), "--local")
     if cell.sizes and not list(run.path.glob("attacks/*/attacks.parquet")):
         every = recipe.certify.every if recipe.certify is not None else 1
         noisy = find_noise_location(load_model(recipe, run)).is_random
         command(
-            options, "attack", name, "--runs", str(runs), "--norm", cell.norm, "--attacks", "pgd",
-            "--sizes", ",".join(f"{size:g}" for size in cell.sizes), "--every", str(every),
-            *(("--draws", "4", "--n", "100") if noisy else ()), "--local",
+            options, "attack", name, "--runs", str(runs), "--local",
+            "--set", f"norm={cell.norm}", "--set", "attacks=[pgd]", "--set", f"every={every}",
+            "--set", f"sizes={list(cell.sizes)}",
+            *(("--set", "draws=4", "--set", "n=100") if noisy else ()),
         )  # fmt: skip
     return measured(run) | {"seconds": round(processor_time() - began)}
 
@@ -389,8 +399,7 @@ def run_part(options: argparse.Namespace, name: str, part: Any) -> None:
         "command": "python papers/run_small.py --data-root DATA",
     }  # fmt: skip
     line = about | make(options, name, cell, key)
-    with options.results.open("a") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    append_line(options.results, line)
     told = ", ".join(f"{column} {value:.1f}" for column, value in line["test"].items())
     print(f"  {told}; {line['seconds']} s", flush=True)
 

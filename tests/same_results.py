@@ -120,6 +120,7 @@ _NOISY = {
     "*/report/*": "shows it",
     "*verdict.sentence": "quotes it",
 }
+_PROBED = {"*/attacks/*classifier.form": "chosen by a probe, in the time that it has"}
 _PATHS = {"*identity.recipe": "holds the path of the public model", "*identity.begun with": "too"}
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\d|\.\d| s\b)")
 # Of a page: a date, and the version of the code, which its text names.
@@ -160,40 +161,46 @@ class Case:
 
     def commands(self, name: str) -> tuple[Step, ...]:
         public = {"initial", "classifier"} & set(self.recipe.get("model", ()))
-        before = (step(f"pretrain {name}.yaml"),) if public else ()
+        before = (step(f"run {name}.yaml --until pretrain"),) if public else ()
         return (*before, *(self.first or (step(f"run {name}.yaml"),)), *self.steps, *_ends(name))
 
 
 def _ends(name: str) -> tuple[Step, ...]:
     """What is said of every run: the page, and all facts that reports are made of."""
-    return step(f"report {name}", "report"), step(f"compare {name} --json", "facts")
+    return step(f"report {name}", "report"), step(f"report {name} --json", "facts")
 
 
-_ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
+_FOLDER = "sigma-0.25-fixed-n-300"
+_FEW = "--set certify.every=2 --set certify.max_inputs=3"
+_QUIET = "--set certify.sigma=0.001 --set certify.n=200"
+_ATTACK = "--set max_inputs=6 --set steps=2 --set seed=5a5a"
 CASES: dict[str, Case] = {
     "fixed": Case(
         "DP-SGD; Cohen's certificate, its parts and re-bound table, at attacked copies, PREDICT",
         {"certify": _VOTES},
         (
             step("certify fixed --json", "certified"),
-            step("certify fixed --rebound alpha=0.01 --json", "rebound"),
-            step("certify fixed --start 1 --every 2 --max-inputs 3"),
-            step("certify fixed --start 2 --every 2 --max-inputs 3"),
-
-            step("certify fixed --at attacked:pgd,0.05 --max-inputs 4 --json", "attacked"),
+            step(f"certify runs/fixed/certificates/{_FOLDER} --set certify.alpha=0.01 --json",
+                 "rebound"),
+            step(f"certify fixed --set certify.start=1 {_FEW}"),
+            step(f"certify fixed --set certify.start=2 {_FEW}"),
+            step("certify fixed --set attacked.attack=pgd --set attacked.size=0.05 "
+                 "--set certify.max_inputs=4 --json", "attacked"),
             # With so little noise all draws agree: the radius then follows from n alone.
-            step("predict fixed image.npy --sigma 0.001 --n 200 --json", "predicted"),
-            step("predict fixed image.npy --sigma 0.001 --n 200 --json --label-only", "label"),
+            step(f"predict fixed image.npy {_QUIET} --json", "predicted"),
+            step(f"predict fixed image.npy {_QUIET} --json --label-only", "label"),
         ),
     ),
     "attacks": Case(
         "attacks in both norms, of the network and the smoothed one; certificates under attack",
         {"certify": _VOTES},
         (
-            step(f"attack attacks --sizes 0.05,0.1 {_ATTACK}"),
-            step(f"attack attacks --norm l2 --smoothed --sizes 0.25 --n 100 {_ATTACK}"),
+            step(f"attack attacks --set sizes=[0.05,0.1] {_ATTACK}"),
+            step("attack attacks --set norm=l2 --smoothed --set sizes=[0.25] --set n=100 "
+                 f"{_ATTACK}"),
             step(f"attack attacks --check-certificates {_ATTACK}"),
         ),
+        left_out=_PROBED,
     ),
     "released": Case(
         "a signed release with certificates, what verify says, a certification of the release",
@@ -202,8 +209,8 @@ CASES: dict[str, Case] = {
             step("audit released --set releases=500", "audit"),
             step("release released --licence MIT --not-private --sign key.pem --json", "card"),
             step("verify runs/released/release --signer public.pem --redraw 3", "verified"),
-            step("certify runs/released/release --max-inputs 3 --json", "certified"),
-            step("predict runs/released/release image.npy --sigma 0.001 --n 200 --json", "said"),
+            step("certify runs/released/release --set certify.max_inputs=3 --json", "certified"),
+            step(f"predict runs/released/release image.npy {_QUIET} --json", "said"),
         ),
     ),
     "two-class": Case(
@@ -250,8 +257,8 @@ CASES: dict[str, Case] = {
             "privacy": _OPEN,
             "certify": {**_SCORES, "norm": "linf"},
         },
-        (step(f"attack scores-hoeffding --sizes 0.05 --n 100 {_ATTACK}"),),
-        left_out=_NOISY,
+        (step(f"attack scores-hoeffding --set sizes=[0.05] --set n=100 {_ATTACK}"),),
+        left_out=_NOISY | _PROBED,
     ),
     "scores-counts": Case(
         "HGM-PixelDP with redistributed noise; expected scores by counts",
@@ -406,10 +413,11 @@ CASES: dict[str, Case] = {
         "certificates against poisoned records: by keys, by partitions",
         {"model": "linear", "training": {"steps": 3}},
         (
-            step(f"poison poison.yaml --models 8 --select 2 --alpha 0.1 --seed {_SEED} "
-                 "--max-inputs 12 --sigma 0.1 --radii 0.05 --csv keys.csv"),
-            step(f"poison poison.yaml --models 6 --partitions --seed {_SEED} --max-inputs 12 "
-                 "--csv partitions.csv"),
+            step("audit poison.yaml --kind poison --set models=8 --set select=2 --set alpha=0.1 "
+                 f"--set seed={_SEED} --set max_inputs=12 --set sigma=0.1 --set radii=[0.05] "
+                 "--csv keys.csv"),
+            step("audit poison.yaml --kind poison --set models=6 --set partitions=true "
+                 f"--set seed={_SEED} --set max_inputs=12 --csv partitions.csv"),
         ),
     ),
     "audit": Case(
@@ -434,13 +442,13 @@ CASES: dict[str, Case] = {
         first=tuple(
             step(f"{words} --json", f"{number:02d}")
             for number, words in enumerate((
-                "account epsilon --records 60000 --batch-size 256 --noise-multiplier 1.1 "
+                "account --records 60000 --batch-size 256 --noise-multiplier 1.1 "
                 "--steps 3516 --delta 1e-5",
-                "account noise --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
+                "account --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
                 "--delta 1e-5",
                 "tune accounting.yaml --plan --records 400 --trials 2,5",
                 "run accounting.yaml --dry-run",
-                "radius --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
+                "account --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
             ))
         ),
         special="no run",
@@ -610,9 +618,10 @@ def run_case(folder: Path, name: str, old: Path | None = None) -> None:
 
 
 def _pin(old: Path, new: Path) -> None:
-    """Let an attack, or the certification of a release, execute what the recorded one did: its seed
-    or its form of the classifier cannot be asked for."""
-    found = [*old.glob("runs/*/attacks/*/settings.json"), *old.glob("certificates/*/*/*.json")]
+    """Let the certification of a release execute what the recorded one did: its seed or its form of
+    the classifier cannot be asked for. Attacks are given their seed; their check batch, whose
+    digest is pinned with the form, is that of certifications since they count by its worker."""
+    found = [*old.glob("certificates/*/*/*.json")]
     for settings in found:
         place = new / settings.parent.relative_to(old)
         begun = "runs" not in settings.relative_to(old).parts or place.parent.parent.exists()

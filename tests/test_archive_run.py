@@ -85,7 +85,14 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
             return False
         return any(name.startswith("private/checkpoints/") for name in manifest["files"])
 
-    train = ["run", recipe(tmp_path), "--archive", address, "--archive-private"]
+    train = [
+        "run",
+        recipe(tmp_path),
+        "--set",
+        f"resources.archive={address}",
+        "--set",
+        "resources.archive_private=true",
+    ]
     process = start(*train, cwd=tmp_path, **slow_fsync_environment(tmp_path))
     wait_for(lambda: steps_done(run) >= 20 and kept(), process=process)
     said = kill(process)
@@ -99,7 +106,7 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
     assert "holds the archive of a run already" in dpdist(*train, code=2)
     assert not run.exists()
     assert "has not finished training" in dpdist("report", address, code=2)
-    said = dpdist("cluster", "restore", address)
+    said = dpdist("cluster", "fetch", "--restore", address)
     assert "restored" in said and "charged" in said
     before = Ledger.read(run / "private" / "ledger.jsonl").release_counts
     assert all(before[step] >= count for step, count in released.items())
@@ -112,7 +119,7 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
     said = dpdist("report", address, "--runs", elsewhere)
     assert "epsilon" in said and (elsewhere / "small" / "report" / "index.html").exists()
     certify = ["certify", address, "--runs", elsewhere, "--sigma", 0.25, "--n", 200]
-    assert "certified at L2" in dpdist(*certify, "--max-inputs", 4)
+    assert "certified at L2" in dpdist(*certify, "--set", "certify.max_inputs=4")
     fetched = dpdist("cluster", "fetch", address, "--into", tmp_path / "fetched")
     assert "fetched" in fetched
     here = tmp_path / "fetched" / "small"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.benchmarks import BENCHMARKS, CHECKOUT, PAPERS, SCRIPTS, load
+from support.benchmarks import BENCHMARKS, CHECKOUT, PAPERS, SCRIPTS
 
 
 def files() -> dict[Path, int]:
@@ -65,38 +64,3 @@ def test_the_script_runs(name, before, runs):
     assert done.returncode == 0, done.stderr[-3000:]
     assert [path for path in home.rglob("*") if path.is_file()] == [], "files outside scratch()"
     assert files() == before, "files of the checkout"
-
-
-def test_quick_stands_for_defaults_and_writes_into_a_temporary_folder(monkeypatch):
-    common = load("benchmarks/_common", monkeypatch)
-    home = os.environ["HOME"]
-
-    def parsed(*words: str) -> argparse.Namespace:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--rounds", type=int, default=9)
-        parser.add_argument("--results", type=Path, default=Path("kept.jsonl"))
-        return common.parse_arguments(parser, {"rounds": 1}, ["results"], list(words))
-
-    plain = parsed()
-    assert (plain.rounds, plain.results, plain.quick) == (9, Path("kept.jsonl"), False)
-    assert os.environ["HOME"] == home
-    tiny = parsed("--quick")
-    assert (tiny.rounds, tiny.results) == (1, common.scratch_folder() / "results")
-    assert Path(os.environ["HOME"]).parent == Path(os.environ["DPDIST_CACHE"]).parent
-    assert (
-        Path(os.environ["HOME"]).parent == common.scratch_folder()
-        and common.scratch_folder().is_dir()
-    )
-    assert parsed("--quick", "--rounds", "3").rounds == 3  # what is asked for wins
-
-
-def test_missing_data_end_a_script_well_unless_a_folder_was_named(tmp_path, monkeypatch, capsys):
-    common = load("benchmarks/_common")
-    monkeypatch.setenv("DPDIST_DATA_ROOT", str(tmp_path))
-    for given, code in ((None, 0), (tmp_path, 2)):
-        with pytest.raises(SystemExit) as stopped:
-            common.require_data(given, "mnist")
-        assert stopped.value.code == code
-        assert f"not run: needs mnist as Parquet under {tmp_path}" in capsys.readouterr().out
-    (tmp_path / "mnist").mkdir()
-    assert common.require_data(None, "mnist") == tmp_path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -179,41 +178,6 @@ def test_a_model_that_looks_at_its_batch_is_refused() -> None:
         dpdist.certify(lambda x: x[:, :3] - x[:, :3].mean(0), points(), SETTINGS, executor="local")
 
 
-@pytest.mark.parametrize(
-    ("what", "inputs", "said"),
-    [
-        (3, points(), "what: must be a torch module"),
-        ("nowhere", points(), "no such run"),
-        (network(), None, "data: must be given"),
-        (network(), (points()[0], points()[1] + 7), "labels must be 0 to 2"),
-        (network(), (points()[0], points()[0][:, 0]), "whole numbers"),
-        (network(), points()[0], "a label for each input"),
-        (network(), (np.zeros((3, 9), np.float32), np.zeros(3, int)), r"of shape \(2, 9\)"),
-        (lambda x: x.sum(), points(), r"logits \(2, classes\)"),
-    ],
-)
-def test_what_does_not_fit_is_refused(what: object, inputs: object, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        dpdist.certify(what, inputs, SETTINGS, executor="local")
-
-
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/c: must be a folder that can be written, got Not a"):
-        dpdist.certify(
-            network(), points(), SETTINGS, folder=tmp_path / "file" / "c", executor="local"
-        )
-
-    def refuse(path: Path, *arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UserError, match="must be a folder that can be written, got Read-only"):
-        dpdist.certify(network(), points(), SETTINGS, folder=tmp_path / "c", executor="local")
-
-
 # ---- TorchScript, which has no gradients to switch off and no pickle
 
 
@@ -259,15 +223,6 @@ def test_first_calls_of_what_may_be_a_script_come_before_all_counted_ones() -> N
 
     ExecutedClassifier(Answers(answer), "eager", [(2, 4), (3, 4)])
     assert called == [2, 2, 2, 3, 3, 3]
-
-
-def test_settings_and_resources_are_checked() -> None:
-    with pytest.raises(UserError, match="settings: must be a certificate"):
-        dpdist.certify(network(), points(), {"sigma": 0.25}, executor="local")
-    with pytest.raises(UserError, match=r"resources\.certify_actors: must be"):
-        dpdist.certify(
-            network(), points(), SETTINGS, resources={"certify_actors": 0}, executor="local"
-        )
 
 
 # ---- units: what is certified is what was trained
@@ -352,27 +307,6 @@ def test_normalised_images_are_doubted_with_the_cure_and_units_are_printed() -> 
         warnings.simplefilter("error", UserWarning)
         fine = dpdist.certify(module, (x, y), FEW, normalize=CONSTANTS, executor="local")
     assert "100.00 % of 40 inputs" in str(fine) and "inputs lie in" in str(fine)
-
-
-@pytest.mark.parametrize(
-    ("normalize", "said"),
-    [((0.5,), "normalize: must be"), ((0.5, 0.0), "normalize: must be"), ("ab", "normalize"),
-     (((0.1, 0.2, 0.3), 0.5), "give 1 or 2 values"), ((0.5, float("nan")), "normalize")],
-)  # fmt: skip
-def test_constants_of_no_normalisation_are_refused(normalize: object, said: str) -> None:
-    module, x, y = images()
-    with pytest.raises(UserError, match=said):
-        dpdist.certify(module, (x, y), FEW, normalize=normalize, executor="local")
-
-
-def test_what_a_run_or_a_callable_has_already_is_refused(tmp_path: Path) -> None:
-    module, x, y = images()
-    spec = models.ModelSpec("linear", (2, 3, 3), 3)
-    models.save(module, spec, tmp_path / "model")
-    with pytest.raises(UserError, match="normalize: must be left out"):
-        dpdist.certify(tmp_path / "model", (x, y), FEW, normalize=CONSTANTS, executor="local")
-    with pytest.raises(UserError, match="weights: must be left out"):
-        dpdist.certify(lambda each: module(each), (x, y), FEW, weights="a.pt", executor="local")
 
 
 def test_a_model_that_says_one_class_is_named_first(here: None) -> None:

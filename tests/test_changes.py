@@ -63,16 +63,11 @@ def test_what_the_command_line_says_elsewhere_holds(path):
     [
         (["training.batch_size=0"], "small.yaml: training.batch_size: must be >= 1, got 0"),
         (["training.batchsize=5"], "small.yaml: training.batchsize: unknown key"),
-        (["training.batch_size.more=5"], "small.yaml: training.batch_size: input should be"),
-        (["nothing.at.all=5"], "small.yaml: nothing: unknown key"),
         (["training.batch_size"], "--set: give KEY=VALUE, such as training.batch_size=512, got"),
-        (["=5"], "--set: give KEY=VALUE"),
-        (["training..steps=5"], "--set: give KEY=VALUE"),
         (["name=a", "name=b"], "--set name: is given twice"),
         (["data.labels=[1, 2"], "--set data.labels: cannot be read as YAML"),
         (["data.labels=!!python/object:x 1"], "--set data.labels: line 1: a tag"),
         (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon' is given twice"),
-        (["privacy.epsilon=3"], "give exactly one of epsilon and noise_multiplier"),
     ],
 )
 def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
@@ -83,8 +78,10 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "train", "tune", "pretrain", "membership", "poison", "audit", "data check",
-     "recipes show", "cluster submit"],
+    ["run", "run --until train", "run --until pretrain", "tune", "audit",
+     "audit --kind membership", "audit --kind poison",
+     "data check",
+     "recipes", "cluster submit"],
 )  # fmt: skip
 def test_every_command_that_takes_a_recipe_takes_it(path, command):
     asked = [*command.split(), str(path), "--set", "training.batch_size=0"]

@@ -13,8 +13,7 @@ from support.local_execution import command, run_without_ray
 import dpdist.config
 import dpdist.methods
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Section, collect_conditions, iter_unused_options
-from dpdist.methods.base import Method
+from dpdist.core.fields import Section, iter_unused_options
 from dpdist.methods.registry import installed_methods
 from dpdist.runs.recipe import (
     built_in_recipes,
@@ -38,11 +37,6 @@ TUNE = {
 
 def hidden(**more: Any) -> dict[str, Any]:
     return {"method": {"name": "secure-sgd", "redistribution": None, **more}}
-
-
-def shares(source: str, **more: Any) -> dict[str, Any]:
-    faithful = {"paper_faithful": True} if source == "private" else {}
-    return hidden(redistribution={"source": source, **more}, **faithful)
 
 
 def loop(**more: Any) -> dict[str, Any]:
@@ -112,72 +106,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             "mechanism": "analytic",
         }.items()
     },
-    "method.draws": (hidden(paper_faithful=True, draws=3), hidden(draws=3)),
-    **{
-        f"method.redistribution.{key}": (
-            shares("paid", **{key: value}), shares("public", **{key: value}))
-        for key, value in {
-            "data": "strokes", "root": "/a", "classes": 5, "steps": 9, "max_records": 9
-        }.items()
-    },
-    **{
-        f"method.redistribution.{key}": (
-            shares("private", **{key: value}), shares("paid", **{key: value}))
-        for key, value in {"noise_multiplier": 9.0, "clip_norm": 2.0, "sample_rate": 0.5}.items()
-    },
-    **{
-        f"method.{key} of dpal": (
-            {"method": {"name": "dpal", "xi": 0.0, key: value}},
-            {"method": {"name": "dpal", key: value}},
-        )
-        for key, value in {"attacks": ["pgd"], "steps": 3, "size": 0.1}.items()
-    },
-    **{
-        f"method.{key} of functional": (
-            {"method": {"name": "functional", "rounds": 0, key: value}},
-            {"method": {"name": "functional", key: value}},
-        )
-        for key, value in {"residual": 0.2, "step": 2.0, "refine": 0.1}.items()
-    },
-    **{
-        f"method.{key} of functional, too": (
-            {"method": {"name": "functional", key: value}},
-            {"method": {"name": "functional", "sigma": 0.1, key: value}},
-        )
-        for key, value in {"noise": "own", "draws": 3}.items()
-    },
-    **{
-        f"training.{key}": ({"method": "functional", **loop(**asked)}, loop(**asked))
-        for key, asked in {
-            "optimizer": {"optimizer": "adam"}, "schedule": {"schedule": "cosine"},
-            "milestones": {"schedule": "step", "milestones": [0.5]},
-            "momentum": {"momentum": 0.5}, "weight_decay": {"weight_decay": 0.1},
-        }.items()
-    },
-    **{
-        f"method.{key} of stobatch": (
-            {"method": {"name": "stobatch", nothing: 0.0, key: value}},
-            {"method": {"name": "stobatch", key: value}},
-        )
-        for nothing, key, value in (
-            ("xi", "attacks", ["pgd"]), ("xi", "steps", 3), ("xi", "norm", "l2"),
-            ("xi", "size", [0.0, 0.1]), ("sigma", "eot", 3), ("sigma", "split", 0.5),
-        )
-    },
-    "method.sensitivity of stobatch": (
-        {"method": {"name": "stobatch", "sensitivity": 2.0}},
-        {"method": {"name": "stobatch", "sensitivity": 2.0, "split": 0.5}},
-    ),
-    **{
-        f"method.{key} of transdenoiser": (
-            {"model": FROZEN, "method": {"name": "transdenoiser", key: value}},
-            {"model": FROZEN, "privacy": {"noise_multiplier": 0.0, "delta": 1e-4},
-             "method": {"name": "transdenoiser", "variant": "full", key: value}},
-        )
-        for key, value in {
-            "xi_low": 0.5, "xi_up": 3.0, "credit_steps": False, "thin": True, "iterations": 9
-        }.items()
-    },
 }  # fmt: skip
 
 
@@ -217,18 +145,6 @@ def sections() -> list[type[Section]]:
     return [each for each in found if each.__module__.startswith("dpdist.")]
 
 
-def test_every_condition_has_a_case():
-    """And names options that there are."""
-    keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
-    stated = [condition for kind in sections() for condition in collect_conditions(kind)]
-    stated += [need for method in installed_methods() for need in method.recipe_conditions]
-    assert len(stated) > 20
-    for condition in stated:
-        assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.description
-        assert not condition.description.startswith("only applies")
-    assert "conditions" not in Method.model_fields
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "path", [*built_in_recipes(), *paper_recipes()], ids=lambda path: path.stem
@@ -254,9 +170,9 @@ RAW = {
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("train", "r.yaml"),
-        ("poison", "r.yaml", "--models", 2, "--select", 1),
-        ("membership", "r.yaml", "--models", 4), ("audit", "r.yaml"),
+        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("run", "--until", "train", "r.yaml"),
+        ("audit", "r.yaml", "--kind", "poison", "--set", "models=2", "--set", "select=1"),
+        ("audit", "r.yaml", "--kind", "membership", "--set", "models=4"), ("audit", "r.yaml"),
     ],
 )  # fmt: skip
 def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):
@@ -266,18 +182,6 @@ def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatc
     assert done.code == 2, done.out + done.err
     assert "r.yaml: training.factor: only applies with schedule: step, got 0.5" in done.err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.whole
-def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
-    """Of an earlier version, which read it and used it for nothing."""
-    from dpdist.runs.folder import RunFolder
-
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    RunFolder(tmp_path / "runs" / "small").create_or_open(parse_recipe(RAW, "r.yaml"))
-    run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, "train", "r.yaml")
-    assert done.code == 0, done.out + done.err
 
 
 def test_the_names_of_built_in_data_are_right():

@@ -14,14 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from support import foreign
+from support.benchmarks import load as load_benchmark
 from support.datasets import png, write_images
-from support.local_execution import call
 from support.training import train
-from torch import Tensor, nn
 
 import dpdist
 from dpdist import data, models
-from dpdist.conversion import convert_patients, make_features
 from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel
 from dpdist.methods.base import PublicRecords
@@ -36,6 +34,10 @@ from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
 
+FEATURES = load_benchmark("papers/dplis/features")
+make_features = FEATURES.make_features
+PATIENTS = load_benchmark("papers/residual/patients")
+convert_patients = PATIENTS.convert_patients
 FACTORY = "support.foreign:net"
 
 
@@ -102,17 +104,6 @@ def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> Non
     assert not provenance._was_compared(folder.model_folder, others, "x")  # not by content
 
 
-def test_other_features_than_those_are_refused(made: Path, tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(made, copy)
-    table = pq.read_table(copy / "train.parquet")
-    pq.write_table(table.slice(1), copy / "train.parquet")
-    with pytest.raises(UserError, match=r"is not a file that features.json speaks of"):
-        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
-
-
 def test_features_say_so_themselves_without_the_file_beside_them(
     made: Path, tmp_path: Path
 ) -> None:
@@ -149,40 +140,6 @@ def test_features_say_so_themselves_without_the_file_beside_them(
         pq.read_table(made / "test.parquet").replace_schema_metadata(None), copy / "t.parquet"
     )
     assert not dpdist.as_records(copy / "t.parquet", inputs=["features"], target="label").assumed
-
-
-class Mixing(foreign.Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0))
-
-
-class Drawing(foreign.Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.rand_like(x))
-
-
-def headless(num_classes: int = 10) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes), nn.ReLU())
-
-
-@pytest.mark.parametrize(
-    ("name", "saw", "message"),
-    [
-        (FACTORY, None, "--saw: must say what"),
-        (FACTORY, "", "--saw: must say what"),
-        (FACTORY, "Digits", "must be other data than digits"),
-        (f"{__name__}:Mixing", "letters", "mixes records of a batch"),
-        (f"{__name__}:Drawing", "letters", "draws random numbers|two passes|differ"),
-        (f"{__name__}:headless", "letters", "must end in"),
-    ],
-)
-def test_networks_that_make_no_features(
-    name: str, saw: str | None, message: str, tmp_path: Path
-) -> None:
-    target = tmp_path / "data" / "made"
-    with pytest.raises(UserError, match=message):
-        make_features("digits", ForeignModel(name), target, saw=saw)
-    assert not target.parent.exists()
 
 
 def saved(folder: Path, seen: data.Dataset | None) -> Path:
@@ -225,13 +182,21 @@ def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path)
     assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64
 
 
-def test_the_command_makes_a_set_that_init_takes(weights: Path, tmp_path: Path) -> None:
-    asked = ("data", "features", "digits", "--name", "made", "--model", FACTORY, "--data-root",
-             tmp_path, "--weights", weights, "--normalize", "0.3/0.4")  # fmt: skip
-    assert "--saw" in str(call(*asked).exception)
-    done = call(*asked, "--saw", "letters")
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert "64 features each" in done.output and f"dpdist init {tmp_path / 'made'}" in done.output
+def test_the_script_makes_a_set_that_init_takes(
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["features.py", "digits", "--name", "made", "--model", FACTORY, "--data-root",
+             str(tmp_path), "--weights", str(weights), "--normalize", "0.3/0.4"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", asked)
+    with pytest.raises(SystemExit, match="--saw"):
+        FEATURES.main()
+    monkeypatch.setattr("sys.argv", [*asked, "--saw", "letters"])
+    FEATURES.main()
+    told = capsys.readouterr().out
+    assert "64 features each" in told and f"dpdist init {tmp_path / 'made'}" in told
 
 
 # --- patients ---------------------------------------------------------------------------------
@@ -303,29 +268,6 @@ def test_other_sizes_are_refused_padded_or_resized(tmp_path: Path) -> None:
         convert_patients(big, tmp_path / "x", size=(6, 6), fit="pad", test_fraction=0.4)
 
 
-def test_folders_that_are_no_patients(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        convert_patients(tmp_path / "none", tmp_path / "x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="two classes or more"):
-        convert_patients(tmp_path / "empty", tmp_path / "x")
-    source = patients(tmp_path / "idc")
-    with pytest.raises(UserError, match="none of 12 patients is in the test split"):
-        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=1e-9)
-    grey = source / "9000" / "0" / "grey.png"
-    grey.write_bytes(png(np.zeros((6, 6), np.uint8)))
-    with pytest.raises(UserError, match="three colours"):
-        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=0.4)
-    grey.unlink()
-    (tmp_path / "elsewhere.png").write_bytes(png(np.zeros((6, 6, 3), np.uint8)))
-    grey.symlink_to(tmp_path / "elsewhere.png")
-    with pytest.raises(UserError, match="must not lead out"):
-        convert_patients(source, tmp_path / "x", size=(6, 6), test_fraction=0.4)
-    assert not (tmp_path / "x").exists()
-    done = call("data", "patients", source, "--size", "6", "--data-root", tmp_path)
-    assert "--size: must be H,W" in str(done.exception)
-
-
 def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(
     made: Path, tmp_path: Path
 ) -> None:
@@ -336,16 +278,6 @@ def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(
     with pytest.raises(UserError, match=r"privacy\.budget: must be left out, as the records are"):
         charged = recipe_on(made, privacy={"budget": str(tmp_path / "b")})
         prepare(charged, RunFolder(tmp_path / "y"), "test")
-
-
-def test_a_further_file_beside_features_is_refused(made: Path, tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(made, copy)
-    shutil.copy(copy / "train.parquet", copy / "train-more.parquet")
-    with pytest.raises(UserError, match=r"train-more\.parquet: is not a file that features.json"):
-        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
 
 
 def test_features_are_no_public_records(made: Path) -> None:

@@ -40,20 +40,6 @@ def test_every_link_leads_somewhere(pages):
     assert len(pages) > 30 and sum(len(page.links) for page in pages) > 150
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path):
-    from tools.pages import dead_links, parse, sources
-
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "b.md").write_text("# A title, of `two`\n\n# x\n\n# x\n")
-    (tmp_path / "README.md").write_text(
-        "# R\n\n[1](docs/b.md#a-title-of-two) [2](docs/b.md#x-1) [3](https://nowhere.example/)\n"
-        "[4](docs/b.md#nothing) [5](docs/c.md) ![6](no.png) [7](#r) [8](#s) [9](../outside)\n"
-    )
-    found = [parse(path, tmp_path) for path in sources(tmp_path)]
-    lost = ["docs/b.md#nothing", "docs/c.md", "no.png", "#s", "../outside"]
-    assert dead_links(found, tmp_path) == [f"README.md: {link}" for link in lost]
-
-
 def test_every_page_is_on_a_shelf_once(pages):
     """The index lists each page on the shelf of its folder; the side bar is made of these lists."""
     from tools import pages as tools
@@ -132,45 +118,6 @@ def test_every_recipe_key_has_a_meaning_in_one_place():
     assert twice == []
 
 
-def test_a_key_without_a_meaning_is_seen():
-    from pydantic import Field
-    from tools.recipe_keys import documented, meaning
-
-    from dpdist.core.fields import Section
-
-    class Base(Section):
-        """A base.
-
-        Attributes:
-            shared: Of the base.
-            own: Of the base,
-                in two lines.
-        """
-
-        shared: int = 0
-        own: int = 0
-
-    class Tried(Base):
-        """A section.
-
-        Attributes:
-            own: Of the section.
-
-        Raises:
-            plain: No key.
-        """
-
-        plain: int = 0
-        described: int = Field(default=0, description="by its field")
-
-    assert documented(Base.__doc__ or "")["own"] == "Of the base, in two lines."
-    told = {name: meaning(Tried, name) for name in Tried.model_fields}
-    assert told == {
-        "shared": "Of the base.", "own": "Of the section.", "plain": "",
-        "described": "By its field.",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
@@ -187,17 +134,6 @@ def test_a_key_is_told_with_its_bounds(key, kind):
     from tools import recipe_keys
 
     assert f"```{{recipe-key}} {key}\n{kind}\n" in recipe_keys.recipe_page()
-
-
-def test_a_type_without_words_is_refused():
-    from typing import Annotated
-
-    from pydantic import AfterValidator
-    from tools.recipe_keys import kind
-
-    for annotation in (complex, Annotated[int, AfterValidator(abs)]):
-        with pytest.raises(LookupError, match="no words"):
-            kind(annotation)
 
 
 def test_every_command_and_option_is_told():
@@ -305,18 +241,6 @@ def test_the_page_that_helps_reaches_terminal_and_exception(command, tmp_path):
     assert str(caught.value).endswith(f"one of epsilon and noise_multiplier {place}")
     for copy in (pickle.loads(pickle.dumps(caught.value)), dpdist.UserError(str(caught.value))):
         assert type(copy) is dpdist.UserError and str(copy) == str(caught.value)
-
-
-def test_a_message_has_one_page():
-    from dpdist.core.errors import ClusterError, UserError
-
-    inner = UserError("cut", see="explanation/privacy.md#what-a-run-really-released")
-    assert str(inner) == "cut (docs/explanation/privacy.md#what-a-run-really-released)"
-    assert str(UserError(f"budget: {inner}", see="how-to/cluster.md#faults")) == f"budget: {inner}"
-    assert str(ClusterError("lost", see="how-to/cluster.md#faults")) == (
-        "lost (docs/how-to/cluster.md#faults)"
-    )
-    assert str(UserError("plain (docs/ is a folder)")) == "plain (docs/ is a folder)"
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import memory_bytes
+from dpdist.training.estimate import _extra_bytes
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import extra_bytes
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.tuning import search as preparing
 from dpdist.tuning.manifest import read_trials
@@ -153,4 +153,4 @@ def test_memory_counts_what_is_frozen_perturbed_and_made_for_the_self_check():
             model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
             perturbation=draws, isolate=isolate,
         )  # fmt: skip
-        assert extra_bytes(engine) == frozen + more
+        assert _extra_bytes(engine) == frozen + more

@@ -95,7 +95,8 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     for line in err.splitlines():
         assert line.startswith(("training", "certifying")), f"chatter on the terminal: {line}"
     assert (run / "private" / "teachers").exists()
-    assert len(list((run / "private").glob("learnt-*"))) == 2
+    assert len(list((run / "private").glob("before-*"))) == 2
+    assert len(list((run / "private").glob("after-*"))) == 2
     page = (run / "report" / "index.html").read_text()
     assert "<svg" in page and "data:image/png;base64," in page
     assert "http://" not in page and "https://" not in page
@@ -141,14 +142,14 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     """kill -9 a worker and the driver, Ctrl-C and SIGTERM: same parameters, same ledger as
     undisturbed and without Ray. Both interrupts are clean: exit code 130, one line, no processes
     left behind. After SIGTERM no step is repeated."""
-    dpdist("train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a")
+    dpdist("run", "--until", "train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a")
     undisturbed = tmp_path / "a" / "runs" / "small"
 
     asked = recipe(tmp_path / "b", **FAULTY)
     run = tmp_path / "b" / "runs" / "small"
     # the rest of the run is a second's work and must not be done
     slowly = slow_fsync_environment(tmp_path)
-    process = start("train", asked, cwd=tmp_path / "b", **slowly)
+    process = start("run", "--until", "train", asked, cwd=tmp_path / "b", **slowly)
     wait_for(lambda: steps_done(run) >= 60, process=process)
     os.kill(training_workers(process.pid)[0], signal.SIGKILL)
     wait_for(lambda: steps_done(run) >= 160, process=process)
@@ -160,7 +161,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     reached = steps_done(run)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        process = start("train", asked, cwd=tmp_path / "b", **slowly)
+        process = start("run", "--until", "train", asked, cwd=tmp_path / "b", **slowly)
         wait_for(lambda reached=reached: steps_done(run) >= reached + 40, process=process)
         left = descendants(process.pid)
         process.send_signal(number)
@@ -171,7 +172,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
         assert not (run / "private" / "trained.json").exists()
         reached = steps_done(run)
 
-    out = dpdist("train", asked, cwd=tmp_path / "b")
+    out = dpdist("run", "--until", "train", asked, cwd=tmp_path / "b")
     assert "NOT PRIVATE: fixed run key" in out
     last = read_groups(RunFolder(run))[-1]
     assert last.step == reached and last.saved > 0 == last.again
@@ -187,10 +188,12 @@ def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, numbe
     """A small training of one worker is the command's own process: killed or interrupted, the same
     command continues, and the ledger is whole."""
     faulty = FAULTY | {"resources": {"workers": 1, "checkpoint_seconds": 0.3}}
-    dpdist("train", recipe(tmp_path / "a", **faulty), cwd=tmp_path / "a")
+    dpdist("run", "--until", "train", recipe(tmp_path / "a", **faulty), cwd=tmp_path / "a")
     undisturbed = tmp_path / "a" / "runs" / "small"
     asked, run = recipe(tmp_path / "b", **faulty), tmp_path / "b" / "runs" / "small"
-    process = start("train", asked, cwd=tmp_path / "b", **slow_fsync_environment(tmp_path))
+    process = start(
+        "run", "--until", "train", asked, cwd=tmp_path / "b", **slow_fsync_environment(tmp_path)
+    )
     wait_for(lambda: steps_done(run) >= 60, process=process)
     assert not descendants(process.pid)
     process.send_signal(number)
@@ -202,7 +205,7 @@ def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, numbe
         assert "interrupted; the same command continues" in err and "Traceback" not in err
     assert not (run / "private" / "trained.json").exists()
     before = Ledger.read(run / "private" / "ledger.jsonl").release_counts
-    finish(start("train", asked, cwd=tmp_path / "b"))
+    finish(start("run", "--until", "train", asked, cwd=tmp_path / "b"))
     last = read_groups(RunFolder(run))[-1]
     if number == signal.SIGTERM:  # a checkpoint between two steps: none is repeated
         assert last.step == len(before) and last.saved > 0
@@ -219,7 +222,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     """It is as clean as Ctrl-C: exit code 130, one line, no processes left behind, and the
     same command continues. After kill -9 nothing stays either."""
     asked = recipe(tmp_path, certify={"n": 100_000}, resources={"workers": 1})
-    dpdist("train", asked, cwd=tmp_path)
+    dpdist("run", "--until", "train", asked, cwd=tmp_path)
     process = start("certify", "small", "--ray", cwd=tmp_path)
     place = tmp_path / "runs" / "small" / "certificates"
     wait_for(lambda: [p for p in place.rglob("*") if p.is_file()], process=process)
@@ -256,7 +259,7 @@ def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
     assert "NOT PRIVATE: fixed run key" in out and "certified" in out
     for workers in (1, 2):
         asked = recipe(tmp_path / str(workers), **changes, resources={"workers": workers})
-        dpdist("train", asked, cwd=tmp_path / str(workers))
+        dpdist("run", "--until", "train", asked, cwd=tmp_path / str(workers))
     on_ray, alone, two = (tmp_path / name / "runs" / "small" for name in ("ray", "1", "2"))
     ledger = Ledger.read(on_ray / "private" / "ledger.jsonl")
     assert ledger.release_counts == dict.fromkeys(range(steps), 1)

@@ -10,19 +10,19 @@ from typing import Literal
 
 import pytest
 import torch
+from support.certificates import certify
 from support.extension_examples import EXAMPLES
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train
 
 import dpdist
 from dpdist import data
-from dpdist.attacks import gradient_attacks
+from dpdist.attacks import gradient_attacks, table
 from dpdist.attacks.gradient_attacks import Ball
 from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.job import certify
-from dpdist.certification.table import CertificateKind, CohenTable, VoteDescription
 from dpdist.core import fields
 from dpdist.core.errors import UserError
 from dpdist.training.records import data_source
@@ -127,30 +127,29 @@ def test_a_registered_kind_writes_and_reads_its_own_table(monkeypatch, tmp_path)
 
     class Halved(Cohen):
         mode: Literal["halved"] = "halved"
+        draws_words = "{n:,} draws an input, half of the radius"
 
         def decide(self, partials, sampler):
             verdict = super().decide(partials, sampler)
             return replace(verdict, radius=verdict.radius / 2)
 
-    class HalvedTable(CohenTable):
-        def recompute_columns(self, table, alpha):
+        @classmethod
+        def recompute_columns(cls, table, alpha):
             columns = super().recompute_columns(table, alpha)
             return columns | {"radius": columns["radius"] / 2}
 
-    words = VoteDescription("{n:,} draws an input, half of the radius")
-    registry.register(CertificateKind(Halved, HalvedTable, words))
+    registry.register(Halved)
 
     class Same(Halved):
         """As the one above."""
 
     model, inputs = torch.nn.Linear(3, 3), (torch.eye(3), torch.arange(3))
     for kind in (Halved, Same):
-        assert registry.kind_of(kind).table_class is HalvedTable
         found, whole = (
             dpdist.certify(model, inputs, each(sigma=0.01, n=200, n0=20, seed="5a"))
             for each in (kind, Cohen)
         )
-        assert found.kind.table_class is HalvedTable and "half of the radius" in found.description
+        assert found.certificate_class is Halved and "half of the radius" in found.description
         assert (found.radius == whole.radius / 2).all() and found.radius.max() > 0
 
 
@@ -163,10 +162,10 @@ def test_an_attack(beside, monkeypatch, capsys):
     import settling  # noqa: F401
 
     every = (*fields.ATTACKS, "settling")
-    for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.table"]):
+    for module in (fields, gradient_attacks, table):
         monkeypatch.setattr(module, "ATTACKS", every)
     run_without_ray(monkeypatch)
-    asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
+    asked = sets("attacks=[settling]", "sizes=[0.1]", "max_inputs=20", "steps=4")
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out

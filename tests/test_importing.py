@@ -4,10 +4,6 @@ an epsilon, by the commands that runs of one's own have."""
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +24,6 @@ from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
 from dpdist.data.test_inputs import find_test_inputs, resized
 from dpdist.importing import ForeignModel, TestData, import_model
-from dpdist.models.builder import takes_shape
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.release import bundle
@@ -92,8 +87,8 @@ def test_a_certificate_counts_the_votes_of_that_network(
     draws of one probability differ by 0.08 or more with probability at most 4 exp(-2 2000 0.04^2)
     = 0.0066 by Hoeffding, by 0.15 with 6e-10 for all 18 inputs together."""
     good("certify", *ARGUMENTS, "--weights", weights, "--sigma", "0.2", "--n", "2000",
-         "--every", "20", "--runs", tmp_path, "--name", "mine")  # fmt: skip
-    (path,) = tmp_path.glob("mine/certificates/*/certificates.parquet")
+         "--set", "certify.every=20", "--runs", tmp_path)  # fmt: skip
+    (path,) = tmp_path.glob("*/certificates/*/certificates.parquet")
     table = tables.read(path)
     network, inputs = foreign.trained(), digits()
     generator = torch.Generator().manual_seed(1)
@@ -106,26 +101,6 @@ def test_a_certificate_counts_the_votes_of_that_network(
     assert len(table) == 18
 
 
-@pytest.mark.parametrize(
-    ("factory", "options", "with_shape"),
-    [
-        (lambda input_shape, classes: 0, {}, True),
-        (lambda shape, k, width=3: 0, {}, True),
-        (lambda a, b: 0, {}, True),
-        (lambda a, b: 0, {"a": 20}, False),
-        (lambda num_classes=10, width=4: 0, {}, False),
-        (lambda num_classes: 0, {}, False),
-        (lambda *, weights=None, **kwargs: 0, {}, False),
-        (lambda: 0, {}, False),
-        (lambda *arguments: 0, {}, True),
-        (foreign.Net, {}, False),
-        (dict, {}, True),
-    ],
-)
-def test_how_a_factory_is_called(factory: object, options: dict, with_shape: bool) -> None:
-    assert takes_shape(factory, options) is with_shape  # type: ignore[arg-type]
-
-
 def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
     path = tmp_path / "wide.safetensors"
     save_file(foreign.Net(10, 7).state_dict(), path)
@@ -135,22 +110,6 @@ def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name the factory and the options"):
         import_model(ForeignModel(FACTORY, path), TestData("digits"), RunFolder(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.long
-def test_a_torchvision_name_is_mended_and_loads_its_own_weights(tmp_path: Path) -> None:
-    made = import_torchvision("models").get_model("resnet18", weights=None, num_classes=3)
-    made.train()(torch.rand(4, 3, 32, 32))  # statistics that are not the first ones
-    torch.save(made.state_dict(), tmp_path / "net.pt")
-    write_pictures(tmp_path / "pictures", ("a", "b", "c"), (32, 32))
-    given = ForeignModel("torchvision:resnet18", tmp_path / "net.pt")
-    folder = RunFolder(tmp_path / "r18")
-    recipe = import_model(given, TestData(str(tmp_path / "pictures")), folder)
-    x = torch.rand(2, 3, 32, 32)
-    with torch.inference_mode():
-        ours = models.load(folder.model_folder, trusted_factory=recipe.model.name)(x)
-        assert torch.allclose(ours, made.eval()(x), atol=1e-5)
-    assert recipe.data.class_names == ["a", "b", "c"]
 
 
 # --- weights ----------------------------------------------------------------------------------
@@ -169,20 +128,6 @@ def test_a_pickled_module_is_refused_with_what_to_do(tmp_path: Path) -> None:
         said = refused("import", "x", *ARGUMENTS, "--weights", tmp_path / name, "--runs", tmp_path)
         assert "would run code" in said and "state_dict()" in said and "\n" not in said
     assert not ran.exists()
-
-
-def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
-    scripted = tmp_path / "scripted.pt"
-    torch.jit.trace(foreign.trained(), torch.zeros(1, 1, 8, 8)).save(str(scripted))
-    (tmp_path / "text.pt").write_text("no weights")
-    (tmp_path / "text.safetensors").write_text("no weights")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(UserError, match=r"TorchScript archive: save torch\.jit\.load") as caught:
-        read_weights(scripted)
-    assert "weights_only" not in str(caught.value)
-    for name in ("scripted.pt", "text.pt", "text.safetensors", "list.pt", "gone.pt"):
-        with pytest.raises(UserError, match=re.escape(name)):
-            read_weights(tmp_path / name)
 
 
 def test_weights_are_taken_out_of_their_wrappers_and_must_be_whole(tmp_path: Path) -> None:
@@ -292,78 +237,11 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert "shape (1, 40, 56), the model takes (1, 32, 32)" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("released", [False, True])
-def test_predict_without_noise_is_plain_and_says_so(
-    weights: Path, tmp_path: Path, released: bool
-) -> None:
-    runs = ("--runs", tmp_path / "runs")
-    good("import", "plain", "--model", FACTORY, "--weights", weights, "--data", "digits", *runs)
-    folder = RunFolder(tmp_path / "runs" / "plain")
-    inputs = data.load(data_source(folder.read_recipe()), "test").batch(np.arange(4))
-    files = [tmp_path / f"{place}.npy" for place in range(4)]
-    for path, each in zip(files, inputs, strict=True):
-        np.save(path, each.numpy())
-    where: tuple[object, ...] = ("plain", *files, *runs)
-    if released:
-        good("release", "plain", "--not-private", *runs)
-        where = (folder.path / "release", *files, "--trust-factory", FACTORY)
-    model = models.load(folder.model_folder, trusted_factory=FACTORY)
-    labels = model(inputs).argmax(1).tolist()
-    done = call("predict", *where)
-    assert done.exit_code == 0, (done.output, done.exception)
-    said = [f"{path}: {label} (no certificate)" for path, label in zip(files, labels, strict=True)]
-    assert done.stdout.splitlines() == said
-    assert "plain predictions without a certificate; --sigma certifies" in done.stderr
-    done = call("predict", *where, "--json")
-    for line, label in zip(map(json.loads, done.stdout.splitlines()), labels, strict=True):
-        assert (line["label"], line["radius"], line["certified"]) == (label, None, False)
-    for option in (("--n", "50"), ("--alpha", "0.01"), ("--label-only",)):  # of certificates
-        assert "give --sigma" in refused("predict", *where, *option)
-    done = call("predict", *where, "--sigma", "0.25", "--n", "50")
-    assert "(L2 radius " in done.stdout or "ABSTAIN" in done.stdout
-    assert "no certificate" not in done.stdout
-
-
-@pytest.mark.parametrize("name", [FACTORY, "linear", "support.foreign:half_loaded"])
-def test_random_weights_are_refused(tmp_path: Path, name: str) -> None:
-    torch.manual_seed(2)
-    complaint = refused("certify", "--model", name, "--data", "digits", "--sigma", "0.5",
-                        "--n", "100", "--runs", tmp_path, "--name", "x")  # fmt: skip
-    assert complaint.startswith("--weights: must be given") and name in complaint
-    assert not (tmp_path / "x").exists()
-    with pytest.raises(UserError, match="the trained module itself"):
-        dpdist.certify(name, "digits", dpdist.Cohen(sigma=0.5, n=100), executor="local")
-
-
 def test_a_factory_that_loads_its_weights_needs_no_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "own")
     recipe = import_model(ForeignModel("support.foreign:loaded"), TestData("digits"), folder)
     model = models.load(folder.model_folder, trusted_factory=recipe.model.name)
     assert torch.equal(model.head.weight, foreign.loaded().head.weight)
-
-
-@pytest.mark.long
-def test_a_timm_name_is_made_by_timm(tmp_path: Path) -> None:
-    """A module stands in for timm that imports torchvision first, as it does, in a new process:
-    torchvision fails there without CUDA unless it is mended before."""
-    (tmp_path / "timm.py").write_text(
-        "import torchvision\nfrom support.foreign import net\n"
-        "def create_model(model_name, num_classes, width):\n"
-        "    assert model_name == 'resnet10t'\n    return net(num_classes, width)\n"
-    )
-    asked = (
-        "from dpdist.importing import ForeignModel, build_foreign\n"
-        "model = ForeignModel('timm:resnet10t', options={'width': 3})\n"
-        "network, spec = build_foreign(model, (1, 8, 8), 10)\n"
-        "print(spec.name, tuple(network.head.weight.shape))\n"
-    )
-    path = f"{tmp_path}:{Path(__file__).parent}"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], env={**os.environ, "PYTHONPATH": path}, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == "timm:create_model (10, 48)\n", done.stderr
 
 
 def test_parquet_of_the_right_size_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -402,8 +280,19 @@ def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
-    good("certify", "mine", "--runs", runs, "--n", "500", "--every", "60")
-    good("attack", "mine", "--runs", runs, "--every", "60", "--attacks", "fgsm", "--sizes", "0.1")
+    good("certify", "mine", "--runs", runs, "--n", "500", "--set", "certify.every=60")
+    good(
+        "attack",
+        "mine",
+        "--runs",
+        runs,
+        "--set",
+        "every=60",
+        "--set",
+        "attacks=[fgsm]",
+        "--set",
+        "sizes=[0.1]",
+    )
     good("report", "mine", "--runs", runs)
     good("release", "mine", "--runs", runs, "--not-private")
     folder = RunFolder(runs / "mine")
@@ -438,10 +327,10 @@ def test_a_release_needs_the_word_that_it_is_not_private(runs: Path) -> None:
     assert NOT_TRAINED_HERE in refused("release", "mine", "--runs", runs)
 
 
-@pytest.mark.parametrize("command", ["train", "run", "membership", "poison"])
+@pytest.mark.parametrize("command", ["run", "audit --kind membership", "audit --kind poison"])
 def test_nothing_of_its_training_can_be_done(runs: Path, command: str) -> None:
     recipe = runs / "mine" / "recipe.yaml"
-    assert NOT_TRAINED_HERE in refused(command, recipe)
+    assert NOT_TRAINED_HERE in refused(*command.split(), recipe)
 
 
 def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> None:
@@ -457,7 +346,9 @@ def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> Non
     raw = bytearray((folder.model_folder / "model.safetensors").read_bytes())
     raw[-1] ^= 1
     (folder.model_folder / "model.safetensors").write_bytes(bytes(raw))
-    assert "is not the model" in refused("certify", folder.path, "--max-inputs", "1", "--n", "100")
+    assert "is not the model" in refused(
+        "certify", folder.path, "--set", "certify.max_inputs=1", "--n", "100"
+    )
 
 
 def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weights: Path) -> None:
@@ -467,43 +358,3 @@ def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weight
     given = ForeignModel(FACTORY, weights, mean=(0.5,), std=(0.4,))
     with pytest.raises(DifferentRecipeError, match=r"model\.mean differ"):
         import_model(given, TestData("digits"), RunFolder(runs / "mine"))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--model", FACTORY, "--data", "digits", "--classes", "7"), "--classes: must be 10"),
-        (("--model", FACTORY, "--data", "digits", "--input", "1,9,9"), "--input: must be 1,8,8"),
-        (("--model", FACTORY, "--data", "nowhere"), "--data: must be a Parquet file"),
-        (("--model", FACTORY, "--data", "digits", "--normalize", "0.3"), "MEAN/STD"),
-        (("--model", "support.gone:net", "--data", "digits"), "cannot import"),
-        (("--model", "timm:resnet18", "--data", "digits"), "timm"),
-        (("--data", "digits"), "--model: must be given"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_a_line(
-    tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
-    complaint = refused("import", "x", *words, "--runs", tmp_path)
-    assert said in complaint and "\n" not in complaint
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_no_run_is_described(tmp_path: Path) -> None:
-    (tmp_path / "w").mkdir()
-    torch.save({}, tmp_path / "w" / "net.pt")
-    write_pictures(tmp_path / "p", ("a",), (8, 8))
-    (tmp_path / "e").mkdir()
-    for name, said in (
-        ("w", "a folder with weights (net.pt)"),
-        ("w/net.pt", "a file of weights; make a run of it: dpdist import"),
-        ("p", "a folder of data"),
-        ("e", "no run.json"),
-    ):
-        complaint = refused("certify", tmp_path / name, "--runs", tmp_path / "none")
-        assert said in complaint and "\n" not in complaint
-    assert "a factory is given as --model" in refused("certify", FACTORY)
-    assert "RUN: must be" in refused("certify")
-    assert "--weights: must be left out" in refused("certify", "x", "--weights", "net.pt")
-    assert "--sigma: must be given" in refused("certify", "--model", FACTORY, "--data", "digits")

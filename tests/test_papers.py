@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from scipy.special import gammaln, logsumexp
 from support.benchmarks import load as load_benchmark
 
 from dpdist.core.errors import UserError
-from dpdist.data.parquet import split_files
 from dpdist.runs.recipe import built_in_recipes, make_plan, paper_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,55 +138,6 @@ def test_recipes_have_the_published_settings():
             assert [fields[section][name] for section, name in sections] == row["published"], row
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def test_published_figures_are_well_formed():
-    for paper, item in ITEMS:
-        assert {"id", "shows", "verdict"} <= item.keys(), (paper, item["id"])
-        assert item.keys() & {"rows", "says", "run", "why"}, (paper, item["id"])
-    for paper, item, row in ROWS:
-        told = row["published"]
-        assert 0 < len(told) <= len(item["columns"]), (paper, item["id"], row["row"])
-        assert all(value is None or _is_number(value) for value in told), row
-        assert any(value is not None for value in told), row
-    for _, item in ITEMS:
-        names = [row["row"] for row in item.get("rows", [])]
-        assert len(set(names)) == len(names)
-
-
-def test_intervals():
-    interval = papers["interval"]
-    one = interval([95.0], 1000)
-    assert (one.low, one.high) == pytest.approx((93.46, 96.26), abs=0.01)  # Clopper and Pearson's
-    three = interval([1.0, 2.0, 3.0], 1000)
-    assert (three.value, three.high) == pytest.approx((2, 2 + 4.303 / math.sqrt(3)), abs=1e-3)
-    spread = interval([1.0, 2.0, 3.0], None, "deviation")
-    assert (spread.value, spread.low, spread.high) == pytest.approx((1, 0.521, 6.285), abs=1e-3)
-    assert math.isinf(interval([3.0], None).high)
-
-
-@pytest.mark.long
-def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypatch):
-    benchmark = vars(load_benchmark("papers/dplis/run"))
-    module = benchmark["main"].__globals__
-    monkeypatch.setitem(module, "BUDGETS", {1.2: 2, 1.3: 4})
-    rows = {"none": {"name": "dp-sgd"}, "R = 10": module["smoothed"](10)}
-    monkeypatch.setitem(module, "SWEEPS", {"radius": rows})
-    results = tmp_path / "dplis.jsonl"
-    words = ["dplis.py", "--small", "--sweeps", "radius", "--seeds", "1", "--results", str(results)]
-    monkeypatch.setattr("sys.argv", words)
-    for _ in range(2):
-        benchmark["main"]()
-    lines = list(map(json.loads, results.read_text().splitlines()))
-    assert [line["row"] for line in lines] == ["none", "R = 10"]
-    for line in lines:
-        assert list(line["steps"].values()) == [2, 4] and line["n"] == 358
-        assert list(line["test"]) == list(line["train"]) == ["ε 1.20", "ε 1.30"]
-        assert 0 < line["proved"]["ε 1.20"] < line["proved"]["ε 1.30"]
-
-
 @pytest.mark.slow
 def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
     """With a name of its own; with epsilon as given, so noise is not sought here."""
@@ -205,37 +154,3 @@ def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
             recipe = papers["recipe_of"](cell.recipe, change)
         plan = make_plan(recipe, RECORDS[recipe.data.name], part)
         assert ("NOT PRIVATE" in cell.row) <= (plan.guarantee().epsilon == math.inf), part
-
-
-def test_rows_are_compared_image_by_image():
-    """Five more images of 8 are right under one key, by McNemar's test 2 (1/2)^5; with a second key
-    the interval is of the two differences. A column may have other inputs than the rest."""
-    result = papers["Result"]
-    few, most, all_right = "00", "f8", "ff"
-    about = {"setting": "s", "commit": "c", "command": "c", "n": 8, "counts": {"clean": 50}}
-    first = result("none", {"a": [0.0]}, right={"a": {0: few}, "b": {0: few}}, **about)
-    other = result("R", {"a": [62.5]}, right={"a": {0: most}}, **about)
-    told = "\n".join(papers["_others"]([first, other], "mean"))
-    assert "| R, less none on the same images | +62 (p 0.062) |  |" in told
-    assert "8 test inputs (clean: 50)" in told and (first.inputs("a"), first.inputs("clean")) == (
-        8, 50,
-    )  # fmt: skip
-    first.right["a"][1], other.right["a"][1] = few, all_right
-    ((_, told, *_),) = papers["_differences"]([first, other], ["a"])
-    low, high = map(float, re.fullmatch(r"\+81 \[(.*), (.*)\]", told).groups())
-    assert low < 62.5 and high > 100
-    assert list(papers["_differences"]([first], ["a"])) == []
-
-
-def test_test_images_are_thinned_and_training_records_are_not(tmp_path):
-    script, common = vars(load_benchmark("papers/run_small")), load_benchmark("benchmarks/_common")
-    for name in ("cifar10", "mnist"):
-        common.make_images(tmp_path / "data", name, 6, 40)
-    root = script["with_fewer_tests"](tmp_path / "data", tmp_path / "fewer")
-    assert script["with_fewer_tests"](tmp_path / "data", tmp_path / "fewer") == root
-    for split, step in (("train", 1), ("test", script["TESTS"])):
-        whole, part = (
-            pq.read_table(list(map(str, split_files(place, "mnist", split)))).to_pylist()
-            for place in (tmp_path / "data", root)
-        )
-        assert part == whole[::step] and len(part) in (6, 4)

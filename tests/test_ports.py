@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.processes import LOOPBACK, descendants, listening_addresses, start
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train
 
 from dpdist.publishing import write_release
@@ -42,19 +43,16 @@ def place(tmp_path_factory) -> Path:
 
 COMMANDS = {
     "run": ["run", "new.yaml", "--ray"],  # what `make demo` does, on a smaller recipe
-    "train": ["train", "new.yaml", "--name", "trained", "--ray"],
+    "train": ["run", "--until", "train", "new.yaml", "--name", "trained", "--ray"],
     "tune": ["tune", "searched.yaml"],
     "certify": ["certify", "x", "--ray"],
-    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10", "--ray"],
+    "attack": ["attack", "x", *sets("sizes=[0.1]", "max_inputs=10"), "--ray"],
     "poison": [
-        "poison",
+        "audit",
         "new.yaml",
-        "--models",
-        "4",
-        "--select",
-        "1",
-        "--name",
-        "poisoned",
+        "--kind",
+        "poison",
+        *sets("models=4", "select=1", "name=poisoned"),
         "--ray",
     ],
 }
@@ -85,7 +83,7 @@ def test_an_environment_for_clusters_opens_nothing(place):
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
         "GLOO_SOCKET_IFNAME": network[0], "NCCL_SOCKET_IFNAME": network[0],
     }  # fmt: skip
-    arguments = ("train", "new.yaml", "--name", "opened", "--workers", 2)
+    arguments = ("run", "--until", "train", "new.yaml", "--name", "opened", "--workers", 2)
     err = _watch(start(*arguments, cwd=place, **environment))
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is put aside" in err
 

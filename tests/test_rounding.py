@@ -14,7 +14,7 @@ import pytest
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.core.console import (
     format_bound,
     format_confidence,
@@ -113,10 +113,9 @@ def test_target_radii_are_printed_as_they_are() -> None:
     assert settings.folder_name == "sigma-0.5-target-r-0.12345678-n-1000"
     partial = {"selected": 0, "k": 990, "n": 1000, "looks": 1, "passed": 1, "hits": [990]}
     place = settings.build_sampler(None, ())  # type: ignore[arg-type]
-    kind = kind_of(type(settings)).table_format
-    row = kind.row(settings, 0, 0, settings.decide([partial], place), place)
+    row = settings.table_row(0, 0, settings.decide([partial], place), place)
     about = {"settings": settings.identity, "seed": "s"}
-    found = table_reader.from_arrow(tables.build([row], about, kind.schema()))
+    found = table_reader.from_arrow(tables.build([row], about, settings.table_schema()))
     assert found.summary_rows(found.radii)[0] == (
         "certified at L2 radius 0.12345678", "100.00 %"
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,14 +110,6 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
 
 
 @pytest.mark.long
-def test_files_of_texts_are_answered_too(following, tmp_path):
-    (tmp_path / "one.txt").write_text("the cat\n")
-    of_file = said("predict", following.path, tmp_path / "one.txt")
-    of_text = said("predict", following.path, "--text", "the cat")
-    assert of_file.partition(": ")[2] == of_text.partition(": ")[2] and " %" in of_text
-
-
-@pytest.mark.long
 def test_a_label_is_that_of_the_bytes(labelled):
     answer = json.loads(said("predict", labelled.release_folder, "--text", "cat", "--json"))
     row = torch.full((1, LENGTH), -1.0)
@@ -127,20 +118,6 @@ def test_a_label_is_that_of_the_bytes(labelled):
         shares = load_model(labelled.read_recipe(), labelled)(row)[0].double().softmax(0)
     assert answer["name"] == ("good", "bad")[int(shares.argmax())]
     assert answer["likely"][0]["probability"] == pytest.approx(float(shares.max()), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        (["--text", "a", "--sigma", "0.1"], "--sigma: must be left out: texts are not smoothed"),
-        (["--text", "a", "--label-only"], "--label-only: must be left out: texts"),
-        ([], "FILE: must be given: a text by --text, or files of texts"),
-        (["--text", "the " * 8], "text: must have 1 to 8 tokens to be continued, got 9"),
-    ],
-)
-def test_what_texts_do_not_have_is_refused(following, options, refusal):
-    with pytest.raises(UserError, match=refusal):
-        said("predict", following.path, *options)
 
 
 def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_path):
@@ -154,21 +131,6 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert (about["classes"], about["vocabulary"], about["data"]["classes"]) == ([], 7, 7)
     page = (following.release_folder / "README.md").read_text()
     assert "`words.txt`, 4 words" in page
-
-
-@pytest.mark.long
-def test_the_page_of_a_text_model_speaks_of_perplexity_and_of_no_radius(tmp_path, monkeypatch):
-    model = {"name": "next-word-mlp", "options": {}}
-    folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
-    measured = json.loads(folder.evaluation.read_text())
-    page = (folder.release_folder / "README.md").read_text()
-    said = f"On {measured['next_tokens']:,} next tokens of 40 public test documents"
-    assert said in page and f"({measured['data']})" in page
-    assert f"Perplexity {format_significant(measured['perplexity'], 4)}" in page  # rounded up
-    for word in ("radius", "Robustness", "--sigma", "certified-robustness", "l2", "L2"):
-        assert word not in page.replace("texts have no radius", "")
-    assert "type: perplexity" in page and "pages" in dict(verify_release(folder.release_folder))
-    assert "dpdist generate FOLDER" in page and "It tells 7 next tokens" in page
 
 
 @pytest.mark.long
@@ -225,17 +187,6 @@ def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):
         verify_release(folder)
 
 
-@pytest.mark.long
-def test_images_have_no_text(tmp_path):
-    recipe, folder = make(tmp_path, "digits", training__steps=1)
-    train(recipe, folder)
-    with pytest.raises(UserError, match="--text: must be left out"):
-        said("predict", folder.path, "--text", "a")
-    write_release(folder, not_private=True)
-    with pytest.raises(UserError, match=r"takes numbers; call its answerer\(\)"):
-        _ = dpdist.load(folder.release_folder).text_answerer
-
-
 def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[CLS]": 0, "[SEP]": 1, "the": 2, "cat": 3, "[UNK]": 4}
@@ -257,29 +208,6 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
         "<begin>", "<end>", "<unknown>", "the", "cat",
     ]  # fmt: skip
     assert models.NO_CLASS == -1
-
-
-def test_tokens_of_a_tokenizer_are_told_as_they_stand_in_a_text(tmp_path):
-    """GPT-2's signs for spaces and bytes, Llama's for a space, BERT's for the rest of a word."""
-    tokenizers = pytest.importorskip("tokenizers")
-    own = tokenizers.decoders
-    cases = {
-        "bytes": (own.ByteLevel(), {"\u0120the": " the", "the": "the", "\u010a": "\n",
-                                    "caf\u00c3\u00a9": "caf\u00e9", "\u00c3": "<token 4>"}),
-        "spaces": (own.Metaspace(), {"\u2581the": " the", "the": "the"}),
-        "pieces": (own.WordPiece(), {"the": " the", "##se": "se"}),
-        "none": (None, {"the": "the"}),
-    }  # fmt: skip
-    for name, (decoder, names) in cases.items():
-        vocabulary = {sign: place for place, sign in enumerate(names)}
-        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="the"))
-        if decoder is not None:
-            made.decoder = decoder
-        (tmp_path / name).mkdir()
-        made.save(str(tmp_path / name / TOKENIZER))
-        column = TextColumn(tokenizer=tmp_path / name / TOKENIZER, predicts_next_token=True)
-        assert [column.token_name(token) for token in range(len(names))] == [*names.values()]
-        assert column.token_name(99) == "<token 99>"  # of a model with more tokens
 
 
 # --- the begin and end of a text
@@ -343,36 +271,6 @@ def test_a_document_has_one_begin_and_one_end(tmp_path, names, own, short, empty
         assert other.content_description == plain.content_description
 
 
-@pytest.mark.parametrize("case", ["no names", "no settings", "unknown"])
-def test_a_tokenizer_that_names_no_mark_is_refused(tmp_path, case):
-    file = words_in(tmp_path / "cutter", {"no names": {}, "no settings": BOTH_MARKS}.get(case, {}))
-    if case == "no settings":
-        (file.parent / "tokenizer_config.json").unlink()
-    if case == "unknown":  # a token that tokenizer.json does not have, which no model was made for
-        settings = json.loads((file.parent / "tokenizer_config.json").read_text())
-        (file.parent / "tokenizer_config.json").write_text(
-            json.dumps({**settings, "bos_token": "<new>"})
-        )
-    column = TextColumn(length=5, tokenizer=file, predicts_next_token=True, bos_eos=True)
-    for ask in (column.tokenize_one, column.tokenize_beginning):
-        with pytest.raises(UserError, match=r"^data\.text\.bos_eos: must be false, as .*name no"):
-            ask("the cat")
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ({"bos_eos": True}, "bos_eos: must be false without tokenizer"),
-        ({"bos_eos": True, "words": 5}, "bos_eos: must be false without tokenizer"),
-        ({"bos_eos": True, "tokenizer": "t", "messages": "m"}, "bos_eos: must be false beside"),
-    ],
-)
-def test_marks_of_tokens_that_have_some_are_refused(tmp_path, text, rule):
-    data = {"name": "own", "root": "d", "text": {"predict": "next", **text}}
-    with pytest.raises(UserError, match=rf"data\.text\.{rule}"):
-        make(tmp_path, data=data)
-
-
 @pytest.mark.long
 def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
     text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
@@ -396,17 +294,13 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
     assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
     assert asked == [[0], [0, 4], [0, 4, 4]]
     dict(verify_release(run.release_folder))
-    said("generate", run.release_folder, "--to", tmp_path / "texts", "--tokens", 3)
+    said(
+        "predict", run.release_folder, "--to", tmp_path / "texts", "--set", "sampling.max_tokens=3"
+    )
     said("predict", run.release_folder, "--text", "the cat")
 
 
 # --- sampled texts
-
-
-@pytest.fixture(scope="module")
-def in_bytes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    model = {"name": "next-word-mlp", "options": {}}
-    return made(tmp_path_factory.mktemp("bytes"), "bytes", "next", {}, model)
 
 
 @pytest.mark.long
@@ -426,94 +320,3 @@ def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     assert best == names[max(range(5), key=lambda place: float(wanted[[1, 3, 4, 5, 6]][place]))]
     cold = list(generation.sample_texts(answerer, "The cat", generation.Sampling(200, 1, 0.001, 7)))
     assert set(cold) == {best}
-
-
-@pytest.mark.long
-def test_sampled_texts_end_where_the_model_does(following, in_bytes):
-    for run, prompt in ((following, "the cat"), (in_bytes, "the ")):
-        release = dpdist.load(run.release_folder)
-        answerer = release.text_answerer
-        texts = list(generation.sample_texts(answerer, prompt, generation.Sampling(40, 99, 1.0, 1)))
-        words = [len(text.split()) if run is following else len(text) for text in texts]
-        room = LENGTH - len(answerer.column.tokenize_beginning(prompt))
-        assert 0 < max(words) <= room
-        assert len(set(texts)) > 5
-    assert (
-        generation.TokenDecoder(answerer.column).decode([2 + b for b in b"caf\xc3\xa9"]) == "café"
-    )
-
-
-def test_scores_that_are_no_numbers_are_refused():
-    scores = torch.tensor([0.0, float("-inf"), 1.0], dtype=torch.float64)
-    assert generation._draw(scores, 1e-320, torch.Generator()) == 2
-    for bad in (float("inf"), float("nan")):
-        scores[0] = bad
-        with pytest.raises(UserError, match="scores of the next token must be finite"):
-            generation._draw(scores, 1.0, torch.Generator())
-
-
-def test_a_prompt_is_a_line_of_the_file(following, tmp_path):
-    (tmp_path / "prompts").write_bytes("the\u2028cat\r\ndog\x0cran\n".encode())
-    said("generate", following.release_folder, "--prompt-file", tmp_path / "prompts",
-         "--to", tmp_path / "out")  # fmt: skip
-    lines = (tmp_path / "out" / "texts.jsonl").read_text().split("\n")
-    assert [json.loads(each)["prompt"] for each in lines if each] == ["the\u2028cat", "dog\x0cran"]
-
-
-def test_generated_texts_lie_beside_the_card(following, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the cat\nthe dog\n")
-    release = following.release_folder
-    asked = ("generate", release, "--n", 3, "--prompt-file", prompts, "--seed", 5)
-    for name in ("a", "b"):
-        said(*asked, "--to", tmp_path / name)
-    files = {path.name for path in (tmp_path / "a").iterdir()}
-    assert files == {
-        "texts.jsonl", "generated.json", "privacy_card.json", "privacy_card.md", "README.md"
-    }  # fmt: skip
-    for name in files:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    rows = [json.loads(line) for line in (tmp_path / "a" / "texts.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == ["the cat"] * 3 + ["the dog"] * 3
-    for name in ("privacy_card.json", "privacy_card.md"):
-        assert (tmp_path / "a" / name).read_text() == (release / name).read_text()
-    page = (tmp_path / "a" / "README.md").read_text()
-    assert "does **not** promise" in page and "NOT private" in page  # its run key is fixed
-    about = json.loads((tmp_path / "a" / "generated.json").read_text())
-    assert about["model"] == dpdist.load(release).description.model and about["texts"] == 6
-
-
-def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
-    release, new = following.release_folder, tmp_path / "new"
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "link").symlink_to(new)
-    for given, complaint in (
-        ((release, "--to", tmp_path), "--to: must be a new folder"),
-        ((release, "--to", tmp_path / "link"), "--to: must be a new folder"),
-        ((release, "--to", release / "texts"), "--to: must be outside of the release"),
-        ((release, "--to", new, "--prompt-file", tmp_path / "empty"), "a prompt a line, got none"),
-        ((labelled.release_folder, "--to", new), "a model of next tokens, got one that tells"),
-    ):
-        with pytest.raises(UserError, match=complaint):
-            said("generate", *given)
-    long = "the cat sat on the mat and"  # with a begin as many as the model reads
-    (tmp_path / "long").write_text(f"the cat\n{long}\n")
-    refusal = r"--prompt-file: line 2 must have 1 to 7 tokens to be continued, got 8$"
-    with pytest.raises(UserError, match=refusal):
-        said("generate", release, "--to", new, "--prompt-file", tmp_path / "long")
-    (tmp_path / "chat.jsonl").write_text('[{"role": "user", "content": "hi"}]\n')
-    with pytest.raises(UserError, match=r"--prompt-file: line 1 must have a tokenizer with a chat"):
-        said("generate", release, "--to", new, "--prompt-file", tmp_path / "chat.jsonl")
-    assert not new.exists()
-
-
-@pytest.mark.long
-def test_an_empty_prompt_needs_a_token_that_begins_texts(tmp_path):
-    text = {"tokenizer": str(words_in(tmp_path / "cutter", END_ALONE))}
-    run = made(tmp_path, "none", "next", text, {"name": "next-word-mlp", "options": {}})
-    said_of_it = r"--prompt-file: an empty prompt must have 1 to 7 tokens .*, got 0: this tokenizer"
-    with pytest.raises(UserError, match=said_of_it):
-        said("generate", run.release_folder, "--to", tmp_path / "texts")
-    out = said("predict", run.release_folder, "--text", "the cat")
-    # Quoted, as tokens may begin with a space.
-    assert re.fullmatch(r"'the cat': ('[^']+' [\d.]+ %(, )?){5}\n", out)

@@ -17,6 +17,7 @@ import pytest
 from support.folder_contents import contents
 from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 
 from dpdist.privacy.budget import BUDGET_SUFFIX, read_budgets
 
@@ -126,10 +127,14 @@ def results(run: Path) -> dict[str, bytes | None]:
     return {name: None if Path(name).name in BESIDE else raw for name, raw in found.items()}
 
 
-TRAIN, RUN, REPORT = ["train", "r.yaml"], ["run", "r.yaml"], ["report", "runs/small"]
-POISON = ["poison", "r.yaml", "--models", "3", "--select", "1", "--max-inputs", "2",
-          "--seed", "cd" * 32]  # fmt: skip
-CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--max-inputs", "4"]
+TRAIN, RUN, REPORT = (
+    ["run", "--until", "train", "r.yaml"],
+    ["run", "r.yaml"],
+    ["report", "runs/small"],
+)
+VOTES = sets("models=3", "select=1", "max_inputs=2", f"seed={'cd' * 32}")
+POISON = ["audit", "r.yaml", "--kind", "poison", *VOTES]
+CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--set", "certify.max_inputs=4"]
 RELEASE = ["release", "runs/small", "--not-private"]
 BOTH, ALWAYS = {"well", "refused"}, {"well"}
 

@@ -101,10 +101,9 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"dpdist/py.typed"}
     for folder, at in (("dpdist", ""), ("cluster", "dpdist/"), ("tuning", "dpdist/")):
-        for pattern in ("*.py", "*.html", "*.yaml"):
+        for pattern in ("*.py", "*.html", "*.md", "*.yaml"):
             found = (ROOT / folder).rglob(pattern)
             wanted |= {at + str(path.relative_to(ROOT)) for path in found}
-    wanted |= {f"dpdist/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert wanted - names == set()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dpdist"}
 
@@ -112,7 +111,9 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
 @pytest.mark.long
 def test_the_command_line(run):
     """Recipes and packages are found, and none of them is the user's."""
-    assert len(run("-m", "dpdist", "recipes").splitlines()) == len(list(ROOT.glob("recipes/*")))
+    assert len(run("-m", "dpdist", "recipes").splitlines()) == len(
+        list(ROOT.glob("dpdist/recipes/*"))
+    )
     run("-m", "dpdist", "run", "small.yaml", "--dry-run")
 
 

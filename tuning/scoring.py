@@ -18,11 +18,20 @@ import torch
 from dpdist import models
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.worker import Assignment, Worker, probe
-from dpdist.config.search import ScoreRecipe
+from dpdist.config.search import Objective, ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, GroupedDataset
 from dpdist.gradients.noise import add_noise, grid_exponent
+from dpdist.models.spec import import_factory
 from dpdist.randomness.keys import StreamKeys, derive_key
+from dpdist.training.private_score import Value
+from dpdist.training.record_scores import (
+    RecordScore,
+    balanced_accuracy,
+    bounded_score,
+    brier_score,
+    log_loss_score,
+)
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
@@ -99,6 +108,8 @@ def _record_scores(
     if "accuracy" in weights:
         rows = 1 if noise is not None else _PUBLIC_BATCH
         values += weights["accuracy"] * correct_predictions(model, dataset, rows)
+    for name, score in record_scores(settings).items():
+        values += weights[name] * _values_by(score, model, dataset, alone=noise is not None)
     if settings.needs_certificates:
         assert sigma is not None
         radii = certified_radii(model, dataset, settings, sigma, key)
@@ -108,6 +119,52 @@ def _record_scores(
             share = np.clip(radii, 0.0, settings.radius_cap) / settings.radius_cap
             values += weights["average-radius"] * share
     return np.clip(values / sum(weights.values()), 0.0, 1.0)
+
+
+def record_scores(settings: ScoreRecipe) -> dict[Objective, Value]:
+    """Return the scores of a record besides accuracy and certificates, by their objective.
+
+    Raises UserError for a function that cannot be imported.
+    """
+    found: dict[Objective, Value] = {}
+    if "brier" in settings.objectives:
+        found["brier"] = brier_score()
+    if settings.log_loss_cap is not None:
+        found["log-loss"] = log_loss_score(settings.log_loss_cap)
+    if settings.class_weights is not None:
+        found["balanced-accuracy"] = balanced_accuracy(dict(enumerate(settings.class_weights)))
+    if settings.value is not None and settings.value_range is not None:
+        try:
+            function = import_factory(settings.value)
+        except UserError as error:
+            said = str(error).replace("model.name", "tune.score.value")
+            raise UserError(said) from error
+        found["value"] = bounded_score(function, *settings.value_range)
+    return found
+
+
+def _values_by(
+    score: Value, model: torch.nn.Module, dataset: Dataset, *, alone: bool
+) -> np.ndarray:
+    """Each record's value in [0, 1]; 0 where a private one fails: float64 (records,).
+
+    alone: the records are private, and executed one at a time.
+    """
+    found, rows = np.zeros(len(dataset)), 1 if alone else _PUBLIC_BATCH
+    with torch.inference_mode():
+        for start in range(0, len(dataset), rows):
+            chosen = slice(start, start + rows)
+            inputs, targets = dataset.batch(chosen), dataset.targets(chosen)
+            try:
+                if isinstance(score, RecordScore):
+                    values = score(model(inputs), targets)
+                else:
+                    values = score(model, (inputs, targets))
+                found[chosen] = values.double().numpy()
+            except Exception:
+                if not alone:  # whether a trial fails must not depend on a private record
+                    raise
+    return found
 
 
 def correct_predictions(model: torch.nn.Module, dataset: Dataset, batch_size: int) -> np.ndarray:

@@ -32,9 +32,9 @@ from dpdist.privacy.budget import Charge, Lineage, read_budgets
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
+from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
-from dpdist.training import job
 from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
 from dpdist.training.records import (
     by_unit,
@@ -64,6 +64,8 @@ from dpdist.tuning.space import (
     iter_probe_values,
 )
 from dpdist.tuning.trial import (
+    ContinueTrial,
+    continue_recipe_trial,
     count_concurrent_trials,
     make_tune_pass,
     scoring_data,
@@ -219,8 +221,19 @@ class Search:
 
     def _run_pass(self, executor: Executor, concurrent: int) -> None:
         executor.run_trials(
-            make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier)
+            make_tune_pass(
+                self.folder,
+                self.recipe,
+                concurrent,
+                self.trial_noise_multiplier,
+                self._continue_trial,
+            )
         )
+
+    @property
+    def _continue_trial(self) -> ContinueTrial:
+        """Return what brings a trial to its end."""
+        return continue_recipe_trial
 
     def plan_trial(self, values: TrialValues) -> tuple[Recipe, PrivacyPlan]:
         """The recipe of a trial and the plan that it executes.
@@ -318,9 +331,14 @@ class Search:
         trained = source.require_trained()
         read_verified_ledger(source)
         for name in (
-            "plan.json", "ledger.jsonl", "ledger.anchor", "run.key", "data.json", "fixed-key",
+            "plan.json",
+            "ledger.jsonl",
+            "ledger.anchor",
+            "run.key",
+            "data.json",
+            "fixed-key",
             "pretrained.json",
-        ):  # fmt: skip
+        ):
             if (source.private / name).exists():
                 write_atomic(target.private / name, (source.private / name).read_bytes())
                 (target.private / name).chmod(0o600)
@@ -402,6 +420,10 @@ class Search:
 
     # --- the data set's budget
 
+    def budget_records(self) -> Hashed:
+        """Return all private records of the search: some to train on, the others to score on."""
+        return load_training_records(self.recipe, 0.0, 1.0)
+
     def _charge_id(self) -> str:
         result: str = read_terms(self.folder)["charge"]
         return result
@@ -413,22 +435,21 @@ class Search:
             return
         begun = self.folder.processes.exists() and self._charge_id()
         if not (begun and any(each.find_charge(begun) for each in read_budgets(budget))):
-            records = load_training_records(self.recipe, 0.0, 1.0)
-            job.check_charge(self.recipe, self.cost.plan, records, context)
+            check_charge(self.recipe, self.cost.plan, self.budget_records(), context)
 
     def _charge_budget(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""
         if self.recipe.privacy.budget is None:
             return
         plan, where = self.cost.plan, str(self.run_folder.recipe_file)
-        records = load_training_records(self.recipe, 0.0, 1.0)  # some to train, the others to score
+        records = self.budget_records()
         charge = Charge.for_plan(
             self._charge_id(), self.recipe.name, plan, (), self._lineage(settle)
         )
         if settle:
-            job.settle_charge(self.recipe, records, charge, where)
+            settle_charge(self.recipe, records, charge, where)
         else:
-            job.reserve_charge(self.recipe, records, charge, where)
+            reserve_charge(self.recipe, records, charge, where)
 
     def _lineage(self, finished: bool) -> Lineage:
         """Return the releases that this search may make, or made where it ended.
@@ -515,7 +536,12 @@ def check_search(
             check_trainable(search.plan_trial(v)[0], context)[1]
             for v in iter_probe_values(recipe.tune)
         ]
-        search.assumptions = sorted({part["assumed"] for part in parts if part and part["assumed"]})
+        assumed = {part["assumed"] for part in parts if part and part["assumed"]}
+        if recipe.tune.score.value is not None and not recipe.tune.score.is_public:
+            from dpdist.training.private_score import ASSUMED_OF_VALUE
+
+            assumed.add(ASSUMED_OF_VALUE)
+        search.assumptions = sorted(assumed)
     search.check_unchanged()
     return search
 
@@ -560,6 +586,16 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
         private = private_records(recipe, data_source(recipe))
         refuse_common_records(private, records, f"{context}: tune.score.public", why)
         refuse_common_groups(private, records, f"{context}: tune.score.public")
+    classes, weights = recipe.data.num_classes, score.class_weights
+    if weights is not None and len(weights) != classes:
+        raise UserError(
+            f"{context}: tune.score.class_weights: must be {classes} numbers, one for each class, "
+            f"got {len(weights)}"
+        )
+    if score.value is not None:
+        from dpdist.tuning.scoring import record_scores
+
+        record_scores(score)  # before anything is drawn: its function must be there
     if not score.needs_certificates:
         return
     for values in iter_probe_values(recipe.tune):

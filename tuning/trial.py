@@ -131,12 +131,12 @@ def run_trial(
     packages: dict[str, str],
     number: int,
     report: ScoreReporter,
-    continue_trial: ContinueTrial | None = None,
+    continue_trial: ContinueTrial,
 ) -> None:
     """Bring trial `number` of the search under run folder `path` to its end, however far it was.
 
     packages: the driver's. report: called with every rung's score, also those from before a crash.
-    continue_trial: in place of the training and scoring of a recipe.
+    continue_trial: trains and scores, from where the trial stands.
     Errors that a repetition may mend (a lost worker) are raised; all others make the trial a failed
     one.
     """
@@ -148,7 +148,7 @@ def run_trial(
         return
     check_same_versions(packages, PACKAGES, f"trial on {os.uname().nodename}")
     try:
-        (continue_trial or _continue_trial)(folder, number, state, report)
+        continue_trial(folder, number, state, report)
     except JournalBusy:
         raise  # an attempt that was given up still holds the ledger
     except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
@@ -203,9 +203,14 @@ def public_data(search_recipe: Recipe, public: PublicData) -> Dataset:
     root = source.root if public.root is None else public.root
     split = "train" if public.split == "train" else "test"
     named = data.DataSource(
-        public.name, source.classes, root, public.split, public.split, source.columns,
+        public.name,
+        source.classes,
+        root,
+        public.split,
+        public.split,
+        source.columns,
         class_names=source.class_names,
-    )  # fmt: skip
+    )
     return data.load(named, split).first(public.max_records)
 
 
@@ -214,7 +219,7 @@ def rung_steps(steps: int, rungs: int, factor: int) -> list[int]:
     return [max(1, steps * factor**rung // factor ** (rungs - 1)) for rung in range(rungs)]
 
 
-def _continue_trial(
+def continue_recipe_trial(
     folder: SearchFolder, number: int, state: dict[str, Any], report: ScoreReporter
 ) -> None:
     asked = folder.run.read_search_recipe()
@@ -270,11 +275,13 @@ def score_key(
     from dpdist.training.worker import recipe_digest
 
     made_of = [
-        search_recipe.model_dump(mode="json", exclude={"resources"}), recipe_digest(job.recipe),
+        search_recipe.model_dump(mode="json", exclude={"resources"}),
+        recipe_digest(job.recipe),
         noise,
-        models.model_hash(job.folder.model_folder), scoring_records.fingerprint,
+        models.model_hash(job.folder.model_folder),
+        scoring_records.fingerprint,
         code_digest(PACKAGES),
-    ]  # fmt: skip
+    ]
     return derive_key(trial.key, "rung", rung, json.dumps(made_of, sort_keys=True))
 
 
@@ -299,7 +306,7 @@ def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
         write_atomic(own.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
 
 
-class _TrialExecutor(LocalExecutor):
+class TrialExecutor(LocalExecutor):
     """Do the work of a trial in its own process; train several workers on Ray Train."""
 
     def run_workers(self, group: WorkerGroup) -> None:
@@ -319,7 +326,7 @@ def train_until(job: TrainJob, last_step: int) -> None:
     if job.folder.training_summary.exists():
         return
     # A repetition of the trial comes in the next pass.
-    fit(job, _TrialExecutor(), max_failures=0, stop_after=last_step)
+    fit(job, TrialExecutor(), max_failures=0, stop_after=last_step)
 
 
 # --- all trials -------------------------------------------------------------------------------
@@ -330,12 +337,9 @@ def make_tune_pass(
     recipe: Recipe,
     concurrent: int,
     noise_multiplier_of: Callable[[TrialValues], float],
-    run: Callable[[int, ReportMetrics], None] | None = None,
+    continue_trial: ContinueTrial,
 ) -> TrialPass:
-    """Return one pass over all K trials; finished ones only report again.
-
-    run: brings a trial to its end in place of `run_trial`.
-    """
+    """Return one pass over all K trials; finished ones only report again."""
     section = recipe.tune
     assert section is not None
     trials = read_trials(folder)
@@ -364,7 +368,7 @@ def make_tune_pass(
 
     factor = section.asha.reduction_factor if section.asha else 1
     return TrialPass(
-        run or _make_trial_runner(folder.run.path, factor),
+        _make_trial_runner(folder.run.path, factor, continue_trial),
         len(trials),
         make_searcher,
         make_scheduler if section.asha else None,
@@ -389,13 +393,15 @@ def _make_suggester(folder: SearchFolder, section: TuneRecipe) -> Any:
     return OptunaSuggester(section, seed, known)
 
 
-def _make_trial_runner(path: Path, factor: int) -> Callable[[int, ReportMetrics], None]:
+def _make_trial_runner(
+    path: Path, factor: int, continue_trial: ContinueTrial
+) -> Callable[[int, ReportMetrics], None]:
     packages = package_fingerprints(PACKAGES)
 
     def run(number: int, report: ReportMetrics) -> None:
         def report_score(rung: int, value: float) -> None:
             report({"score": value, "reached": factor ** (rung - 1)})
 
-        run_trial(path, packages, number, report_score)
+        run_trial(path, packages, number, report_score, continue_trial)
 
     return run

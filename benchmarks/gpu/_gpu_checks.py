@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _networks import vit_tiny
 from torch import Tensor, nn
 

@@ -30,9 +30,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import (
     CHECKOUT,
     RESULTS_FOLDER,
+    append_line,
     choose_parts,
     describe_run,
     parse_arguments,
@@ -367,12 +369,6 @@ def run_part(name: str, device: torch.device, quick: bool) -> Found:
         return {"state": "missing" if missing else "failed", "error": str(error)[:1500], **told}
 
 
-def append(results: Path, line: Found) -> None:
-    """Add a line to the results, at once."""
-    with results.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def is_broken(device: torch.device) -> bool:
     """Whether the device answers nothing any more: an error of its own ends a process' context."""
     import torch
@@ -429,10 +425,10 @@ def main(arguments: list[str] | None = None) -> None:
             line = {"part": name, "state": "failed", "error": told}
         else:
             print(f"{name}: at most {chosen[name]} s ...", flush=True)
-            append(options.results, {"part": name, "state": "begun", "seconds": 0.0})
+            append_line(options.results, {"part": name, "state": "begun", "seconds": 0.0})
             line = {"part": name, **run_part(name, device, options.quick)}
         line["seconds"] = round(time.monotonic() - start, 1)
-        append(options.results, line | about)
+        append_line(options.results, line | about)
         told = line.get("error") or json.dumps(line["found"])
         print(f"{name}: {line['state']}, {line['seconds']} s: {told}", flush=True)
         if line["state"] == "failed" and number + 1 < len(names) and is_broken(device):

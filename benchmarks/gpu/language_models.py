@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import CHECKOUT, RESULTS_FOLDER, parse_arguments, processor
 from torch import Tensor, nn
 

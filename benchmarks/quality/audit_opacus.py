@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import parse_arguments
 from opacus import PrivacyEngine
 from torch import nn

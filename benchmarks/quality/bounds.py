@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments
 from scipy.special import ndtr
 

@@ -20,8 +20,8 @@ is a smoke test.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import RESULTS_FOLDER, parse_arguments
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import RESULTS_FOLDER, append_line, parse_arguments
+from _common import read_lines as read
 from scipy.stats import binomtest
 
 from dpdist.audits.canaries import audit_canaries
@@ -115,12 +118,6 @@ def coverage(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The audits of a setting that a file holds."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if setting.items() <= one.items()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=10, help="of each epsilon")
@@ -151,9 +148,7 @@ def main() -> None:
         if asked.recipe:
             setting["epochs"] = raw["training"]["epochs"]
         while not asked.table and len(read(asked.results, setting)) < asked.runs:
-            line = json.dumps(setting | measure(raw, epsilon, section))
-            with asked.results.open("a") as file:
-                file.write(line + "\n")
+            append_line(asked.results, setting | measure(raw, epsilon, section))
         if found := read(asked.results, setting)[: asked.runs]:
             everything += found
             print(row(found), flush=True)

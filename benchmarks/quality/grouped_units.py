@@ -5,7 +5,7 @@
     python benchmarks/quality/grouped_units.py --table
     python benchmarks/quality/grouped_units.py --quick      # a smoke test on invented texts
 
-Records are the docstrings of `dpdist data make docstrings`, each text once; the person is the
+Records are the docstrings of `dpdist data fetch docstrings`, each text once; the person is the
 source file that a docstring stands in, the author of up to hundreds of them. A model (softmax over
 the words of the public vocabulary that a text has) says which package a text is from. A tenth of
 the files, by a hash of their names, is the test part, and another one the part by which learning
@@ -26,8 +26,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -37,7 +37,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import RESULTS_FOLDER, parse_arguments, scratch_folder, show_gap
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import (
+    RESULTS_FOLDER,
+    append_line,
+    parse_arguments,
+    read_lines,
+    scratch_folder,
+    show_gap,
+)
 from torch import nn
 
 import dpdist
@@ -64,7 +73,7 @@ class Texts:
 
 
 def read_installed() -> Iterator[tuple[str, str, str]]:
-    """Yield package, file and docstring of all that `dpdist data make docstrings` reads."""
+    """Yield package, file and docstring of all that `dpdist data fetch docstrings` reads."""
     for name, version, folder in text._sources(print):
         print(f"reads {name} {version}", flush=True)
         for path, found in text._docstrings(folder):
@@ -195,8 +204,7 @@ def run(options: argparse.Namespace) -> None:
                 if known.items() <= each.items():
                     return each
             found = line(way, parts, classes, options, key, rate, clip)
-            with options.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            append_line(options.results, found)
             made.append(found)
             print(f"{way} key {key} lr {rate:g} clip {clip:g}: {found['test']:.2f} %", flush=True)
             return found
@@ -205,10 +213,6 @@ def run(options: argparse.Namespace) -> None:
         best = max(tried, key=lambda each: each["choice"])
         for key in range(options.keys):
             done(key, best["lr"], best["clip"])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_table(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ Trainings are kept in --runs and continued; each audit is a line of --results.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import RESULTS_FOLDER, parse_arguments
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import RESULTS_FOLDER, append_line, parse_arguments, read_lines
 
 from dpdist.audits.canaries import audit_many_runs, evaluate_trials
 from dpdist.audits.target import target_of_recipe
@@ -78,12 +80,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 def by_the_loop(recipe: Recipe, options: ManyRunsAudit, folder: Path) -> AuditFinding:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scores.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    while len(lines) < options.trainings:
-        lines.append(json.dumps(trained(recipe)))
-        with path.open("a") as file:
-            file.write(lines[-1] + "\n")
-    found = list(map(json.loads, lines[: options.trainings]))
+    for _ in range(len(read_lines(path)), options.trainings):
+        append_line(path, trained(recipe))
+    found = read_lines(path)[: options.trainings]
     present, scores = (np.array([one[key] for one in found]) for key in ("present", "score"))
     return evaluate_trials(
         options,
@@ -137,13 +136,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for epsilon in map(float, asked.epsilons.split(",")):
         setting = {"epsilon": epsilon, **of} | ({} if asked.seed == SEED else {"seed": asked.seed})
-        lines = asked.results.read_text().splitlines() if asked.results.exists() else []
-        known = [{"seed": SEED} | json.loads(line) for line in lines]
+        known = [{"seed": SEED} | line for line in read_lines(asked.results)]
         made = [one for one in known if ({"seed": SEED} | setting).items() <= one.items()]
         if not made:
             made = [setting | measure(setting, options, asked.runs)]
-            with asked.results.open("a") as file:
-                file.write(json.dumps(made[0]) + "\n")
+            append_line(asked.results, made[0])
         print(row(made[0]), flush=True)
 
 

@@ -10,9 +10,13 @@ trade-off curves (the mechanism is Gaussian), mean of the runs and how many exce
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import parse_arguments
 
 from dpdist.privacy.audit_bounds import OneRunGuesses, mu_to_epsilon, one_run_mu

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import sys
 import sysconfig
 import time
 import warnings
@@ -35,7 +36,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import RESULTS_FOLDER, choose_parts, end_script, parse_arguments, read_parts
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import (
+    RESULTS_FOLDER,
+    append_line,
+    choose_parts,
+    end_script,
+    parse_arguments,
+    read_parts,
+)
 from torch import nn
 
 import dpdist
@@ -468,8 +478,7 @@ def main() -> None:
         began = time.monotonic()
         line = {"part": name, **work(options, *arguments)}
         line.setdefault("seconds", time.monotonic() - began)
-        with options.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(options.results, line)
         print(f"{name}: {line['seconds']:.0f} s", flush=True)
     show(read_parts(options.results))
     return None

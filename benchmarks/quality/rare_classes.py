@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import json
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -35,7 +35,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import RESULTS_FOLDER, parse_arguments, require_data, scratch_folder, show_gap
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import (
+    RESULTS_FOLDER,
+    append_line,
+    parse_arguments,
+    read_lines,
+    require_data,
+    scratch_folder,
+    show_gap,
+)
 from torch import Tensor, nn
 
 import dpdist
@@ -150,8 +160,7 @@ def run(options: argparse.Namespace) -> None:
                 "common_accuracy": common, "rare_accuracy": rare, "balanced": (common + rare) / 2,
                 "seconds": round(time.process_time() - start, 1),
             }  # fmt: skip
-            with options.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            append_line(options.results, found)
             made.append(found)
             print(f"{way} key {key} lr {rate:g}: {found['balanced']:.2f} %", flush=True)
             return found
@@ -160,10 +169,6 @@ def run(options: argparse.Namespace) -> None:
         best = max(tried, key=lambda each: each["choice"])
         for key in range(options.keys):
             done(key, best["lr"])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_table(options: argparse.Namespace) -> None:

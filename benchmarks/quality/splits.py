@@ -21,16 +21,25 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import json
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _common import RESULTS_FOLDER, parse_arguments, processor, scratch_folder
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _common import (
+    RESULTS_FOLDER,
+    append_line,
+    parse_arguments,
+    processor,
+    read_lines,
+    scratch_folder,
+)
 
 from dpdist import models
 from dpdist.audits.membership_statistics import Estimate
@@ -224,13 +233,8 @@ def run(options: argparse.Namespace) -> None:
                 found = known | measure(name, point, key, more)
                 found |= {"command": made_by, "processor": processor()}
                 made.append(found)
-                with options.results.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
+                append_line(options.results, found)
                 print(f"{name}, {point}, key {key}: {found['quality']:.2f}", flush=True)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_table(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import resource
 import signal
@@ -26,9 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import (
     CHECKOUT,
     RESULTS_FOLDER,
+    append_line,
     choose_parts,
     find_processor,
     make_images,
@@ -49,9 +51,9 @@ RESULTS = RESULTS_FOLDER / "bulk.jsonl"
 SIGMAS = (0.25, 0.5)
 RADII = (0.0, 0.25, 0.5, 0.75)
 MODES = {
-    "fixed": ("--mode", "fixed"),
-    "target": ("--mode", "target", "--radii", "0.25,0.5,0.75"),
-    "anytime": ("--mode", "anytime", "--radii", "0.25,0.5,0.75"),
+    "fixed": ("--set", "certify.mode=fixed"),
+    "target": ("--set", "certify.mode=target", "--radii", "0.25,0.5,0.75"),
+    "anytime": ("--set", "certify.mode=anytime", "--radii", "0.25,0.5,0.75"),
 }
 
 
@@ -154,7 +156,8 @@ def command(options: argparse.Namespace, sigma: float, mode: str) -> list[str]:
     return [
         "certify", "--model", "_resnet20:resnet20", "--weights", f"resnet-{sigma:g}.pt",
         "--data", str(options.data), "--sigma", f"{sigma:g}", "--n", str(options.n),
-        "--every", str(options.every), "--form", options.form, *MODES[mode],
+        "--set", f"certify.every={options.every}", "--set", f"certify.form={options.form}",
+        *MODES[mode],
         "--output", f"{mode}-{sigma:g}",
     ]  # fmt: skip
 
@@ -334,8 +337,7 @@ def main() -> None:
         if name in read_parts(options.results):
             continue
         line = {"part": name, **work(options, *arguments), "processor": processor()}
-        with options.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(options.results, line)
         print(f"{name}: done", flush=True)
     show(read_parts(options.results))
     return None

@@ -40,6 +40,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, train_small_run
 from training_ray import _ALONE, RECORDS, recipe
 
@@ -64,7 +66,7 @@ def train_rate(folder: Path, batch: int, workers: int, steps: int, ray: bool = T
     path = recipe(folder, "random", batch, workers, steps)
     runs = folder / f"runs-{time.monotonic_ns()}"
     metrics = runs / path.stem / "private" / "metrics.jsonl"
-    command = [*_COMMAND, "train", str(path), "--runs", str(runs)]
+    command = [*_COMMAND, "run", "--until", "train", str(path), "--runs", str(runs)]
     if not ray:
         command = [sys.executable, "-c", _ALONE, str(path), str(runs / path.stem)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -468,7 +470,8 @@ def certification(quick: bool, limit: int | None) -> None:
             output = Path(scratch) / f"table-{actors}"
             process = subprocess.Popen(
                 [*_COMMAND, "certify", "scaling", *runs, "--sigma", "0.25", "--n", str(n),
-                 "--max-inputs", str(inputs), "--actors", str(actors), "--output", str(output)],
+                 "--set", f"certify.max_inputs={inputs}", "--workers", str(actors),
+                 "--output", str(output)],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )  # fmt: skip

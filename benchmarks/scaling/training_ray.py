@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, processor_seconds
 
 RECORDS = 8192
@@ -141,7 +142,7 @@ def rounds_of(folder: Path, rounds: int, steps: int, records: int) -> Iterator[f
     alone = recipe(folder, "half", records // 16, 1, steps)
     for number in range(rounds):
         runs = folder / f"round-{number}"
-        training = start(CLI, "train", together, "--runs", runs)
+        training = start(CLI, "run", "--until", "train", together, "--runs", runs)
         (on_ray,) = watch([training], [Clock(runs / "whole-2", steps)])
         folders = [runs / f"alone-{side}" for side in range(2)]
         pair = [start(_ALONE, alone, each) for each in folders]
@@ -161,7 +162,7 @@ def until_first_step(folder: Path, records: int, ray: bool) -> float:
     path = recipe(folder, "whole", records // 8, workers, 30)
     began = time.monotonic()
     where = "--ray" if ray else "--local"
-    process = start(CLI, "train", path, "--runs", folder / "runs", where)
+    process = start(CLI, "run", "--until", "train", path, "--runs", folder / "runs", where)
     metrics = folder / "runs" / f"whole-{workers}" / "private" / "metrics.jsonl"
     while not lines(metrics):
         if process.poll() is not None:
@@ -187,7 +188,7 @@ def main() -> None:
         if options.start:
             make_images(folder / "data", "whole", records)
             together = recipe(folder, "whole", records // 8, 2, steps)
-            process = start(CLI, "train", together, "--runs", folder / "runs")
+            process = start(CLI, "run", "--until", "train", together, "--runs", folder / "runs")
             for stage, *seconds in starting(process, folder / "runs" / "whole-2" / "private"):
                 print("  ".join(f"{each:6.1f} s" for each in seconds) + f"  {stage}")
             return

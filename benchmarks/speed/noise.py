@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import parse_arguments
 
 from dpdist.gradients.engine import raise_malloc_thresholds

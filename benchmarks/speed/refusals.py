@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import CHECKOUT, parse_arguments
 
 SMALL = {
@@ -47,11 +49,9 @@ CASES = (
     "run begun.yaml",
     "run small.yaml --log nothing",
     "run small.yaml --set training.steps=0",
-    "train nothing",
+    "run nothing --until train",
     "tune small.yaml",
-    "sweep small.yaml --space nothing",
-    "sweep small.yaml --space small.yaml --metric nothing",
-    "pretrain small.yaml",
+    "run small.yaml --until pretrain",
     "certify nothing",
     "certify begun",
     "attack nothing",
@@ -59,18 +59,18 @@ CASES = (
     "predict nothing image.png",
     "predict begun image.png",
     "report nothing",
-    "compare nothing other",
+    "report nothing other",
     "release begun",
-    "denoise begun --name new --classifier nowhere",
-    "membership small.yaml --attack nothing",
-    "membership begun.yaml",
-    "poison begun.yaml",
+    "import new --run begun --classifier nowhere",
+    "audit small.yaml --kind membership --set attacks=[nothing]",
+    "audit begun.yaml --kind membership",
+    "audit begun.yaml --kind poison",
     "audit nothing",
     "audit small.yaml --set nothing=1",
-    "account noise --epsilon 0 --records 10 --batch-size 1 --steps 1 --delta 0.1",
-    "radius --hits 5 --draws 3 --sigma 0.5",
+    "account --epsilon 0 --records 10 --batch-size 1 --steps 1 --delta 0.1",
+    "account --hits 5 --draws 3 --sigma 0.5",
     "budget",
-    "recipes show nothing",
+    "recipes nothing",
     "data check nothing",
     "data check no-root.yaml",
     "data list --data-root nowhere",
@@ -79,7 +79,7 @@ CASES = (
     "cluster template nothing",
     "cluster submit nothing",
     "cluster status --address nothing",
-    "cluster restore nothing",
+    "cluster fetch --restore nothing",
 )
 CODE = """
 import sys

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, choose_parts, describe_run, parse_arguments, read_parts
 
 if TYPE_CHECKING:

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import parse_arguments
 from torch import Tensor, nn
 

@@ -19,10 +19,9 @@ MODULES = (
     "dpdist.runs.folder",
     "dpdist.runs.archive",
     "dpdist.tuning.manifest",
-    "dpdist.tuning.sweep",
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
-    "dpdist.reports.facts",
+    "dpdist.runs.accounting",
 )
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from dpdist.certification.table import CertificateTable, CertifiedSizes, attack_
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import AttackName, Norm
+from dpdist.core.fields import AttackName, Norm, Positive, Section
 from dpdist.randomness.keys import StreamKeys
 from dpdist.randomness.noise_location import find_noise_location
 
@@ -33,32 +31,12 @@ DISCLAIMER = "as the paper measures it; not a certificate of the clean input"
 _BLOCK = 100  # of inputs attacked together, in the order in which they are chosen
 
 
-@dataclass(frozen=True)
-class AttackedCopiesSpec:
-    """The choice of attacked copies: one attack of a size, in input units, in a norm."""
+class AttackedCopiesSpec(Section):
+    """State one attack of a size, in input units, in a norm: which copies are certified."""
 
     attack: AttackName
-    size: float
-    norm: Norm
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the choice that "attacked:ATTACK,SIZE" or "attacked:ATTACK,SIZE,NORM" names.
-
-        Raises UserError.
-        """
-        kind, _, rest = text.partition(":")
-        name, *more = rest.split(",")
-        try:
-            size = float(more[0]) if kind == "attacked" and 1 <= len(more) <= 2 else math.nan
-        except ValueError:
-            size = math.nan
-        if math.isnan(size):
-            raise UserError(f"--at: give attacked:ATTACK,SIZE or ...,SIZE,NORM, got {text!r}")
-        norm = more[1] if len(more) > 1 else "linf"
-        found = cls(name, size, norm)  # type: ignore[arg-type]
-        found.settings(None)  # complains about what is no attack, size or norm
-        return found
+    size: Positive
+    norm: Norm = "linf"
 
     def settings(self, sigma: float | None) -> AttackSettings:
         attacks, sizes = (self.attack,), (self.size,)
@@ -85,7 +63,9 @@ class AttackedCopies:
     ) -> None:
         like = attack_noise(settings.noise, settings.sigma or 0.0)
         if like is None:
-            raise UserError(f"--at: only Gaussian smoothing can be attacked, not {settings.noise}")
+            raise UserError(
+                f"certify.noise: must be gaussian for attacked copies, got {settings.noise}"
+            )
         self.spec, self.classes, self.labels = spec, dataset.classes, np.asarray(dataset.labels)
         chosen = np.asarray(settings.indices(len(self.labels)), dtype=np.int64)
         place, asked = find_noise_location(model), spec.settings(like[1])

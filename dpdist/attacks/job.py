@@ -20,16 +20,14 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from dpdist import models
 from dpdist.attacks import table as tables
 from dpdist.attacks.gradient_attacks import (
     Ball,
@@ -41,37 +39,31 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
 from dpdist.certification import job as certification
 from dpdist.certification import score_bounds, table_reader
-from dpdist.certification.certificate import (
-    ABSTAIN,
-    Certificate,
-    ClassCounter,
-    NoiseSampler,
-)
-from dpdist.certification.cohen import predict
+from dpdist.certification import worker as counting
+from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
+from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.inference import (
     ClassifierSpec,
-    ExecutedClassifier,
-    choose_inference_form,
-    digest_classes,
     read_classifier_spec,
     use_single_thread,
 )
-from dpdist.certification.reexecution import Reexecution, RowChoice
+from dpdist.certification.noise import Gaussian
+from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.certification.table import CertificateTable
-from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator, build_counter
+from dpdist.certification.subject import Subject, require_logits
+from dpdist.certification.table import ABSTAIN, CertificateTable
+from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_TRAINING, current_executor
-from dpdist.cluster.job_folder import Progress
-from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems, run_job
+from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems
 from dpdist.core.errors import UserError
 from dpdist.core.fields import NORMS, Norm
 from dpdist.core.files import quoted, write_json
 from dpdist.core.optional_imports import array_to_tensor
-from dpdist.models import NO_CLASS, find_batch_dependence, fresh_copy, predicted_classes
+from dpdist.models import NO_CLASS, find_batch_dependence, predicted_classes
 from dpdist.models.factory_code import FactoryCode
-from dpdist.randomness.keys import CHECK, StreamKeys
-from dpdist.randomness.noise_location import NoiseLocation, NoiseSplit, find_noise_location
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import NoiseLocation, find_noise_location
 
 # --- counting answers -------------------------------------------------------------------------
 
@@ -80,115 +72,66 @@ _ROWS = 500
 _MAX_NUMBERS = 16 * 2**20
 
 
-@dataclass(frozen=True)
-class AttackedClassifier:
-    """The classifier whose answers are counted, and where it is random.
+def counting_assignment(
+    model: nn.Module,
+    location: NoiseLocation,
+    classes: int,
+    check_inputs: np.ndarray,
+    stream_keys: StreamKeys,
+    *,
+    n: int,
+    n0: int | None = None,
+    form: ClassifierSpec | None = None,
+    code: FactoryCode | None = None,
+) -> counting.Assignment:
+    """Return what a worker of a certification needs to count answers under a model's noise.
 
-    check_inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
-    executed form, fixed before counting, of the network behind the noise when that is hidden; until
-    then, one whose form and batch it is to have. votes: whether it answers by votes of draws, or by
-    their mean scores; None: as the place does. choice: of the counted rows that are executed again
-    (`dpdist.certification.reexecution`); None: none. code: with which the model was saved, and
-    each worker must have.
+    check_inputs: float32 (N, ...), some inputs on which every worker must answer alike. n: draws of
+    an answer. n0: of another block that is asked for. form: the executed form and batch of
+    certificates that are attacked.
     """
-
-    model: nn.Module
-    location: NoiseLocation
-    classes: int
-    check_inputs: np.ndarray
-    spec: ClassifierSpec | None = None
-    votes: bool | None = None
-    choice: RowChoice | None = None
-    code: FactoryCode = field(default_factory=FactoryCode)
-
-    @property
-    def predicts_by_vote(self) -> bool:
-        return self.location.predicts_by_vote if self.votes is None else self.votes
-
-    @property
-    def cut(self) -> NoiseSplit:
-        return self.location.split(self.model, self.check_inputs.shape[1:])
-
-
-def choose_form(classifier: AttackedClassifier, source: StreamKeys) -> ClassifierSpec:
-    """The executed classifier, chosen by a short probe, or of the form and batch that it has."""
-    like = classifier.spec
-    classifier.code.check("this worker")
-    network, batch = _build_check_batch(
-        classifier, classifier.cut, source, like.batch if like else None
-    )
-    return (
-        like.for_check_batch(network, batch) if like else choose_inference_form(network, batch)[0]
+    shape = tuple(check_inputs.shape[1:])
+    cut = location.split(model, shape)
+    numbers = int(np.prod(location.normals_shape(model, shape) or shape))
+    batch = form.batch if form else max(1, min(_ROWS, _MAX_NUMBERS // numbers))
+    noise = Gaussian(float(cut.std) if location.is_random and cut.before_noise is None else 1.0)
+    return counting.Assignment(
+        model,
+        Cohen(sigma=noise.sigma, n0=n0 or batch, n=max(n, batch), batch=batch),
+        counting.VoteSampler(noise, location),
+        stream_keys,
+        classes,
+        shape,
+        check_inputs,
+        code=code or FactoryCode(),
     )
 
 
-def require_logits(classifier: AttackedClassifier) -> None:
-    """Raise UserError unless the model gives each input finite logits for each class by itself."""
-    batch = array_to_tensor(classifier.check_inputs)
-    with torch.inference_mode():
-        logits = fresh_copy(classifier.model.eval())(batch)  # workers have it as it came
-    expected = (len(batch), classifier.classes)
-    if tuple(logits.shape) != expected:
-        raise UserError(
-            f"the model cannot be attacked: it returns {tuple(logits.shape)} for a batch, not "
-            f"{expected}"
-        )
-    if not bool(torch.isfinite(logits).all()):
-        raise UserError(
-            "the model cannot be attacked: its outputs are not finite numbers (did the training "
-            "diverge?)"
-        )
-    copies, sigma = None, classifier.location.smoothing_sigma
-    if sigma is not None:
-        noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
-        copies = batch[:1] + sigma * noise
-    if found := find_batch_dependence(classifier.model, batch, copies):
+def choose_form(
+    assignment: counting.Assignment, form: ClassifierSpec | None = None
+) -> ClassifierSpec:
+    """Return the executed classifier: chosen by a probe, or of the form and batch that are given.
+
+    Raises as `dpdist.certification.worker.probe`.
+    """
+    if form is None:
+        return counting.probe(assignment)
+    network, batch = assignment.sampler.check_batch(assignment.on_device())
+    return form.for_check_batch(network, batch)
+
+
+def require_attackable(assignment: counting.Assignment) -> None:
+    """Raise UserError unless a model without noise gives each input logits by itself."""
+    batch = array_to_tensor(assignment.check_inputs)
+    try:
+        require_logits(assignment.model, batch, assignment.classes)
+    except ValueError as error:
+        raise UserError(f"the model cannot be attacked: {error}") from None
+    if found := find_batch_dependence(assignment.model, batch, None):
         raise UserError(
             f"the model cannot be attacked: it looks at its batch: {found}",
             see="explanation/certificates.md#a-model-that-looks-at-its-batch",
         )
-
-
-class CounterFactory:
-    """Counters of the executed classifier, each with noise of its own.
-
-    batch_sizes: block sizes that will be asked for beside the executed batch. Raises UserError when
-    this machine answers otherwise than the one that fixed the form, ValueError without noise or
-    form.
-    """
-
-    def __init__(
-        self, classifier: AttackedClassifier, source: StreamKeys, batch_sizes: tuple[int, ...] = ()
-    ) -> None:
-        if not classifier.location.is_random or classifier.spec is None:
-            raise ValueError("nothing is random, or the executed form is not fixed")
-        self._counted, self._source, spec = classifier, source, classifier.spec
-        self._cut = classifier.cut
-        self._network, self._others = _build_check_batch(classifier, self._cut, source, spec.batch)
-        shapes = [
-            (rows, *self._others.shape[1:]) for rows in dict.fromkeys((spec.batch, *batch_sizes))
-        ]
-        self._executed = ExecutedClassifier(self._network, spec.form, shapes)
-        if digest_classes(self._executed(self._others)) != spec.check:
-            raise UserError(
-                "this worker computes other classes on the check batch than the model did when "
-                f"the attack began ({spec.machine}, torch {spec.torch_version}): use workers of "
-                "one kind"
-            )
-        self.batch, self._form = spec.batch, spec.form
-
-    def build_counter(self, purpose: str) -> ClassCounter:
-        """The counter whose noise belongs to ``purpose``."""
-        counted = self._counted
-        source = replace(self._source, purpose=f"{self._source.purpose}/{purpose}")
-        shape, inspect = tuple(counted.check_inputs.shape[1:]), None
-        if counted.choice is not None:
-            inspect = Reexecution(
-                counted.choice.for_purpose(purpose), self._network, self._executed.logits,
-                self._others,
-                self._form,
-            )  # fmt: skip
-        return build_counter(self._cut, self._executed, source, counted.classes, shape, inspect)
 
 
 def split_into_blocks(draws: int, batch: int) -> list[tuple[int, int]]:
@@ -261,20 +204,6 @@ class MeanScores:
         return label if ahead else ABSTAIN
 
 
-def _build_check_batch(
-    counted: AttackedClassifier, cut: NoiseSplit, source: StreamKeys, rows: int | None
-) -> tuple[nn.Module, Tensor]:
-    """The executed network and a check batch for it, under a random unit used for nothing else."""
-    at = array_to_tensor(counted.check_inputs)
-    if cut.before_noise is not None:
-        with torch.inference_mode():
-            at = cut.before_noise.eval()(at)
-    shape = tuple(at.shape[1:])
-    rows = rows or max(1, min(_ROWS, _MAX_NUMBERS // int(np.prod(shape))))
-    normals = KeyedGenerator(source).normals((0,), CHECK, 0, rows, shape)
-    return cut.after_noise, at[torch.arange(rows) % len(at)] + torch.as_tensor(cut.std) * normals
-
-
 # --- the worker -------------------------------------------------------------------------------
 
 
@@ -301,16 +230,23 @@ class AttackBatch:
 class Assignment:
     """All that workers share; put into the object store once: workers need no data set.
 
-    inputs: float32 (N, ...), the attacked ones. indices: (N,), their places in the data set.
-    targets: int64 (N,), the classes that attacks lead away from.
+    counting: how answers are counted. location: where the attacked classifier is random. inputs:
+    float32 (N, ...), the attacked ones. indices: (N,), their places in the data set. targets: int64
+    (N,), the classes that attacks lead away from. votes: whether it answers by votes of draws, or
+    by their mean scores; None: as the place does.
     """
 
-    classifier: AttackedClassifier
+    counting: counting.Assignment
+    location: NoiseLocation
     settings: AttackOptions
-    stream_keys: StreamKeys
     inputs: np.ndarray
     indices: np.ndarray
     targets: np.ndarray
+    votes: bool | None = None
+
+    @property
+    def predicts_by_vote(self) -> bool:
+        return self.location.predicts_by_vote if self.votes is None else self.votes
 
 
 class Attacker:
@@ -319,11 +255,10 @@ class Attacker:
     def __init__(self, assignment: Assignment) -> None:
         use_single_thread()
         self._assignment = assignment
-        self._randomness = KeyedGenerator(assignment.stream_keys)
-        counted = assignment.classifier
-        counted.code.check("this worker")
-        model = counted.model.eval().requires_grad_(False)
-        self.classifier = RandomisedClassifier(model, counted.location, counted.predicts_by_vote)
+        self._randomness = KeyedGenerator(assignment.counting.stream_keys)
+        model = assignment.counting.on_device().model.eval().requires_grad_(False)
+        votes = assignment.predicts_by_vote
+        self.classifier = RandomisedClassifier(model, assignment.location, votes)
 
     def centres(self, batch: AttackBatch) -> Tensor:
         """float32 (B, ...): the block's inputs."""
@@ -360,15 +295,13 @@ class Worker:
         self._assignment, self._settings = assignment, assignment.settings
         self._counter: ClassCounter | None = None
         self._inspect: Reexecution | None = None
-        counted = assignment.classifier
-        if counted.location.is_random:
-            counters = CounterFactory(counted, assignment.stream_keys)
-            self._counter, self._batch = counters.build_counter("answers"), counters.batch
-        elif counted.choice is not None:
+        counted = assignment.counting
+        if assignment.location.is_random:
+            self._counter = counting.build_checked_counter(counted).for_purpose("answers")
+            self._batch = counted.executed_spec.batch
+        else:
             others = array_to_tensor(counted.check_inputs)
-            self._inspect = Reexecution(
-                counted.choice, counted.model, self._logits, others,
-            )  # fmt: skip
+            self._inspect = counted.build_reexecution(counted.model, self._logits, others, "eager")
 
     def __call__(self, batch: AttackBatch) -> list[dict[str, Any]]:
         centres = self._attacker.centres(batch)
@@ -420,7 +353,7 @@ class Worker:
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
             asked = self._counter, x, index, stage, n, self._batch
-            if self._assignment.classifier.predicts_by_vote:
+            if self._assignment.predicts_by_vote:
                 histogram = count_answers(*asked)
                 labels.append(predict(histogram, 1.0 if alpha is None else alpha, n))
             else:
@@ -444,27 +377,6 @@ class NamedDatasetLike(certification.DatasetLike, Protocol):
     def name(self) -> str: ...
 
 
-def attack_model(
-    model_folder: Path,
-    dataset: NamedDatasetLike,
-    settings: AttackOptions,
-    output: Path,
-    *,
-    actors: int | None = None,
-    progress: Progress | None = None,
-    trusted_factory: str | None = None,
-) -> pa.Table:
-    """Attack the inputs that ``settings`` names at every size; return the table.
-
-    ``output`` receives attacks.parquet and what `dpdist.cluster.resumable_job.run_job` says, which
-    names the other arguments and what is raised. Called again it computes what is missing: after an
-    interruption, or when more attacks or sizes are asked for; the table holds all that the folder
-    has.
-    """
-    work = AttackJob(model_folder, dataset, settings, trusted_factory)
-    return run_job(work, output, actors=actors, progress=progress)
-
-
 class _AttackItems(WorkItems):
     """Blocks of attacked inputs. passes: of the model for each input, at most."""
 
@@ -483,87 +395,92 @@ class BaseAttackJob(JobSpec):
 
     purpose: in the names of random numbers. worker: takes `worker_setup` and then blocks; answers:
     draws that it makes of the noise at each attacked point; min_draws_per_point: those that it
-    makes at all of them.
+    makes at all of them. n0: the draws of another block that it asks for.
     """
 
     kind, metadata_key, is_extensible = job_folder.JobKind("attack", "attacking"), tables.KEY, True
     purpose: ClassVar[str]
     worker: ClassVar[Any]
+    n0: int | None = None
     draws_per_point: int
     min_draws_per_point: int
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         settings: AttackOptions,
         indices: np.ndarray,
         targets: np.ndarray,
-        trusted_factory: str | None,
-        spec_template: ClassifierSpec | None = None,
+        form: ClassifierSpec | None = None,
         votes: bool | None = None,
     ) -> None:
         """votes: whether answers are votes of draws or their mean scores; None: as the model's
         noise asks."""
-        model = models.load(model_folder, trusted_factory=trusted_factory)
-        place = find_noise_location(model)
+        place = find_noise_location(subject.model)
         if settings.sigma is not None:
             place = place.with_input_noise(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-        counted = AttackedClassifier(
-            model, place, dataset.classes, inputs[:64], spec_template, votes,
-            code=models.read_factory_code(model_folder),
-        )  # fmt: skip
-        require_logits(counted)
         source = StreamKeys(
             self.purpose,
             settings.seed or secrets.token_hex(16),
-            models.model_hash(model_folder),
+            subject.digest,
             dataset.fingerprint,
             str(place.describe()),
             settings.sigma or 0.0,
         )
+        counted = counting_assignment(
+            subject.model, place, dataset.classes, inputs[:64], source,
+            n=settings.n, n0=self.n0, form=form, code=subject.code,
+        )  # fmt: skip
+        if not place.is_random:
+            require_attackable(counted)
+        self._form = form
         self.seed, self._data = settings.seed, dataset.name
         self.assignment = Assignment(
-            counted, settings, source, inputs, indices, targets.astype(np.int64)
+            counted, place, settings, inputs, indices, targets.astype(np.int64), votes
         )
 
     def identity(self) -> dict[str, Any]:
         it = self.assignment
         return {
-            "model": it.stream_keys.model_hash,
-            "data": it.stream_keys.data_hash,
+            "model": it.counting.stream_keys.model_hash,
+            "data": it.counting.stream_keys.data_hash,
             "dataset": self._data,
-            "classes": it.classifier.classes,
+            "classes": it.counting.classes,
             "input_shape": list(it.inputs.shape[1:]),
-            "noise": it.classifier.location.describe(),
+            "noise": it.location.describe(),
             "settings": it.settings.identity,
         }
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        form = None
-        if self.assignment.classifier.location.is_random:
-            form = (
-                current_executor()
-                .run_once(_form, self.assignment, "the model cannot be attacked")
-                .pinned_fields
+        it, form = self.assignment, None
+        if it.location.is_random:
+            asked = self._form
+
+            def choose(counting: counting.Assignment) -> ClassifierSpec:  # Ray takes no partial
+                return choose_form(counting, form=asked)
+
+            chosen = current_executor().run_once(
+                choose, it.counting, "the model cannot be attacked"
             )
-        return {"seed": self.assignment.stream_keys.seed, "classifier": form}
+            form = chosen.pinned_fields
+        return {"seed": it.counting.stream_keys.seed, "classifier": form}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         it, form = self.assignment, job_record["classifier"]
-        spec = form and ClassifierSpec.from_pinned(form)
-        each = self.min_draws_per_point if spec else 1
-        choice = RowChoice(len(it.indices) * each, -(-each // spec.batch) if spec else 1)
-        it = self.assignment = replace(
-            it,
-            stream_keys=replace(it.stream_keys, seed=job_record["seed"]),
-            classifier=replace(it.classifier, spec=spec, choice=choice),
+        counted = replace(
+            it.counting,
+            stream_keys=replace(it.counting.stream_keys, seed=job_record["seed"]),
+            spec=ClassifierSpec.from_pinned(form) if form else None,
+            inputs=len(it.indices),
+            least_draws=self.min_draws_per_point if form else 1,
         )
+        it = self.assignment = replace(it, counting=counted)
         size = it.settings.batch_size(it.inputs[0].size)
         blocks = self.batches([slice(i, i + size) for i in range(0, len(it.indices), size)])
         # Ten times the longest honest block.
-        draws = it.settings.draws if it.classifier.location.is_random else 1
+        draws = it.settings.draws if it.location.is_random else 1
         passes = 3 * it.settings.steps * it.settings.restarts * draws + self.draws_per_point
         return _AttackItems(
             blocks,
@@ -590,20 +507,19 @@ class AttackJob(BaseAttackJob):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         settings: AttackOptions,
-        trusted_factory: str | None = None,
     ) -> None:
         labels = np.asarray(dataset.labels)
         indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
         if not len(indices):
             raise UserError(f"attack: no inputs chosen out of {len(labels)}")
-        super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
+        super().__init__(subject, dataset, settings, indices, labels[indices])
         self.draws_per_point = self.min_draws_per_point = settings.n
 
     def identity(self) -> dict[str, Any]:
-        by_votes = self.assignment.classifier.predicts_by_vote
+        by_votes = self.assignment.predicts_by_vote
         return super().identity() | ({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})
 
     def initial_record(self, output: Path) -> dict[str, Any]:
@@ -632,11 +548,6 @@ class AttackJob(BaseAttackJob):
         return [row for some in whole for rows in some for row in rows]
 
 
-def _form(assignment: Assignment) -> ClassifierSpec:
-    """Chosen on the kind of machine that will execute it."""
-    return choose_form(assignment.classifier, assignment.stream_keys)
-
-
 # --- certificates against attacks -------------------------------------------------------------
 
 
@@ -660,7 +571,8 @@ class Checker:
         self._attacker = Attacker(assignment)
         self._assignment, self._certificate, self._sampler = assignment, again, shared.sampler
         self._votes = shared.predicts_by_vote
-        self._counters = CounterFactory(assignment.classifier, assignment.stream_keys, (again.n0,))
+        self._counter = counting.build_checked_counter(assignment.counting)
+        self._batch = assignment.counting.executed_spec.batch
 
     def __call__(self, batch: AttackBatch) -> list[Row]:
         certified = torch.from_numpy(self._assignment.targets[batch.low : batch.high].copy())
@@ -670,11 +582,11 @@ class Checker:
             self._attacker.centres(batch),
         )
         moved = distance(points.numpy(), centres.numpy(), self._assignment.settings.norm)
-        counter = self._counters.build_counter(f"certify/{batch.attack}")
+        counter = self._counter.for_purpose(f"certify/{batch.attack}")
         rows = []
         for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
             verdict = self._certificate.certify_other_class(
-                counter, points[i], index, target, self._counters.batch, self._sampler
+                counter, points[i], index, target, self._batch, self._sampler
             )
             verdict = self._certificate.verdict_for_classifier(self._votes, verdict, self._sampler)
             rows.append(
@@ -704,15 +616,14 @@ class CertificateCheckJob(BaseAttackJob):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: NamedDatasetLike,
         certificates: Path,
         settings: AttackOptions,
         claim: str | None = None,
-        trusted_factory: str | None = None,
     ) -> None:
         found = table_reader.read(certificates)
-        _check_same_origin(found, model_folder, dataset)
+        _check_same_origin(found, subject, dataset)
         found, rows, self._votes = _apply_claim(found, claim)
         self._found, self._claim = found, claim
         self._submitted = [rows[i] for i in settings.indices(len(rows))]
@@ -731,15 +642,16 @@ class CertificateCheckJob(BaseAttackJob):
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
-        self._certificate, self._sampler = found.kind.table_format.recreate(found, norm, like.batch)
+        self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
         settings = replace(settings, sigma=self._certificate.sigma)
+        self.n0 = self._certificate.n0
         self.draws_per_point, self.min_draws_per_point = (
             self._certificate.n0 + self._certificate.n,
             self._certificate.n0,
         )
         super().__init__(
-            model_folder, dataset, settings, self._column("index"), self._column("prediction"),
-            trusted_factory, like, self._votes,
+            subject, dataset, settings, self._column("index"), self._column("prediction"),
+            like, self._votes,
         )  # fmt: skip
 
     def _column(self, name: str) -> np.ndarray:
@@ -800,13 +712,13 @@ class CertificateCheckJob(BaseAttackJob):
 
 
 def _check_same_origin(
-    certificates: CertificateTable, model_folder: Path, dataset: NamedDatasetLike
+    certificates: CertificateTable, subject: Subject, dataset: NamedDatasetLike
 ) -> None:
     path, about = certificates.path, certificates.job_record
     if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
-    if about["model"] != models.model_hash(model_folder):
-        raise UserError(f"{path}: certificates of another model than {model_folder}")
+    if about["model"] != subject.digest:
+        raise UserError(f"{path}: certificates of another model than {subject.where}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
     labels = np.asarray(dataset.labels)

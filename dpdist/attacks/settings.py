@@ -43,7 +43,8 @@ class AttackSettings(AttackOptions, Evaluation):
     def job_spec(self, subject: EvaluatedModel) -> AttackJob:
         from dpdist.attacks.job import AttackJob
 
-        return AttackJob(subject.model_folder, subject.test_data, self, subject.trusted_factory)
+        assert subject.subject is not None
+        return AttackJob(subject.subject, subject.test_data, self)
 
     @classmethod
     def read(cls, path: Path) -> AttackTable:
@@ -82,10 +83,10 @@ class CheckSettings(Evaluation):
         """Raises UserError for certificates of another model, of other data, or in L1."""
         from dpdist.attacks.job import CertificateCheckJob
 
+        assert subject.subject is not None
         return CertificateCheckJob(
-            subject.model_folder, subject.test_data, self.certificates, self.attack, self.claim,
-            subject.trusted_factory,
-        )  # fmt: skip
+            subject.subject, subject.test_data, self.certificates, self.attack, self.claim
+        )
 
     @classmethod
     def read(cls, path: Path) -> dict[str, Any]:

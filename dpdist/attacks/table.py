@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from dpdist.certification.certificate import ABSTAIN
+from dpdist.certification.table import ABSTAIN
 from dpdist.cluster import job_folder
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError

@@ -49,7 +49,7 @@ class Membership(Evaluation):
         if self.game not in GAMES:
             raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
         if self.models > MAX_MODELS:
-            raise UserError(f"--models: must be <= {MAX_MODELS:,}, got {self.models:,}")
+            raise UserError(f"--set models: must be <= {MAX_MODELS:,}, got {self.models:,}")
         if self.models < 1 or self.population < 1 or min(self.passes, default=0) < 1:
             raise UserError("membership: models, passes and population must be at least 1")
         if self.seed is not None:

@@ -142,7 +142,7 @@ class StepHarness:
     def shards_of_rank(self, rank: int) -> Shards:
         planned = round(self.step_plan.expected_batch / self.step_plan.sample_rate)
         place = Reducer(rank, self.workers, torch.device("cpu"))
-        return build_shards(len(self.step.data), planned, place, False)
+        return build_shards(len(self.step.data), planned, place, False, nominal=False)
 
     def clipped_sums_of_others(self) -> list[Tensor]:
         """Return the sums that the other workers add."""

@@ -59,7 +59,6 @@ from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
 from dpdist.training.model_setup import (
-    changed_blocks,
     importance_weighted,
     initial_model,
     model_spec,
@@ -259,7 +258,7 @@ class VectorizedTrainings:
         )(flat, inputs, labels)
         squared = squared_row_norms(gradients)[None]
         slack = rounding_slack(torch.float32)
-        slack += changed_blocks(self._recipe) * sum_slack(torch.float32)
+        slack += sum_slack(torch.float32)
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
         weights = ((factors * finite)[0] * real).to(gradients)

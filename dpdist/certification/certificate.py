@@ -1,10 +1,10 @@
 """The base class of certificates, its verdict, and two Gaussian noises certified together.
 
-A kind of certificate has three roles. This is the first: settings, which are the recipe's
-``certify`` section, and algorithm. A subclass says where the randomness is (`build_sampler`), how
-draws of one input are counted (`sample`) and what the counts certify (`decide`). The other two
-roles, its table and its description, are in ``dpdist.certification.table``;
-``dpdist.certification.registry`` maps each kind to the three. None of them needs torch to be read.
+A kind of certificate is one class: its settings, which are the recipe's ``certify`` section; where
+the randomness is (`build_sampler`), how draws of one input are counted (`sample`) and what the
+counts certify (`decide`); the columns of its table, and the check of every row of a file against
+its counts (`table_row`, `recompute_columns`); and its words for reports (`describe`).
+``dpdist.certification.registry`` lists the classes. None of them needs torch to be read.
 
 Noise on the input and behind the first layer, in one pass: the network is rest(W x + W e + n), e ~
 N(0, s^2 I), n ~ N(0, r^2 diag(Kr)), and all that is drawn is Gaussian before the first thing that
@@ -32,6 +32,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, f
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from dpdist.certification.table import (
+    CertificateTable,
+    CertifiedSizes,
+    base_schema,
+    read_job_record,
+)
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
@@ -42,18 +49,16 @@ from dpdist.core.fields import (
     Text,
     key_error,
 )
-from dpdist.core.files import check_shape
+from dpdist.core.files import ColumnSpec, check_shape
 from dpdist.randomness import keys
 from dpdist.randomness.keys import Generator
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch import Tensor, nn
 
 
 # --- the verdict ------------------------------------------------------------------------------
-
-
-ABSTAIN = -1
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,10 @@ def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> Combined
 # --- the base class ---------------------------------------------------------------------------
 
 
-HIDDEN_NOISE = "hidden-gaussian"  # the name of a model's own noise behind its first layer
 # How a network can be executed (`dpdist.certification.inference.FORMS`).
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
+NO_SPENDING = "none"
+_NEAR = 1e-9  # what other machines may round otherwise
 PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
@@ -162,6 +168,10 @@ class ClassCounter(Protocol):
         A draw whose logits are not finite is in none of the counts, which then add up to less than
         ``draws``.
         """
+        ...
+
+    def for_purpose(self, purpose: str) -> ClassCounter:
+        """Return the same counter with noise of its own."""
         ...
 
 
@@ -244,17 +254,6 @@ class Certificate(Section):
     result_free_fields: ClassVar[frozenset[str]] = frozenset()
     default_batch: ClassVar[int] = 500
     max_device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
-    # "with sigma, by ...": why a key of another certificate is refused
-    wrong_key_hint: ClassVar[str]
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a recipe's section asks for this kind of certificate, a bool.
-
-        Args:
-            section: settings by name, as in a recipe's section `certify`.
-        """
-        return section.get("mode") == cls.mode_name()
 
     @classmethod
     @final
@@ -367,6 +366,145 @@ class Certificate(Section):
             or this kind of certificate knows only one.
         """
         return verdict
+
+    # ---- its table
+
+    spending: ClassVar[str] = NO_SPENDING  # how the error is spent over the looks
+    converts_norms: ClassVar[bool] = False  # whether its balls stand for balls in other norms
+    # Columns of which other draws would say something else: the publisher's own word until draws
+    # are made again. All others are computed from these and from the settings.
+    sampled_columns: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        """Return the schema of the table."""
+        return base_schema()
+
+    # ---- checks: every row from its counts
+
+    @classmethod
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        """Return the columns that readers rely on beside those of every table."""
+        return {}
+
+    @classmethod
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every row of a table must say beside its counts, by column.
+
+        settings: those that the table states.
+        """
+        if cls.spending == NO_SPENDING:  # looked at once, when all was counted
+            return {"spending": cls.spending, "looks": 1, "target": None}
+        return {"spending": cls.spending, "histogram": None}
+
+    @abstractmethod
+    def table_row(self, index: int, label: int, verdict: Any, sampler: Any) -> dict[str, Any]:
+        """Return the row of an input, by column."""
+
+    @classmethod
+    @abstractmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+        """Return whether each row holds counts of so many draws as it states: bool (N,)."""
+
+    @classmethod
+    @abstractmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return what the counts of a table certify at an error, by column, (N,) each."""
+
+    @classmethod
+    def check_table(cls, table: pa.Table, context: str) -> None:
+        """Check that every row is what its counts certify at the table's error.
+
+        Raises UserError where one is not, or says beside its counts another thing than its
+        settings.
+        """
+        settings = read_job_record(table).get("settings", {})
+        for name, value in cls.constant_columns(table, settings).items():
+            for index, said in zip(
+                table["index"].to_pylist(), table[name].to_pylist(), strict=True
+            ):
+                if said != value:
+                    raise UserError(
+                        f"{context}: damaged: {name} of input {index} must be {value!r}, as its "
+                        f"settings say, got {said!r}"
+                    )
+        sound = cls.consistent_counts(table)
+        if sound.all():
+            for name, made in cls.recompute_columns(table, table["alpha"][0].as_py()).items():
+                near = abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
+                sound &= near & np.isfinite(made)  # beside infinity all numbers are near
+        if not sound.all():
+            raise UserError(
+                f"{context}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
+                "does not follow from its counts"
+            )
+
+    # ---- reading
+
+    @classmethod
+    @abstractmethod
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Return all that a table states, by its one reader.
+
+        The first speaks of the classifier of its radii.
+        """
+
+    @classmethod
+    def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
+        """Return the radius that votes could certify with any number of draws, -1 where none.
+
+        It is computed from probabilities of the labels, (N,). None where no votes certify.
+        """
+        return None
+
+    @classmethod
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return its rows at another error, and what is noted beside ``rebound_alpha``."""
+        made = {
+            name: column.tolist() for name, column in cls.recompute_columns(table, alpha).items()
+        }
+        return [
+            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+            for place, row in enumerate(table.to_pylist())
+        ], {}
+
+    @classmethod
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
+        """Return settings and sampler for an attacked point, in the manner of the table's.
+
+        Raises UserError for a kind that does not say how.
+        """
+        raise UserError(
+            f"{certificates.path}: certificates of mode {certificates.mode} cannot be attacked: "
+            f"{cls.__name__} has no `recreate`"
+        )
+
+    # ---- its words
+
+    @classmethod
+    def describe(cls, certificates: CertificateTable) -> str:
+        """Return a table in the words of a reader: the noise, the draws, what is decided."""
+        return certificates.title
+
+    @classmethod
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        """Return name and value of what a summary of the table shows at these sizes."""
+        name = f"certified at {certificates.norm.upper()} radius"
+        return [
+            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
+            for r in radii
+        ]
+
+    @classmethod
+    @abstractmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        """Return its own terms of the certificates: see `CertificateTable.comparison_key`."""
 
     # ---- the job
 

@@ -23,13 +23,13 @@ errs with probability at most alpha. This is the code that `dpdist certify` and 
 
 Draws are made in canonical blocks, so that a block can be counted anywhere and again
 (``dpdist.cluster.resumable_job``). Other noises have their own radius in other norms
-(``dpdist.certification.noise``), other bounds are in ``dpdist.certification.variants``, and the
-table is in ``dpdist.certification.table``.
+(``dpdist.certification.noise``), and other bounds are in ``dpdist.certification.variants``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 
 import numpy as np
@@ -37,27 +37,65 @@ from numpy.typing import ArrayLike
 from pydantic import model_validator
 
 from dpdist.certification.certificate import (
-    ABSTAIN,
     Certificate,
+    CombinedNoise,
     PartialCounts,
     Verdict,
     counts_to_json,
+    read_combined_noise,
     require_setting,
     select_class,
     selected_class,
     total_counts,
 )
 from dpdist.certification.noise import NOISES, Gaussian, Noise
+from dpdist.certification.table import (
+    ABSTAIN,
+    CertificateTable,
+    CertifiedSizes,
+    consistent_histograms,
+    list_columns,
+    read_job_record,
+)
 from dpdist.core.binomial import clopper_pearson_lower, two_sided_p_value
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive
+from dpdist.core.files import quoted
 from dpdist.randomness import keys
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import ClassCounter, NoiseSampler
     from dpdist.certification.worker import VoteSampler
+
+
+_NEAR_RADIUS = 1e-6  # of a radius beside the one that its stated noise certifies
+
+
+def combined_noise_of_table(table: pa.Table) -> CombinedNoise | None:
+    """Return the quadrature that a table of votes states.
+
+    None where its input noise alone certifies.
+    """
+    return read_combined_noise(read_job_record(table), table["sigma"][0].as_py())
+
+
+def equivalent_input_noise(table: pa.Table) -> Noise:
+    """The noise on the input that all noise of a table of votes is worth."""
+    both = combined_noise_of_table(table)
+    if both is not None:
+        return Gaussian(both.combined_sigma)
+    return NOISES[table["noise"][0].as_py()](table["sigma"][0].as_py())
+
+
+def columns_of_bound(table: pa.Table, p_lower: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns that follow from a lower bound of each selected class's probability."""
+    radius = np.asarray(equivalent_input_noise(table).radius(p_lower))
+    prediction = np.where(p_lower > 0.5, table["selected"].to_numpy(), ABSTAIN)
+    return {"p_lower": p_lower, "radius": radius, "prediction": prediction}
 
 
 # --- smoothing of the inputs ------------------------------------------------------------------
@@ -75,8 +113,8 @@ class Smoothing(Certificate):
     noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
 
     mode: str
-    wrong_key_hint: ClassVar[str] = "with sigma, by smoothing the inputs"
     vote_title: ClassVar[str] = "vote (Cohen)"  # tells tables of one noise apart
+    draws_words: ClassVar[str] = "{n:,} draws an input"
 
     @model_validator(mode="after")
     def _validate_radii(self) -> Self:
@@ -89,12 +127,6 @@ class Smoothing(Certificate):
             reachable, "radii", f"reachable with {self.noise} noise, sigma {self.sigma}"
         )
         return self
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a recipe's section gives sigma and this mode, a bool; default "fixed"."""
-        mode = section.get("mode") or "fixed"
-        return section.get("sigma") is not None and mode == cls.mode_name()
 
     @property
     @final
@@ -140,6 +172,111 @@ class Smoothing(Certificate):
         """Return the kind's parts of `folder_name`, a list of str: ["sigma-0.25", "fixed", ...]."""
         parts = [f"sigma-{self.sigma:g}", self.mode, f"n-{self.n}"]
         return parts if self.noise == "gaussian" else [*parts, self.noise]
+
+    converts_norms: ClassVar[bool] = True
+
+    def table_row(
+        self, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
+    ) -> dict[str, Any]:
+        """Return the row of an input: its verdict, and the settings on which it rests."""
+        return {
+            "index": index,
+            "label": label,
+            **asdict(verdict),
+            "n0": self.n0,
+            "alpha": self.alpha,
+            "norm": self.smoothing_noise.norm,
+            "noise": self.noise,
+            "sigma": self.sigma,
+            "mode": self.mode,
+            "cap": self.n,
+            "spending": self.spending,
+        }
+
+    @classmethod
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return also the norm, which is the noise's."""
+        noise = table["noise"][0].as_py()
+        if noise not in NOISES:
+            raise UserError(
+                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {quoted(noise)}"
+            )
+        return {**super().constant_columns(table, settings), "norm": NOISES[noise].norm}
+
+    @classmethod
+    def check_table(cls, table: pa.Table, context: str) -> None:
+        """Check also that the stated noise behind the input is that of the radii."""
+        both = combined_noise_of_table(table)
+        if both is not None:
+            follow = Gaussian(both.combined_sigma).radius(table["p_lower"].to_numpy())
+            near = _NEAR_RADIUS * (follow + both.combined_sigma)
+            if not (abs(table["radius"].to_numpy() - follow) <= near).all():
+                raise UserError(
+                    f"{context}: damaged: its radii do not follow from the sigma, hidden noise and "
+                    "sensitivity that it states"
+                )
+        super().check_table(table, context)
+
+    @classmethod
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Return the vote's sizes, with its noise: other noise is another classifier.
+
+        With noise behind the first layer too, what either alone certifies, and what DPAL's sum
+        would.
+        """
+        first = table.slice(0, 1).to_pylist()[0]
+        title = f"{cls.vote_title}, {first['noise']} {first['sigma']:g}"
+        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
+        both = combined_noise_of_table(table)
+        if both is None:
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+        share = size / both.combined_sigma * (1 - 1e-12)
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        for name, of, worth, holds in (
+            ("input", "its input noise alone", both.sigma, True),
+            ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),
+            ("as_printed", "kappa + phi (does not hold)", both.sigma_as_printed, False),
+        ):
+            words = f"vote, {of}"
+            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, is_valid=holds))
+        return tuple(found)
+
+    @classmethod
+    def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
+        """Return the radius of the noise at these probabilities."""
+        return np.where(
+            label_probability > 0.5, equivalent_input_noise(table).radius(label_probability), -1.0
+        )
+
+    @classmethod
+    def describe(cls, certificates: CertificateTable) -> str:
+        """Return the noise and the draws."""
+        hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
+        noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
+        return f"Smoothing by {noise}, {cls.draws_words.format(n=certificates.n)}"
+
+    @classmethod
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        """Return a row for each radius, and one for each of the sizes beside the table's radius."""
+        lines = super().summary_rows(certificates, radii)
+        for sizes in certificates.sizes[1:]:
+            held = sizes.size_if_correct(certificates.label)
+            shares = ", ".join(
+                f"{format_percent(np.mean(held >= r))} % at {format_exact(r)}" for r in radii
+            )
+            lines.append((sizes.title, shares))
+        return lines
+
+    @classmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        """Return the noise, and the radii where results depend on them."""
+        free = certificates.certificate_class.result_free_fields
+        return {
+            "sigma": certificates.sigma,
+            "radii": () if "radii" in free else certificates.radii,
+        }
 
 
 # --- CERTIFY and PREDICT ----------------------------------------------------------------------
@@ -279,6 +416,41 @@ class Cohen(Smoothing):
             ValueError: a count or alpha is out of range.
         """
         return clopper_pearson_lower(hits, draws, alpha)
+
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram"})
+
+    @classmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+        """Return whether all draws that were asked for are counted, by class."""
+        found = list_columns(table, "histogram")
+        return (
+            np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
+        )
+
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return bound, radius and prediction by the settings' LowerConfBound."""
+        k, n = table["k"].to_numpy(), table["n"].to_numpy()
+        return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
+
+    @classmethod
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
+        """Return the same procedure with the table's draws, error and noise."""
+        from dpdist.certification.worker import VoteSampler
+
+        settings = cls.model_validate(
+            {
+                "sigma": certificates.sigma,
+                "n0": certificates.n0,
+                "n": certificates.n,
+                "alpha": certificates.alpha,
+            }
+            | {"batch": batch, "noise": certificates.noise}
+        )
+        quadrature = read_combined_noise(certificates.job_record, certificates.sigma)
+        return settings, VoteSampler(settings.smoothing_noise, combined_noise=quadrature)
 
 
 def sample_under_noise(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 from dpdist.core.errors import UserError
 
 if TYPE_CHECKING:
+    from dpdist.certification.subject import Subject
     from dpdist.cluster.resumable_job import JobSpec
 
 FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
@@ -37,14 +38,14 @@ class RunFolderLike(Protocol):
 class EvaluatedModel:
     """The evaluated model and its data.
 
-    test_data: the named test data; load_training_data: reads the private records; recipe: of the
-    model, for evaluations that train others like it.
+    subject: the model; None for evaluations that need none. test_data: the named test data;
+    load_training_data: reads the private records; recipe: of the model, for evaluations that train
+    others like it.
     """
 
-    model_folder: Path
+    subject: Subject | None
     test_data: Any
     load_training_data: Callable[[], Any]
-    trusted_factory: str | None = None
     recipe: Any = None
 
 

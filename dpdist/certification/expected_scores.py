@@ -22,8 +22,7 @@ from pydantic import Field, ValidationError
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
-    ABSTAIN,
-    HIDDEN_NOISE,
+    NO_SPENDING,
     Certificate,
     PartialCounts,
     Verdict,
@@ -35,11 +34,10 @@ from dpdist.certification.certificate import (
 from dpdist.certification.noise import gaussian_l2_radius
 from dpdist.certification.score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
 from dpdist.certification.table import (
-    NO_SPENDING,
+    ABSTAIN,
+    HIDDEN_NOISE,
     CertificateTable,
     CertifiedSizes,
-    Description,
-    TableFormat,
     base_schema,
     consistent_histograms,
     list_columns,
@@ -107,13 +105,10 @@ class HiddenNoiseCertificate(Certificate):
 
         return ScoreSampler.from_model(model, input_shape)
 
-
-class HiddenNoiseTable(TableFormat[_HiddenNoise]):
-    """The table of a certificate under the noise behind a model's first layer."""
-
-    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return also the noise, which is the model's own."""
-        return {**super().constant_columns(table, settings), "noise": self.settings_class.noise}
+        return {**super().constant_columns(table, settings), "noise": cls.noise}
 
 
 class ExpectedScores(HiddenNoiseCertificate):
@@ -165,12 +160,6 @@ class ExpectedScores(HiddenNoiseCertificate):
     mode: ClassVar[str] = "scores"
     result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
     binned_fields: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
-    wrong_key_hint: ClassVar[str] = "without sigma, by expected scores"
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a recipe's section gives no sigma, a bool."""
-        return section.get("sigma") is None
 
     def sample(
         self,
@@ -261,6 +250,158 @@ class ExpectedScores(HiddenNoiseCertificate):
         """Return the kind's parts of `folder_name`, a list of str: ["scores", "hoeffding", ...]."""
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
+
+    def table_row(
+        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
+    ) -> dict[str, Any]:
+        """Return the row of an input: its certificates, and the settings on which they rest."""
+        return table_row(index, label, verdict, self, sampler.sigma)
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        more = [("bound", pa.string()), ("p_upper", pa.float64())]
+        more += [("sums", pa.list_(pa.int64())), ("squares", pa.list_(pa.int64()))]
+        more += [(name, pa.float64()) for name in SIZE_COLUMNS]
+        return pa.schema(
+            [*base_schema(), *(pa.field(name, of, nullable=False) for name, of in more)]
+        )
+
+    @classmethod
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        numbers: ColumnSpec = (float, 0)
+        return {
+            **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
+            "sums": (object, None),
+            "squares": (object, None),
+            "bound": (str, None),
+        }
+
+    @classmethod
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return also the bound and its sides, where the settings state them."""
+        stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
+        own = {name: value for name, value in stated.items() if name in cls.model_fields}
+        return {**super().constant_columns(table, settings), **own}
+
+    @classmethod
+    def check_table(cls, table: pa.Table, context: str) -> None:
+        if not all(table["sums"].to_pylist()):
+            raise UserError(f"{context}: damaged: column 'sums' must hold a sum for each class")
+        if len(set(table["bound"].to_pylist())) > 1:
+            raise UserError(f"{context}: damaged: its rows differ in bound")
+        super().check_table(table, context)
+
+    @classmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+        """Votes, scores and their squares of so many draws, no more than there can be."""
+        found = list_columns(table, "histogram", "sums", "squares")
+        if found is None:
+            return np.zeros(len(table), bool)
+        votes, sums, squares = found
+        n = table["n"].to_numpy()
+        sound = consistent_histograms(table, votes) & (n >= 2) & (n <= MAX_DRAWS)
+        sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)
+        result: np.ndarray = sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
+        return result
+
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        found = list_columns(table, "sums", "squares", "histogram")
+        assert found is not None
+        sums, squares, histogram = found
+        settings = read_table_settings(ExpectedScores, table, alpha)
+        bounds = compute_score_bounds(sums, squares, histogram, settings)
+        return columns_of_bounds(table, alpha, bounds, bounds.label)
+
+    @classmethod
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Every certificate in both norms. The vote answers with a class of its own; as printed,
+        the class of the largest mean score, whatever the sound certificates are made of."""
+        counted = table["bound"][0].as_py() == COUNTS_BOUND
+        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
+        answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
+        found = []
+        for norm in NORMS:
+            for name, (title, line) in CERTIFICATE_STYLES.items():
+                size = table[f"{name}_{norm}"].to_numpy()
+                answer = np.where(size > 0, answers[name], ABSTAIN)
+                by = answer, size, line, name
+                found.append(
+                    CertifiedSizes(
+                        name, norm, title, *by, predicts_by_vote=counted or name == VOTE_CERTIFICATE
+                    )
+                )
+        size = table[AS_PRINTED].to_numpy()
+        means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
+        answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
+        label = "as printed (claimed, does not hold)"
+        title = "as printed (does not hold)"
+        printed = CertifiedSizes(
+            name,
+            "linf",
+            title,
+            answer,
+            size,
+            short_title=label,
+            is_valid=False,
+            predicts_by_vote=False,
+        )
+        return (*found, printed)
+
+    @classmethod
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return recertify_rows(table, alpha), {"rebound_bound": None}
+
+    @classmethod
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[ExpectedScores, ScoreSampler]:
+        from dpdist.certification.worker import ScoreSampler
+
+        (bound,) = certificates.table["bound"].unique().to_pylist()
+        settings = cls.model_validate(
+            {
+                "n": certificates.n,
+                "n0": certificates.n0,
+                "alpha": certificates.alpha,
+                "bound": bound,
+            }
+            | {"norm": norm, "batch": batch}
+        )
+        return settings, ScoreSampler(
+            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
+        )
+
+    @classmethod
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        """One for each certificate and norm."""
+
+        def shares(sizes: CertifiedSizes) -> str:
+            held = sizes.size_if_correct(certificates.label)
+            return ", ".join(
+                f"{format_percent(np.mean(held >= size))} % at {format_exact(size)}"
+                for size in radii
+            )
+
+        return [
+            (f"{sizes.norm} {sizes.short_title}", shares(sizes)) for sizes in certificates.sizes
+        ]
+
+    @classmethod
+    def describe(cls, certificates: CertificateTable) -> str:
+        return f"Expected scores under the model's own noise, {certificates.n:,} draws an input"
+
+    @classmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {"bound": certificates.table["bound"][0].as_py()}
+
 
 class BettingScores(ExpectedScores):
     """Expected scores, bounded by betting (`dpdist.certification.score_bounds`).
@@ -276,11 +417,6 @@ class BettingScores(ExpectedScores):
 
     mode: ClassVar[str] = "betting"
     binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
-    wrong_key_hint: ClassVar[str] = "with bound betting, by expected scores"
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        return super().accepts_section(section) and section.get("bound") == "betting"
 
     def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
         sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
@@ -307,6 +443,114 @@ class BettingScores(ExpectedScores):
     def name_parts(self) -> list[str]:
         sides = ["one-sided"] if self.one_sided else []
         return [self.mode, *sides, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
+
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
+
+    def table_row(
+        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
+    ) -> dict[str, Any]:
+        """Return also whether one class alone was bounded."""
+        found = super().table_row(index, label, verdict, sampler)
+        return found | {"one_sided": self.one_sided}
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        more = [(name, pa.list_(pa.int64())) for name in cls.binned_fields]
+        more.append(("one_sided", pa.bool_()))
+        fields = (pa.field(name, of, nullable=False) for name, of in more)
+        return pa.schema([*super().table_schema(), *fields])
+
+    @classmethod
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        return {
+            **super().extra_columns(),
+            **dict.fromkeys((*cls.binned_fields, "one_sided"), _ANY),
+        }
+
+    @classmethod
+    def check_table(cls, table: pa.Table, context: str) -> None:
+        width = np.diff(score_bounds.BIN_EDGES)
+        for each in table.select(["n", "sums", *cls.binned_fields]).to_pylist():
+            classes = len(each["sums"])
+            counts, excess = (
+                np.asarray(each[name] or (), dtype=np.int64) for name in cls.binned_fields
+            )
+            sound = counts.size == excess.size == classes * score_bounds.NUM_BINS
+            if sound:
+                counts, excess = (found.reshape(classes, -1) for found in (counts, excess))
+                sums = (counts * score_bounds.BIN_EDGES[:-1] + excess).sum(1)
+                sound = bool((counts.sum(1) == each["n"]).all() and (sums == each["sums"]).all())
+                sound = sound and bool(((excess >= 0) & (excess <= counts * width)).all())
+            if not sound:
+                raise UserError(
+                    f"{context}: damaged: its histograms of scores are not of its draws"
+                )
+        if len(set(table["one_sided"].to_pylist())) > 1:
+            raise UserError(f"{context}: damaged: its rows differ in one_sided")
+        super().check_table(table, context)
+
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns that follow from the bounds that the rows state.
+
+        The bounds must be those that the capital allows: not numbers elsewhere. Made anew
+        they would take twenty times as long.
+        """
+        one_sided = table["one_sided"][0].as_py()
+        lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
+        labels = np.full(len(lower), ABSTAIN)
+        rows = table.select(["selected", *cls.binned_fields]).to_pylist()
+        for place, each in enumerate(rows):
+            bins, excess = (
+                np.reshape(each[name], (-1, score_bounds.NUM_BINS)) for name in cls.binned_fields
+            )
+            selected = each["selected"] if one_sided else None
+            stated = lower[place], upper[place]
+            labels[place] = score_bounds.verified_label(bins, excess, *stated, alpha, selected)
+        known = labels != ABSTAIN
+        p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
+        both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)
+        others = np.stack([np.ones(len(lower)), np.clip(np.nan_to_num(p_b, nan=1.0), 0, 2)], 1)
+        made = columns_of_bounds(table, alpha, ScoreBounds(both, others), labels)
+        return {**made, "p_lower": p_a, "p_upper": p_b}
+
+    @classmethod
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        norms, rows = Sensitivity(**read_job_record(table)["sensitivity"]), []
+        for old in table.to_pylist():
+            kept = {name: old[name] for name in ("n", "n0", "norm", "one_sided")}
+            settings, selected = cls(**kept, alpha=alpha), old["selected"]
+            bounds = settings.betting_bounds(old, selected)
+            sums, squares, votes = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
+            verdict = certify_scores(
+                sums, squares, votes, selected, settings, old["sigma"], norms, bounds
+            )
+            new = table_row(old["index"], old["label"], verdict, settings, old["sigma"])
+            rows.append({**old, **new})
+        return rows, {}
+
+    @classmethod
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[ExpectedScores, ScoreSampler]:
+        settings, place = super().recreate(certificates, norm, batch)
+        one_sided = {"one_sided": certificates.table["one_sided"][0].as_py()}
+        return settings.model_copy(update=one_sided), place
+
+    @classmethod
+    def describe(cls, certificates: CertificateTable) -> str:
+        return f"{super().describe(certificates)}, bounded by betting"
+
+    @classmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {
+            **super().comparison_key(certificates),
+            "one_sided": certificates.table["one_sided"][0].as_py(),
+        }
 
 
 @dataclass(frozen=True)
@@ -506,267 +750,3 @@ def recertify_rows(
 
 
 # --- the tables and their words ---------------------------------------------------------------
-
-
-class ScoreTable(HiddenNoiseTable[_Kind]):
-    """The table of expected scores: sums of scores, and every certificate in both norms."""
-
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
-
-    def row(
-        self, settings: _Kind, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        """Return the row of an input: its certificates, and the settings on which they rest."""
-        return table_row(index, label, verdict, settings, sampler.sigma)
-
-    def schema(self) -> pa.Schema:
-        import pyarrow as pa
-
-        more = [("bound", pa.string()), ("p_upper", pa.float64())]
-        more += [("sums", pa.list_(pa.int64())), ("squares", pa.list_(pa.int64()))]
-        more += [(name, pa.float64()) for name in SIZE_COLUMNS]
-        return pa.schema(
-            [*base_schema(), *(pa.field(name, of, nullable=False) for name, of in more)]
-        )
-
-    def extra_columns(self) -> Mapping[str, ColumnSpec]:
-        numbers: ColumnSpec = (float, 0)
-        return {
-            **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
-            "sums": (object, None),
-            "squares": (object, None),
-            "bound": (str, None),
-        }
-
-    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return also the bound and its sides, where the settings state them."""
-        stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
-        fields = self.settings_class.model_fields
-        own = {name: value for name, value in stated.items() if name in fields}
-        return {**super().constant_columns(table, settings), **own}
-
-    def check(self, table: pa.Table, context: str) -> None:
-        if not all(table["sums"].to_pylist()):
-            raise UserError(f"{context}: damaged: column 'sums' must hold a sum for each class")
-        if len(set(table["bound"].to_pylist())) > 1:
-            raise UserError(f"{context}: damaged: its rows differ in bound")
-        super().check(table, context)
-
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
-        """Votes, scores and their squares of so many draws, no more than there can be."""
-        found = list_columns(table, "histogram", "sums", "squares")
-        if found is None:
-            return np.zeros(len(table), bool)
-        votes, sums, squares = found
-        n = table["n"].to_numpy()
-        sound = consistent_histograms(table, votes) & (n >= 2) & (n <= MAX_DRAWS)
-        sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)
-        result: np.ndarray = sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
-        return result
-
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        found = list_columns(table, "sums", "squares", "histogram")
-        assert found is not None
-        sums, squares, histogram = found
-        settings = read_table_settings(ExpectedScores, table, alpha)
-        bounds = compute_score_bounds(sums, squares, histogram, settings)
-        return columns_of_bounds(table, alpha, bounds, bounds.label)
-
-    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Every certificate in both norms. The vote answers with a class of its own; as printed,
-        the class of the largest mean score, whatever the sound certificates are made of."""
-        counted = table["bound"][0].as_py() == COUNTS_BOUND
-        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
-        answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
-        found = []
-        for norm in NORMS:
-            for name, (title, line) in CERTIFICATE_STYLES.items():
-                size = table[f"{name}_{norm}"].to_numpy()
-                answer = np.where(size > 0, answers[name], ABSTAIN)
-                by = answer, size, line, name
-                found.append(
-                    CertifiedSizes(
-                        name, norm, title, *by, predicts_by_vote=counted or name == VOTE_CERTIFICATE
-                    )
-                )
-        size = table[AS_PRINTED].to_numpy()
-        means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
-        answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
-        label = "as printed (claimed, does not hold)"
-        title = "as printed (does not hold)"
-        printed = CertifiedSizes(
-            name,
-            "linf",
-            title,
-            answer,
-            size,
-            short_title=label,
-            is_valid=False,
-            predicts_by_vote=False,
-        )
-        return (*found, printed)
-
-    def recertify(
-        self, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        return recertify_rows(table, alpha), {"rebound_bound": None}
-
-    def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
-    ) -> tuple[_Kind, ScoreSampler]:
-        from dpdist.certification.worker import ScoreSampler
-
-        (bound,) = certificates.table["bound"].unique().to_pylist()
-        settings = self.settings_class.model_validate(
-            {
-                "n": certificates.n,
-                "n0": certificates.n0,
-                "alpha": certificates.alpha,
-                "bound": bound,
-            }
-            | {"norm": norm, "batch": batch}
-        )
-        return settings, ScoreSampler(
-            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
-        )
-
-
-class ScoreDescription(Description):
-    """The words for expected scores."""
-
-    def summary_rows(
-        self, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """One for each certificate and norm."""
-
-        def shares(sizes: CertifiedSizes) -> str:
-            held = sizes.size_if_correct(certificates.label)
-            return ", ".join(
-                f"{format_percent(np.mean(held >= size))} % at {format_exact(size)}"
-                for size in radii
-            )
-
-        return [
-            (f"{sizes.norm} {sizes.short_title}", shares(sizes)) for sizes in certificates.sizes
-        ]
-
-    def describe(self, certificates: CertificateTable) -> str:
-        return f"Expected scores under the model's own noise, {certificates.n:,} draws an input"
-
-    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
-        return {"bound": certificates.table["bound"][0].as_py()}
-
-
-class BettingTable(ScoreTable[BettingScores]):
-    """The table of expected scores bounded by betting: the histograms of the scores too."""
-
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
-
-    def row(
-        self,
-        settings: BettingScores,
-        index: int,
-        label: int,
-        verdict: ScoreVerdict,
-        sampler: ScoreSampler,
-    ) -> dict[str, Any]:
-        """Return also whether one class alone was bounded."""
-        found = super().row(settings, index, label, verdict, sampler)
-        return found | {"one_sided": settings.one_sided}
-
-    def schema(self) -> pa.Schema:
-        import pyarrow as pa
-
-        more = [(name, pa.list_(pa.int64())) for name in self.settings_class.binned_fields]
-        more.append(("one_sided", pa.bool_()))
-        fields = (pa.field(name, of, nullable=False) for name, of in more)
-        return pa.schema([*super().schema(), *fields])
-
-    def extra_columns(self) -> Mapping[str, ColumnSpec]:
-        return {
-            **super().extra_columns(),
-            **dict.fromkeys((*self.settings_class.binned_fields, "one_sided"), _ANY),
-        }
-
-    def check(self, table: pa.Table, context: str) -> None:
-        width = np.diff(score_bounds.BIN_EDGES)
-        for each in table.select(["n", "sums", *self.settings_class.binned_fields]).to_pylist():
-            classes = len(each["sums"])
-            counts, excess = (
-                np.asarray(each[name] or (), dtype=np.int64)
-                for name in self.settings_class.binned_fields
-            )
-            sound = counts.size == excess.size == classes * score_bounds.NUM_BINS
-            if sound:
-                counts, excess = (found.reshape(classes, -1) for found in (counts, excess))
-                sums = (counts * score_bounds.BIN_EDGES[:-1] + excess).sum(1)
-                sound = bool((counts.sum(1) == each["n"]).all() and (sums == each["sums"]).all())
-                sound = sound and bool(((excess >= 0) & (excess <= counts * width)).all())
-            if not sound:
-                raise UserError(
-                    f"{context}: damaged: its histograms of scores are not of its draws"
-                )
-        if len(set(table["one_sided"].to_pylist())) > 1:
-            raise UserError(f"{context}: damaged: its rows differ in one_sided")
-        super().check(table, context)
-
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that follow from the bounds that the rows state.
-
-        The bounds must be those that the capital allows: not numbers elsewhere. Made anew
-        they would take twenty times as long.
-        """
-        one_sided = table["one_sided"][0].as_py()
-        lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
-        labels = np.full(len(lower), ABSTAIN)
-        rows = table.select(["selected", *self.settings_class.binned_fields]).to_pylist()
-        for place, each in enumerate(rows):
-            bins, excess = (
-                np.reshape(each[name], (-1, score_bounds.NUM_BINS))
-                for name in self.settings_class.binned_fields
-            )
-            selected = each["selected"] if one_sided else None
-            stated = lower[place], upper[place]
-            labels[place] = score_bounds.verified_label(bins, excess, *stated, alpha, selected)
-        known = labels != ABSTAIN
-        p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
-        both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)
-        others = np.stack([np.ones(len(lower)), np.clip(np.nan_to_num(p_b, nan=1.0), 0, 2)], 1)
-        made = columns_of_bounds(table, alpha, ScoreBounds(both, others), labels)
-        return {**made, "p_lower": p_a, "p_upper": p_b}
-
-    def recertify(
-        self, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        norms, rows = Sensitivity(**read_job_record(table)["sensitivity"]), []
-        for old in table.to_pylist():
-            kept = {name: old[name] for name in ("n", "n0", "norm", "one_sided")}
-            settings, selected = self.settings_class(**kept, alpha=alpha), old["selected"]
-            bounds = settings.betting_bounds(old, selected)
-            sums, squares, votes = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-            verdict = certify_scores(
-                sums, squares, votes, selected, settings, old["sigma"], norms, bounds
-            )
-            new = table_row(old["index"], old["label"], verdict, settings, old["sigma"])
-            rows.append({**old, **new})
-        return rows, {}
-
-    def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
-    ) -> tuple[BettingScores, ScoreSampler]:
-        settings, place = super().recreate(certificates, norm, batch)
-        one_sided = {"one_sided": certificates.table["one_sided"][0].as_py()}
-        return settings.model_copy(update=one_sided), place
-
-
-class BettingDescription(ScoreDescription):
-    """The words for expected scores bounded by betting."""
-
-    def describe(self, certificates: CertificateTable) -> str:
-        return f"{super().describe(certificates)}, bounded by betting"
-
-    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
-        return {
-            **super().comparison_key(certificates),
-            "one_sided": certificates.table["one_sided"][0].as_py(),
-        }

@@ -5,26 +5,29 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from dpdist import models
-from dpdist.certification import inference
+from dpdist.certification import inference, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
-from dpdist.certification.registry import kind_of, require_readable
+from dpdist.certification.registry import require_readable
+from dpdist.certification.subject import Subject
+from dpdist.certification.table import CertificateTable
 from dpdist.certification.worker import (
+    CLEAN_DRAWS,
     Assignment,
+    CleanBatch,
+    CleanWorker,
     InputWorkUnit,
     Worker,
     probe,
-    wrong_clean_answers,
 )
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_JOB_SECONDS, LocalExecutor, current_executor
@@ -44,20 +47,17 @@ from dpdist.cluster.resumable_job import (
     WorkUnit as Interval,
 )
 from dpdist.cluster.session import is_elastic
+from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    error_text,
     parse_any_json,
     quoted,
     read_text,
     write_atomic,
     write_json,
 )
-from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import keys
-
-if TYPE_CHECKING:
-    from torch import nn
+from dpdist.randomness.noise_location import find_noise_location
 
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
@@ -85,93 +85,44 @@ class DatasetLike(Protocol):
 
 
 def certify(
-    model_folder: Path,
+    subject: Subject,
     dataset: DatasetLike,
     settings: Certificate,
     output: Path,
     *,
     actors: int | None = None,
     progress: Progress | None = None,
-    trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
     gpus: float | None = None,
     log: Callable[[str], None] | None = None,
-) -> pa.Table:
-    """Certify inputs with an existing model; return the table, sorted by index.
+) -> CertificateTable:
+    """Certify inputs with a model; every door to a certification ends here.
 
     The table is the same to the byte on any number of actors, and the same call continues an
     interrupted certification. A certification stays on the kind of device that it began on.
 
     Args:
-        model_folder: model.json and model.safetensors.
+        subject: the model.
         dataset: the labelled inputs, such as `dpdist.data.load` returns.
         settings: the certificate, and which inputs are certified.
         output: receives certificates.parquet, timings.csv, settings and the journal.
         actors: number of actors; None for as many as fit.
         progress: called with inputs done, inputs in all, and draws per second.
-        trusted_factory: "package.module:factory" that may be imported to build the model.
         chunk_seconds: the work that an actor gets at a time.
         gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the
             cluster has them.
         log: is told of GPUs.
 
     Returns:
-        One row per input: label, prediction (-1 for ABSTAIN), counts, bound and radius.
+        The finished table, read once and checked.
 
     Raises:
         UserError: settings, model and data do not fit, or `output` holds another certification.
         ClusterError: the actors failed for good.
-
-    Example:
-        After `dpdist.run` made runs/small:
-
-        >>> import dpdist
-        >>> from dpdist.certification.job import certify
-        >>> from dpdist.data import DataSource, load
-        >>> from pathlib import Path
-        >>> settings = dpdist.settings_of({"sigma": 0.5, "n": 100, "max_inputs": 3})
-        >>> test = load(DataSource("digits", classes=10), "test")
-        >>> folder = dpdist.read_facts("small").folder.model_folder
-        >>> table = certify(folder, test, settings, Path("certified"))
-        >>> table.num_rows, table["sigma"][0].as_py()
-        (3, 0.5)
     """
-    work = CertificationJob(
-        Subject.load(model_folder, trusted_factory), dataset, settings, gpus=gpus, log=log
-    )
-    return run_job(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to certify.
-
-    model: in evaluation mode. digest: hex, of everything that its answers depend on: whoever
-    continues must have the same. where: begins complaints. code: that each worker must have.
-    """
-
-    model: nn.Module
-    digest: str
-    where: object
-    code: FactoryCode = field(default_factory=FactoryCode)
-
-    @classmethod
-    def load(cls, folder: Path, trusted_factory: str | None) -> Subject:
-        """Return the model that a folder holds. Raises UserError."""
-        model = models.load(folder, trusted_factory=trusted_factory)
-        return cls(model, models.model_hash(folder), folder, models.read_factory_code(folder))
-
-
-def read_timings(output: Path) -> dict[int, float]:
-    """Return the seconds of computing per input, from the sidecar file; empty without one."""
-    path = output / _TIMINGS
-    if not path.exists():
-        return {}
-    lines = read_text(path).splitlines()
-    try:
-        return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(lines)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged: {error_text(error)}") from None
+    work = CertificationJob(subject, dataset, settings, gpus=gpus, log=log)
+    table = run_job(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
+    return table_reader.checked(table, output / TABLE)
 
 
 class CertificationJob(JobSpec):
@@ -207,7 +158,7 @@ class CertificationJob(JobSpec):
         # What a place measures may differ in its last bits elsewhere: the stored one is used.
         free = settings.result_free_fields | {"sensitivity"}
         self.kind = job_folder.JobKind("certification", "certifying", free)
-        self.schema = kind_of(type(settings)).table_format.schema()
+        self.schema = settings.table_schema()
         self._assignment = _build_assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
@@ -245,13 +196,11 @@ class CertificationJob(JobSpec):
         low, high = tables.input_range(self._dataset, self._indices)
         if self._log is not None:
             self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
-        seed = self._assignment.stream_keys.seed
-        wrong = wrong_clean_answers(
-            self._assignment.model, self._dataset, self._indices, seed, min(spec.batch, _CLEAN_ROWS)
-        )
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
+        answers = self._clean_answers(assignment, spec)
+        wrong = np.asarray(self._indices)[answers != labels].tolist()
         return {
-            "seed": seed,
+            "seed": self._assignment.stream_keys.seed,
             tables.INPUT_SHAPE: list(self._assignment.input_shape),
             tables.INPUT_RANGE: [low, high],
             tables.CLEAN_WRONG: " ".join(map(str, wrong)),
@@ -259,6 +208,30 @@ class CertificationJob(JobSpec):
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
             job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(self._indices, labels),
         }
+
+    def _clean_answers(self, assignment: Assignment, spec: ClassifierSpec) -> np.ndarray:
+        """Return the class of each input without smoothing noise, int64, by the workers.
+
+        One process would take long to answer with a huge network before the first draw.
+        """
+        rows, count = min(spec.batch, _CLEAN_ROWS), len(self._indices)
+        answers = np.full(count, models.NO_CLASS, np.int64)
+
+        def chunks() -> Iterator[Chunk]:
+            for first in range(0, count, rows):
+                chosen = np.asarray(self._indices[first : first + rows])
+                inputs = self._dataset.batch(chosen).numpy()
+                yield Chunk(f"clean inputs {first}..", CleanBatch(first, inputs))
+
+        def keep(key: Any, classes: list[int]) -> None:
+            first = int(key.removeprefix("clean inputs ").removesuffix(".."))
+            answers[first : first + len(classes)] = classes
+
+        passes = CLEAN_DRAWS if find_noise_location(assignment.model).is_random else 1
+        small = count * passes <= SMALL_JOB_SECONDS * spec.rate and assignment.gpus == 0
+        pool = PoolSettings(num_gpus=assignment.gpus)
+        current_executor().place(small).run_chunks(CleanWorker, assignment, chunks(), keep, pool)
+        return answers
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         """Return the task for what settings.json pins."""
@@ -370,7 +343,6 @@ class CertificationWorkItems(WorkItems):
         self.items, self.make_worker, self.shared = indices, Worker, assignment
         self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
-        self._table_format = kind_of(type(self._settings)).table_format
         self.units_per_item, self.gpus_per_actor = assignment.num_units, assignment.gpus
 
     def chunk_plan(self, seconds: float) -> ChunkPlan:
@@ -425,7 +397,7 @@ class CertificationWorkItems(WorkItems):
         """Return the input's row of the table."""
         index, assignment = int(item), self._assignment
         verdict, label = assignment.decide(partial), int(self._labels[index])
-        return [self._table_format.row(self._settings, index, label, verdict, assignment.sampler)]
+        return [self._settings.table_row(index, label, verdict, assignment.sampler)]
 
     def effort(self, work_unit: Interval, partial: Partial) -> int:
         """Return the number of draws of an interval."""

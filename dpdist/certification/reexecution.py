@@ -35,6 +35,7 @@ that share, independence is an assumption.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -123,6 +124,12 @@ class Reexecution:
         self._choice, self._network, self._execute = choice, fresh_copy(network.eval()), execute
         self._others, self._form = other_inputs, form
         self._found: str | None = None
+
+    def for_purpose(self, purpose: str) -> Reexecution:
+        """Return the same for counts of another purpose, of blocks of the same names."""
+        other = copy.copy(self)
+        other._choice = self._choice.for_purpose(purpose)
+        return other
 
     def __call__(
         self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,

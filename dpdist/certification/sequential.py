@@ -39,7 +39,6 @@ from pydantic import ValidationError, model_validator
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
-    ABSTAIN,
     Certificate,
     NoiseSampler,
     PartialCounts,
@@ -47,25 +46,21 @@ from dpdist.certification.certificate import (
     require_setting,
     select_class,
 )
-from dpdist.certification.cohen import Cohen, Smoothing, sample_under_noise
+from dpdist.certification.cohen import (
+    Cohen,
+    Smoothing,
+    columns_of_bound,
+    equivalent_input_noise,
+    sample_under_noise,
+)
 from dpdist.certification.expected_scores import (
     BettingScores,
     HiddenNoiseCertificate,
-    HiddenNoiseTable,
     read_sensitivity,
 )
 from dpdist.certification.noise import Noise
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.table import (
-    CertificateTable,
-    CertifiedSizes,
-    CohenTable,
-    Description,
-    VoteTable,
-    columns_of_bound,
-    equivalent_input_noise,
-    read_job_record,
-)
+from dpdist.certification.table import ABSTAIN, CertificateTable, CertifiedSizes, read_job_record
 from dpdist.core.binomial import check_alpha, clopper_pearson_upper
 from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
@@ -286,15 +281,12 @@ class SequentialSmoothing(Smoothing):
         exact = [noise.probability_for_radius(radius) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
-
-class SequentialTable(VoteTable[_Sequential]):
-    """The table of votes that stop early, of which no histogram is kept."""
-
+    @classmethod
     def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
+        cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
         """Return Cohen's procedure at the cap, whatever stopped the table's own."""
-        return CohenTable(Cohen).recreate(certificates, norm, batch)
+        return Cohen.recreate(certificates, norm, batch)
 
 
 class TargetRadius(SequentialSmoothing):
@@ -331,6 +323,7 @@ class TargetRadius(SequentialSmoothing):
     """
 
     mode: Literal["target"] = "target"
+    draws_words: ClassVar[str] = "given radii decided by at most {n:,} draws"
 
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
@@ -391,19 +384,17 @@ class TargetRadius(SequentialSmoothing):
         sigma, mode, *rest = super().name_parts()
         return [sigma, mode, "r-" + "-".join(map(format_exact, self.radii)), *rest]
 
-
-class TargetRadiusTable(SequentialTable[TargetRadius]):
-    """The table of target radii: the counts at each look decide what has passed."""
-
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
 
-    def schema(self) -> pa.Schema:
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
         import pyarrow as pa
 
-        return super().schema().append(pa.field(HITS, pa.list_(pa.int64())))
+        return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
 
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
+    @classmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row has counts at the looks that were planned, bool (N,)."""
         looks = _looks_of_table(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
@@ -421,9 +412,10 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
             )
         return inside
 
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return the columns that the counts at the looks decide, by the tests' own thresholds."""
-        settings = read_target_settings(self.settings_class, table)
+        settings = read_target_settings(cls, table)
         radii = np.array(settings.radii)
         p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
         looks = _looks_of_table(table)
@@ -444,8 +436,9 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
             "p_lower": np.where(certified, p0[last], 0.0),
         }
 
+    @classmethod
     def recertify(
-        self, table: pa.Table, alpha: float
+        cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target) certify their radius at their alpha and "
@@ -522,6 +515,7 @@ class Anytime(SequentialSmoothing):
     """
 
     mode: Literal["anytime"] = "anytime"
+    draws_words: ClassVar[str] = "at most {n:,} draws, valid at any time"
 
     @model_validator(mode="after")
     def _validate_alpha(self) -> Self:
@@ -588,25 +582,24 @@ class Anytime(SequentialSmoothing):
         """
         return anytime_lower(hits, draws, alpha)
 
-
-class AnytimeTable(SequentialTable[Anytime]):
-    """The table of confidence sequences: counts at the last draw."""
-
     spending: ClassVar[str] = "beta mixture, 1/alpha"
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected"})
 
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
+    @classmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row has the draws of the blocks that it states, and no more hits."""
         return consistent_blocks(table)
 
-    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        radii = read_target_settings(self.settings_class, table).radii
+    @classmethod
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        radii = read_target_settings(cls, table).radii
         return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return bound, radius and prediction by the confidence sequence."""
         k, n = table["k"].to_numpy(), table["n"].to_numpy()
-        return columns_of_bound(table, np.asarray(self.settings_class.lower_bound(k, n, alpha)))
+        return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
 
 
 # --- certificates by expected scores ----------------------------------------------------------
@@ -662,18 +655,12 @@ class TargetScores(HiddenNoiseCertificate):
     mode: Literal["target-scores"] = "target-scores"
     norm: Literal["l2", "linf"] = "l2"
 
-    wrong_key_hint: ClassVar[str] = "with mode target-scores"
-
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
         require_setting(bool(self.radii), "radii", f"given when mode is {self.mode}")
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
         require_setting(rising, "radii", "ascending")
         return self
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        return section.get("sigma") is None and section.get("mode") == cls.mode_name()
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
         place = super().build_sampler(model, input_shape)
@@ -736,33 +723,30 @@ class TargetScores(HiddenNoiseCertificate):
         radii = "-".join(map(format_exact, self.radii))
         return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
-
-class TargetScoresTable(HiddenNoiseTable[TargetScores]):
-    """The table of target radii of expected scores: which of them passed, and after which draws."""
-
     spending: ClassVar[str] = "betting, 1/alpha"
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
-    def row(
-        self, settings: TargetScores, index: int, label: int, verdict: Verdict,
-        sampler: ScoreSampler,
-    ) -> dict[str, Any]:  # fmt: skip
+    def table_row(
+        self, index: int, label: int, verdict: Verdict, sampler: ScoreSampler
+    ) -> dict[str, Any]:
         """Return the row of an input: its verdict, and the settings on which it rests."""
         found = dataclasses.asdict(verdict) | {"spending": self.spending}
-        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": settings.n}
+        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": self.n}
         named = ("n0", "alpha", "norm", "noise", "mode")
-        return found | {name: getattr(settings, name) for name in named}
+        return found | {name: getattr(self, name) for name in named}
 
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
+    @classmethod
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
         return consistent_blocks(table)
 
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """One of the radii that were asked for, of the selected class, or none. The scores of the
         draws are not kept: whether it passed cannot be made again."""
         from dpdist.certification.worker import ScoreSampler
 
-        settings = read_target_settings(self.settings_class, table)
+        settings = read_target_settings(cls, table)
         place = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
         radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
         certified = table["prediction"].to_numpy() != ABSTAIN
@@ -774,23 +758,26 @@ class TargetScoresTable(HiddenNoiseTable[TargetScores]):
             "p_lower": np.where(certified, p0[last], 0.0),
         }
 
-    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    @classmethod
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
         return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
 
+    @classmethod
     def recertify(
-        self, table: pa.Table, alpha: float
+        cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target-scores) certify their radius at their alpha "
             "and nothing else; certify again with bound betting to choose alpha later"
         )
 
+    @classmethod
     def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
+        cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[BettingScores, ScoreSampler]:
         """Return bets on the class alone at the cap, whatever stopped the table's own."""
         from dpdist.certification.worker import ScoreSampler
@@ -808,15 +795,13 @@ class TargetScoresTable(HiddenNoiseTable[TargetScores]):
             certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
         )
 
-
-class TargetScoresDescription(Description):
-    """The words for target radii of expected scores."""
-
-    def describe(self, certificates: CertificateTable) -> str:
+    @classmethod
+    def describe(cls, certificates: CertificateTable) -> str:
         return (
             "Expected scores under the model's own noise, given radii decided by at most "
             f"{certificates.n:,} draws"
         )
 
-    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
+    @classmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
         return {"norm": certificates.norm, "radii": certificates.radii}

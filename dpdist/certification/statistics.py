@@ -41,9 +41,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from dpdist.certification.certificate import ABSTAIN
 from dpdist.certification.noise import norm_name
-from dpdist.certification.table import CertificateTable, range_words
+from dpdist.certification.table import ABSTAIN, CertificateTable, range_words
 from dpdist.certification.table_reader import achievable_label_radii
 from dpdist.core.binomial import (
     clopper_pearson_interval,

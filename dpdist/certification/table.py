@@ -1,48 +1,24 @@
-"""The table of certificates: one row per input, one canonical file, and what each kind makes of it.
+"""The table of certificates: one row per input, in one canonical file.
 
-A kind of certificate has three roles. Its settings and algorithm are a class of
-``dpdist.certification.certificate``. The other two begin here: `TableFormat`, which says how a row
-follows from a verdict and checks every row of a file against its counts, and `Description`, the
-words for reports. `CertificateKind` holds the three; ``dpdist.certification.registry`` lists the
-kinds. A `CertificateTable` is one finished certification. Nothing here loads pyarrow before a table
+A `CertificateTable` is one finished certification. What its columns mean, the class of its
+certificates says (``dpdist.certification.certificate``). Nothing here loads pyarrow before a table
 is read or written, because recipes are read through the registry.
 """
 
 from __future__ import annotations
 
-import csv
-import datetime
-import io
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from dpdist.certification.certificate import (
-    ABSTAIN,
-    HIDDEN_NOISE,
-    Certificate,
-    CombinedNoise,
-    NoiseSampler,
-    Verdict,
-    read_combined_noise,
-)
-from dpdist.certification.cohen import Cohen, Smoothing
-from dpdist.certification.noise import (
-    NOISES,
-    Gaussian,
-    Noise,
-    format_radius,
-    norm_equivalence_factor,
-)
-from dpdist.core.console import format_exact, format_percent
+from dpdist.certification.noise import Gaussian, norm_equivalence_factor
 from dpdist.core.errors import UserError
-from dpdist.core.files import ColumnSpec, quoted, write_result
+from dpdist.core.files import ColumnSpec, quoted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,6 +26,8 @@ if TYPE_CHECKING:
 # --- the file ---------------------------------------------------------------------------------
 
 
+ABSTAIN = -1  # as a prediction
+HIDDEN_NOISE = "hidden-gaussian"  # the name of a model's own noise behind its first layer
 TABLE = "certificates.parquet"
 KEY = b"dpdist.certification"
 # Entries of a table's record: what was measured of its inputs before they were certified.
@@ -132,193 +110,6 @@ def write(table: pa.Table, path: Path) -> None:
     job_folder.write_table(table, path)
 
 
-# --- the roles of a kind ----------------------------------------------------------------------
-
-
-NO_SPENDING = "none"
-_NEAR = 1e-9  # what other machines may round otherwise
-_Settings = TypeVar("_Settings", bound=Certificate)
-
-
-@dataclass(frozen=True)
-class TableFormat(ABC, Generic[_Settings]):
-    """The table of one kind of certificate: its columns, its rows, and the checks of a file.
-
-    A subclass says how a row is made (`row`), whether counts are of their draws
-    (`consistent_counts`), what follows from them (`recompute_columns`) and which sizes the table
-    states (`read_sizes`). settings_class: the kind's settings.
-    """
-
-    settings_class: type[_Settings]
-
-    spending: ClassVar[str] = NO_SPENDING  # how the error is spent over the looks
-    converts_norms: ClassVar[bool] = False  # whether its balls stand for balls in other norms
-    # Columns of which other draws would say something else: the publisher's own word until draws
-    # are made again. All others are computed from these and from the settings.
-    sampled_columns: ClassVar[frozenset[str]] = frozenset()
-
-    # ---- writing
-
-    def schema(self) -> pa.Schema:
-        """Return the schema of the table."""
-        return base_schema()
-
-    @abstractmethod
-    def row(
-        self, settings: _Settings, index: int, label: int, verdict: Any, sampler: Any
-    ) -> dict[str, Any]:
-        """Return the row of an input, by column."""
-
-    # ---- checks: every row from its counts
-
-    def extra_columns(self) -> Mapping[str, ColumnSpec]:
-        """Return the columns that readers rely on beside those of every table."""
-        return {}
-
-    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every row of a table must say beside its counts, by column.
-
-        settings: those that the table states.
-        """
-        if self.spending == NO_SPENDING:  # looked at once, when all was counted
-            return {"spending": self.spending, "looks": 1, "target": None}
-        return {"spending": self.spending, "histogram": None}
-
-    @abstractmethod
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
-        """Return whether each row holds counts of so many draws as it states: bool (N,)."""
-
-    @abstractmethod
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return what the counts of a table certify at an error, by column, (N,) each."""
-
-    def check(self, table: pa.Table, context: str) -> None:
-        """Check that every row is what its counts certify at the table's error.
-
-        Raises UserError where one is not, or says beside its counts another thing than its
-        settings.
-        """
-        settings = read_job_record(table).get("settings", {})
-        for name, value in self.constant_columns(table, settings).items():
-            for index, said in zip(
-                table["index"].to_pylist(), table[name].to_pylist(), strict=True
-            ):
-                if said != value:
-                    raise UserError(
-                        f"{context}: damaged: {name} of input {index} must be {value!r}, as its "
-                        f"settings say, got {said!r}"
-                    )
-        sound = self.consistent_counts(table)
-        if sound.all():
-            for name, made in self.recompute_columns(table, table["alpha"][0].as_py()).items():
-                near = abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
-                sound &= near & np.isfinite(made)  # beside infinity all numbers are near
-        if not sound.all():
-            raise UserError(
-                f"{context}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
-                "does not follow from its counts"
-            )
-
-    # ---- reading
-
-    @abstractmethod
-    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Return all that a table states, by its one reader.
-
-        The first speaks of the classifier of its radii.
-        """
-
-    @final
-    def sizes_in_norm(self, table: pa.Table, norm: str, dimension: int) -> list[CertifiedSizes]:
-        """Return the certified sizes of a table in that norm, for inputs of so many numbers.
-
-        In another norm than its own, the largest ball inside the certified one.
-        """
-        stated = self.read_sizes(table)
-        if not self.converts_norms:
-            return [sizes for sizes in stated if sizes.norm == norm]
-        return [
-            replace(
-                sizes,
-                norm=norm,
-                size=sizes.size / norm_equivalence_factor(sizes.norm, norm, dimension),
-            )
-            for sizes in stated
-        ]
-
-    def achievable_radius(
-        self, table: pa.Table, label_probability: np.ndarray
-    ) -> np.ndarray | None:
-        """Return the radius that votes could certify with any number of draws, -1 where none.
-
-        It is computed from probabilities of the labels, (N,). None where no votes certify.
-        """
-        return None
-
-    def recertify(
-        self, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return its rows at another error, and what is noted beside ``rebound_alpha``."""
-        made = {
-            name: column.tolist() for name, column in self.recompute_columns(table, alpha).items()
-        }
-        return [
-            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
-            for place, row in enumerate(table.to_pylist())
-        ], {}
-
-    def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
-    ) -> tuple[Certificate, NoiseSampler]:
-        """Return settings and sampler for an attacked point, in the manner of the table's.
-
-        Raises UserError for a kind that does not say how.
-        """
-        raise UserError(
-            f"{certificates.path}: certificates of mode {certificates.mode} cannot be attacked: "
-            f"{type(self).__name__} has no `recreate`"
-        )
-
-
-class Description(ABC):
-    """The words of one kind of certificate for reports, summaries and comparisons."""
-
-    def describe(self, certificates: CertificateTable) -> str:
-        """Return a table in the words of a reader: the noise, the draws, what is decided."""
-        return certificates.title
-
-    def summary_rows(
-        self, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """Return name and value of what a summary of the table shows at these sizes."""
-        name = f"certified at {certificates.norm.upper()} radius"
-        return [
-            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
-            for r in radii
-        ]
-
-    @abstractmethod
-    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
-        """Return its own terms of the certificates: see `CertificateTable.comparison_key`."""
-
-
-@dataclass(frozen=True)
-class CertificateKind:
-    """A kind of certificate in its three roles.
-
-    settings: settings and algorithm. table_class: its table. description: its words for reports.
-    """
-
-    settings: type[Certificate]
-    table_class: type[TableFormat[Any]]
-    description: Description
-
-    @cached_property
-    def table_format(self) -> TableFormat[Any]:
-        """Return its table, of these settings."""
-        return self.table_class(self.settings)
-
-
 # --- a finished certification -----------------------------------------------------------------
 
 
@@ -363,12 +154,12 @@ def attack_noise(noise: str, sigma: float) -> tuple[str, float | None] | None:
 class CertificateTable:
     """One finished certification. Arrays of equal length, one entry for each certified input.
 
-    kind: its kind, in three roles. job_record: what was executed. alpha: the error of each
-    certificate, of every row.
+    certificate_class: the class of its settings, a subclass of `Certificate` such as `Cohen`.
+    job_record: what was executed. alpha: the error of each certificate, of every row.
     """
 
     path: Path
-    kind: CertificateKind
+    certificate_class: type[Any]
     job_record: dict[str, Any]
     table: pa.Table
     sigma: float
@@ -389,11 +180,6 @@ class CertificateTable:
         return self.path.parent.name
 
     @property
-    def certificate_class(self) -> type[Certificate]:
-        """Return the class of the table's settings, a subclass of `Certificate` such as `Cohen`."""
-        return self.kind.settings
-
-    @property
     def title(self) -> str:
         """Return a short name made of the table's settings, a str: "sigma-0.25-fixed-n-100".
 
@@ -406,11 +192,11 @@ class CertificateTable:
             for key in settings.keys() & self.certificate_class.model_fields.keys()
         }
         try:
-            return self.certificate_class.model_validate(given).folder_name
+            return str(self.certificate_class.model_validate(given).folder_name)
         except ValidationError:  # written by another version
             return self.name
 
-    def read_settings(self) -> Certificate:
+    def read_settings(self) -> Any:
         """Return the settings with which the table was made, their seed included.
 
         Returns:
@@ -435,7 +221,7 @@ class CertificateTable:
     @property
     def description(self) -> str:
         """Return a line about noise and draws, a str: "Smoothing by Gaussian noise 0.25, ..."."""
-        return self.kind.description.describe(self)
+        return str(self.certificate_class.describe(self))
 
     @property
     def correct(self) -> np.ndarray:
@@ -450,7 +236,7 @@ class CertificateTable:
         Each entry is one certificate in one norm, with arrays (N,) `prediction` and `size` (input
         units).
         """
-        return self.kind.table_format.read_sizes(self.table)
+        return tuple(self.certificate_class.read_sizes(self.table))
 
     @property
     def predicts_by_vote(self) -> bool:
@@ -478,7 +264,16 @@ class CertificateTable:
             dimension: numbers in one input. In another norm than its own a vote has the size of the
                 largest ball inside the certified one.
         """
-        return self.kind.table_format.sizes_in_norm(self.table, norm, dimension)
+        if not self.certificate_class.converts_norms:
+            return [sizes for sizes in self.sizes if sizes.norm == norm]
+        return [
+            replace(
+                sizes,
+                norm=norm,
+                size=sizes.size / norm_equivalence_factor(sizes.norm, norm, dimension),
+            )
+            for sizes in self.sizes
+        ]
 
     def summary_rows(self, radii: Sequence[float]) -> list[tuple[str, str]]:
         """Return the lines of a summary, a list of (name, value) pairs of str, values in percent.
@@ -486,7 +281,7 @@ class CertificateTable:
         Args:
             radii: sizes at which certified accuracy is shown, in input units.
         """
-        return self.kind.description.summary_rows(self, radii)
+        return list(self.certificate_class.summary_rows(self, radii))
 
     def select_sizes(self, certificate: str, norm: str | None) -> CertifiedSizes:
         """Return the sizes of one certificate of the table, a `CertifiedSizes` with arrays (N,).
@@ -562,7 +357,7 @@ class CertificateTable:
         """
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
-            **self.kind.description.comparison_key(self),
+            **self.certificate_class.comparison_key(self),
         }  # fmt: skip
 
     def size_if_correct(
@@ -652,7 +447,7 @@ class CertificateTable:
         return tuple(sorted({0.0, *(self.radii or usual)}))
 
 
-# --- votes ------------------------------------------------------------------------------------
+# --- columns of counts -------------------------------------------------------------------------
 
 
 def list_columns(table: pa.Table, *names: str) -> list[np.ndarray] | None:
@@ -682,213 +477,7 @@ def consistent_histograms(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
     return valid
 
 
-def combined_noise_of_table(table: pa.Table) -> CombinedNoise | None:
-    """Return the quadrature that a table of votes states.
-
-    None where its input noise alone certifies.
-    """
-    return read_combined_noise(read_job_record(table), table["sigma"][0].as_py())
-
-
-def equivalent_input_noise(table: pa.Table) -> Noise:
-    """The noise on the input that all noise of a table of votes is worth."""
-    both = combined_noise_of_table(table)
-    if both is not None:
-        return Gaussian(both.combined_sigma)
-    return NOISES[table["noise"][0].as_py()](table["sigma"][0].as_py())
-
-
-_NEAR_RADIUS = 1e-6  # of a radius beside the one that its stated noise certifies
-_Votes = TypeVar("_Votes", bound=Smoothing)
-
-
-class VoteTable(TableFormat[_Votes]):
-    """The table of votes under noise on the input."""
-
-    converts_norms: ClassVar[bool] = True
-
-    def row(
-        self, settings: _Votes, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
-    ) -> dict[str, Any]:
-        """Return the row of an input: its verdict, and the settings on which it rests."""
-        return {
-            "index": index,
-            "label": label,
-            **asdict(verdict),
-            "n0": settings.n0,
-            "alpha": settings.alpha,
-            "norm": settings.smoothing_noise.norm,
-            "noise": settings.noise,
-            "sigma": settings.sigma,
-            "mode": settings.mode,
-            "cap": settings.n,
-            "spending": self.spending,
-        }
-
-    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return also the norm, which is the noise's."""
-        noise = table["noise"][0].as_py()
-        if noise not in NOISES:
-            raise UserError(
-                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {quoted(noise)}"
-            )
-        return {**super().constant_columns(table, settings), "norm": NOISES[noise].norm}
-
-    def check(self, table: pa.Table, context: str) -> None:
-        """Check also that the stated noise behind the input is that of the radii."""
-        both = combined_noise_of_table(table)
-        if both is not None:
-            follow = Gaussian(both.combined_sigma).radius(table["p_lower"].to_numpy())
-            near = _NEAR_RADIUS * (follow + both.combined_sigma)
-            if not (abs(table["radius"].to_numpy() - follow) <= near).all():
-                raise UserError(
-                    f"{context}: damaged: its radii do not follow from the sigma, hidden noise and "
-                    "sensitivity that it states"
-                )
-        super().check(table, context)
-
-    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Return the vote's sizes, with its noise: other noise is another classifier.
-
-        With noise behind the first layer too, what either alone certifies, and what DPAL's sum
-        would.
-        """
-        first = table.slice(0, 1).to_pylist()[0]
-        title = f"{self.settings_class.vote_title}, {first['noise']} {first['sigma']:g}"
-        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
-        both = combined_noise_of_table(table)
-        if both is None:
-            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
-        share = size / both.combined_sigma * (1 - 1e-12)
-        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
-        for name, of, worth, holds in (
-            ("input", "its input noise alone", both.sigma, True),
-            ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),
-            ("as_printed", "kappa + phi (does not hold)", both.sigma_as_printed, False),
-        ):
-            words = f"vote, {of}"
-            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, is_valid=holds))
-        return tuple(found)
-
-    def achievable_radius(
-        self, table: pa.Table, label_probability: np.ndarray
-    ) -> np.ndarray | None:
-        """Return the radius of the noise at these probabilities."""
-        return np.where(
-            label_probability > 0.5, equivalent_input_noise(table).radius(label_probability), -1.0
-        )
-
-
-def columns_of_bound(table: pa.Table, p_lower: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns that follow from a lower bound of each selected class's probability."""
-    radius = np.asarray(equivalent_input_noise(table).radius(p_lower))
-    prediction = np.where(p_lower > 0.5, table["selected"].to_numpy(), ABSTAIN)
-    return {"p_lower": p_lower, "radius": radius, "prediction": prediction}
-
-
-class CohenTable(VoteTable[Cohen]):
-    """The table of votes of so many draws as were asked for, with the counts of all classes."""
-
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram"})
-
-    def consistent_counts(self, table: pa.Table) -> np.ndarray:
-        """Return whether all draws that were asked for are counted, by class."""
-        found = list_columns(table, "histogram")
-        return (
-            np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
-        )
-
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return bound, radius and prediction by the settings' LowerConfBound."""
-        k, n = table["k"].to_numpy(), table["n"].to_numpy()
-        return columns_of_bound(table, np.asarray(self.settings_class.lower_bound(k, n, alpha)))
-
-    def recreate(
-        self, certificates: CertificateTable, norm: str, batch: int
-    ) -> tuple[Certificate, NoiseSampler]:
-        """Return the same procedure with the table's draws, error and noise."""
-        from dpdist.certification.worker import VoteSampler
-
-        settings = self.settings_class.model_validate(
-            {
-                "sigma": certificates.sigma,
-                "n0": certificates.n0,
-                "n": certificates.n,
-                "alpha": certificates.alpha,
-            }
-            | {"batch": batch, "noise": certificates.noise}
-        )
-        quadrature = read_combined_noise(certificates.job_record, certificates.sigma)
-        return settings, VoteSampler(settings.smoothing_noise, combined_noise=quadrature)
-
-
-@dataclass(frozen=True)
-class VoteDescription(Description):
-    """The words for votes under noise on the input. draws: how they are made, of {n} an input."""
-
-    draws: str
-
-    def describe(self, certificates: CertificateTable) -> str:
-        """Return the noise and the draws."""
-        hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
-        noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
-        return f"Smoothing by {noise}, {self.draws.format(n=certificates.n)}"
-
-    def summary_rows(
-        self, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """Return a row for each radius, and one for each of the sizes beside the table's radius."""
-        lines = super().summary_rows(certificates, radii)
-        for sizes in certificates.sizes[1:]:
-            held = sizes.size_if_correct(certificates.label)
-            shares = ", ".join(
-                f"{format_percent(np.mean(held >= r))} % at {format_exact(r)}" for r in radii
-            )
-            lines.append((sizes.title, shares))
-        return lines
-
-    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
-        """Return the noise, and the radii where results depend on them."""
-        free = certificates.certificate_class.result_free_fields
-        return {
-            "sigma": certificates.sigma,
-            "radii": () if "radii" in free else certificates.radii,
-        }
-
-
-# --- exports ----------------------------------------------------------------------------------
-
-
-def write_cohen_tsv(
-    table: pa.Table, path: Path, seconds: Mapping[int, float] | None = None
-) -> None:
-    """Tab-separated columns of Cohen et al.'s published tables; radii rounded down, not to nearest.
-
-    correct is 1 when the prediction is the label, abstentions count as wrong. seconds: time per
-    input where known, 0 otherwise.
-    """
-    known = seconds or {}
-    lines = ["idx\tlabel\tpredict\tradius\tcorrect\ttime"]
-    for entry in table.select(["index", "label", "prediction", "radius"]).to_pylist():
-        taken = datetime.timedelta(seconds=round(known.get(entry["index"], 0.0), 6))
-        correct = int(entry["prediction"] == entry["label"])
-        lines.append(
-            f"{entry['index']}\t{entry['label']}\t{entry['prediction']}\t"
-            f"{format_radius(entry['radius'])}\t{correct}\t{taken}"
-        )
-    write_result(path, "\n".join(lines) + "\n")
-
-
-def write_csv(table: pa.Table, path: Path) -> None:
-    """All columns, full precision."""
-    file = io.StringIO(newline="")
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(table.column_names)
-    for entry in table.to_pylist():
-        writer.writerow(
-            [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
-        )
-    write_result(path, file.getvalue())
+# --- the inputs --------------------------------------------------------------------------------
 
 
 _MOST_LOOKED_AT = 1000

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from dpdist.certification import table as tables
-from dpdist.certification.registry import kind_of_table
+from dpdist.certification.registry import class_of_table
 from dpdist.certification.table import CertificateTable
 from dpdist.cluster import job_folder
 from dpdist.core.binomial import clopper_pearson_upper
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_COUNT
-from dpdist.core.files import check_shape, error_text, read_table
+from dpdist.core.files import check_columns, check_shape, error_text
 
 # --- the reader -------------------------------------------------------------------------------
 
@@ -33,12 +33,15 @@ _ONCE = {
 
 def read(path: Path) -> CertificateTable:
     """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
-    table = tables.read(path)
+    return checked(tables.read(path), path)
+
+
+def checked(table: pa.Table, path: Path) -> CertificateTable:
+    """Return a table that was read from a path, with every row checked. Raises as `read`."""
     found = from_arrow(table, path)
-    if columns := found.kind.table_format.extra_columns():
-        read_table(path, columns)
+    check_columns(table, found.certificate_class.extra_columns(), path)
     try:
-        found.kind.table_format.check(table, str(path))
+        found.certificate_class.check_table(table, str(path))
     except (ValueError, ArithmeticError) as error:  # of what no certificate is computed
         raise UserError(
             f"{path}: damaged: its rows cannot be computed again: {error_text(error)}"
@@ -108,8 +111,10 @@ def from_arrow(table: pa.Table, path: Path = Path("certificates/-")) -> Certific
     if not (np.diff(arrays["index"]) > 0).all():
         raise UserError(f"{path}: damaged: its rows must be in the order of their inputs")
     job_folder.check_labels(about, arrays["index"], arrays["label"], path)
-    kind = kind_of_table(table, path)
-    return CertificateTable(path=path, kind=kind, job_record=about, table=table, **once, **arrays)
+    kind = class_of_table(table, path)
+    return CertificateTable(
+        path=path, certificate_class=kind, job_record=about, table=table, **once, **arrays
+    )
 
 
 def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: Path) -> Any:
@@ -141,12 +146,12 @@ def recertify(table: pa.Table, alpha: float) -> pa.Table:
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
-    table_format = kind_of_table(table).table_format
-    rows, notes = table_format.recertify(table, alpha)
+    kind = class_of_table(table)
+    rows, notes = kind.recertify(table, alpha)
     return tables.build(
         rows,
         {**tables.read_job_record(table), "rebound_alpha": alpha, **notes},
-        table_format.schema(),
+        kind.table_schema(),
     )
 
 
@@ -164,5 +169,5 @@ def achievable_label_radii(table: pa.Table) -> np.ndarray | None:
     hits = [row["histogram"][row["label"]] for row in counted]
     errors = [row["alpha"] for row in counted]
     upper = np.minimum(clopper_pearson_upper(hits, [row["n"] for row in counted], errors), 1.0)
-    radius = kind_of_table(table).table_format.achievable_radius(table, upper)
+    radius = class_of_table(table).achievable_radius(table, upper)
     return None if radius is None else radius * (1 + 1e-11)  # it rounds down; here it must not

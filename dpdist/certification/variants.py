@@ -24,16 +24,15 @@ from numpy.typing import ArrayLike
 from pydantic import model_validator
 
 from dpdist.certification.certificate import (
-    ABSTAIN,
     PartialCounts,
     Verdict,
     require_setting,
     selected_class,
     total_counts,
 )
-from dpdist.certification.cohen import Cohen
+from dpdist.certification.cohen import Cohen, equivalent_input_noise
 from dpdist.certification.noise import Gaussian, Noise, gaussian_l2_radius_two_class
-from dpdist.certification.table import CohenTable, equivalent_input_noise
+from dpdist.certification.table import ABSTAIN
 from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, hoeffding_lower
 
 if TYPE_CHECKING:
@@ -70,15 +69,8 @@ class HoeffdingVotes(Cohen):
 
     mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
     bound: Literal["hoeffding"] = "hoeffding"
-    wrong_key_hint: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
     vote_title: ClassVar[str] = "vote (Hoeffding)"
-
-    @classmethod
-    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
-        """Return whether a recipe's section gives sigma and asks for Hoeffding's bound, a bool."""
-        mode, bound = section.get("mode") or "fixed", section.get("bound")
-        asked = bound == "hoeffding" and mode in ("fixed", "hoeffding")
-        return section.get("sigma") is not None and (asked or (mode == "hoeffding" and not bound))
+    draws_words: ClassVar[str] = "{n:,} draws an input, bounded by Hoeffding's inequality"
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
@@ -130,6 +122,7 @@ class TwoClass(Cohen):
     """
 
     mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
+    draws_words: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"
 
     @model_validator(mode="after")
     def _require_gaussian(self) -> Self:
@@ -152,6 +145,39 @@ class TwoClass(Cohen):
         return certify_against_runner_up(
             selected_class(partials), counts, self.alpha, sampler.equivalent_noise, self.n
         )
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        """Return the schema with the runner-up's bound."""
+        import pyarrow as pa
+
+        return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
+
+    @classmethod
+    def extra_columns(cls) -> Mapping[str, Any]:
+        """Return the runner-up's bound, and the counts that it follows from."""
+        return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
+
+    @classmethod
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return both bounds, radius and prediction."""
+        counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
+        selected = table["selected"].to_numpy()
+        lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
+        sigma = equivalent_input_noise(table).sigma
+        radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
+        prediction = np.where(radius > 0, selected, ABSTAIN)
+        return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
+
+    @classmethod
+    def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
+        """Return the reach with the rest spread evenly over the other classes."""
+        others = max(1, len(table["histogram"][0]) - 1)
+        rest = (1 - label_probability) / others
+        radius = gaussian_l2_radius_two_class(
+            label_probability, rest, equivalent_input_noise(table).sigma
+        )
+        return np.where(label_probability > rest, radius, -1.0)
 
 
 def runner_up_bounds(
@@ -199,38 +225,3 @@ def certify_against_runner_up(
         histogram=tuple(int(count) for count in counts),
         p_upper=float(p_upper),
     )
-
-
-class TwoClassTable(CohenTable):
-    """The table of Cohen's certificate with a bound of the runner-up's own."""
-
-    def schema(self) -> pa.Schema:
-        """Return the schema with the runner-up's bound."""
-        import pyarrow as pa
-
-        return super().schema().append(pa.field("p_upper", pa.float64(), nullable=False))
-
-    def extra_columns(self) -> Mapping[str, Any]:
-        """Return the runner-up's bound, and the counts that it follows from."""
-        return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
-
-    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return both bounds, radius and prediction."""
-        counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
-        selected = table["selected"].to_numpy()
-        lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
-        sigma = equivalent_input_noise(table).sigma
-        radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
-        prediction = np.where(radius > 0, selected, ABSTAIN)
-        return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
-
-    def achievable_radius(
-        self, table: pa.Table, label_probability: np.ndarray
-    ) -> np.ndarray | None:
-        """Return the reach with the rest spread evenly over the other classes."""
-        others = max(1, len(table["histogram"][0]) - 1)
-        rest = (1 - label_probability) / others
-        radius = gaussian_l2_radius_two_class(
-            label_probability, rest, equivalent_input_noise(table).sigma
-        )
-        return np.where(label_probability > rest, radius, -1.0)

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.noise import Gaussian, Laplace, Noise
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.subject import require_logits
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import (
@@ -75,6 +76,10 @@ class Inspector(Protocol):
     ) -> None:  # fmt: skip
         """Raise where what was counted of the first draws does not hold. rows: as executed;
         scores: whether scores were counted, not classes alone."""
+        ...
+
+    def for_purpose(self, purpose: str) -> Self:
+        """Return the same for counts of another purpose."""
         ...
 
 
@@ -112,6 +117,10 @@ class InputNoiseCounter:
         self._classes = classes
         self._shape = input_shape
         self._buffers: dict[int, Tensor] = {}
+
+    def for_purpose(self, purpose: str) -> Self:
+        """Return the same counter with noise of its own."""
+        return _for_purpose(self, purpose)
 
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
@@ -179,6 +188,10 @@ class HiddenNoiseCounter:
         self._units = stream_keys
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._buffers: dict[int, Tensor] = {}
+
+    def for_purpose(self, purpose: str) -> Self:
+        """Return the same counter with noise of its own."""
+        return _for_purpose(self, purpose)
 
     def noisy_hidden(
         self, x: Tensor, index: int | None, stage: str, block: int, rows: int
@@ -254,26 +267,15 @@ class HiddenNoiseCounter:
         return self._hidden[1]
 
 
-def build_counter(
-    cut: NoiseSplit,
-    executed: ExecutedClassifier,
-    stream_keys: StreamKeys,
-    classes: int,
-    input_shape: tuple[int, ...],
-    inspector: Inspector | None = None,
-) -> ClassCounter:
-    """Return a counter of a place's answers under Gaussian noise.
+_Counter = TypeVar("_Counter", bound="InputNoiseCounter | HiddenNoiseCounter")
 
-    executed: the network behind the noise. inspector: as in `InputNoiseCounter`.
-    """
-    if cut.before_noise is None:
-        noise = Gaussian(float(cut.std))
-        return InputNoiseCounter(
-            executed, noise, stream_keys, classes, input_shape, inspector=inspector
-        )
-    return HiddenNoiseCounter(
-        cut.before_noise, executed.logits, cut.std, stream_keys, inspector=inspector
-    )
+
+def _for_purpose(counter: _Counter, purpose: str) -> _Counter:
+    other = copy.copy(counter)
+    other._units = replace(counter._units, purpose=f"{counter._units.purpose}/{purpose}")
+    if counter._inspect is not None:
+        other._inspect = counter._inspect.for_purpose(purpose)
+    return other
 
 
 class KeyedGenerator:
@@ -363,7 +365,7 @@ class VoteSampler:
         sampler = InputNoiseCounter(
             classify, self.noise, source, classes, assignment.input_shape,
             noise_stream=stream, inspector=assignment.build_reexecution(cut.after_noise,
-                classify.logits, batch, spec),
+                classify.logits, batch, spec.form),
         )  # fmt: skip
         return sampler, classify(batch)
 
@@ -453,7 +455,7 @@ def _build_hidden_noise_counter(
     executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
     sampler = HiddenNoiseCounter(
         cut.before_noise, executed.logits, cut.std, assignment.stream_keys, noise_stream=stream,
-        inspector=assignment.build_reexecution(network, executed.logits, batch, spec),
+        inspector=assignment.build_reexecution(network, executed.logits, batch, spec.form),
     )  # fmt: skip
     return sampler, executed(batch)
 
@@ -515,7 +517,8 @@ class Assignment:
     device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
     in all; last: the last of them (its index), where more may come. reexecution_key: the secret by
     which counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None:
-    none. code: with which the model was saved, and each worker must have.
+    none. least_draws: of each input, where that follows from no certificate. code: with which the
+    model was saved, and each worker must have.
     """
 
     model: nn.Module
@@ -532,18 +535,22 @@ class Assignment:
     last: int | None = None
     reexecution_key: bytes | None = field(default_factory=new_run_key, repr=False)
 
+    least_draws: int | None = None
+
     def build_reexecution(
         self, network: nn.Module, execute: Callable[[Tensor], Tensor], other_inputs: Tensor,
-        spec: ClassifierSpec,
+        form: str,
     ) -> Reexecution | None:  # fmt: skip
         """Return the executor of counted rows again: see `Reexecution` for the other arguments."""
         if self.reexecution_key is None:
             return None
-        settings = self.settings
-        blocks = settings.num_units(spec.batch)  # one: a test that may stop after its first block
-        rows = self.inputs * (settings.n0 + min(blocks * spec.batch, settings.n))
-        choice = RowChoice(rows, blocks, self.last, self.reexecution_key)
-        return Reexecution(choice, network, execute, other_inputs, spec.form)
+        settings, batch = self.settings, self.spec.batch if self.spec else 1
+        blocks = settings.num_units(batch)  # one: a test that may stop after its first block
+        draws = settings.n0 + min(blocks * batch, settings.n)
+        if self.least_draws is not None:
+            draws, blocks = self.least_draws, -(-self.least_draws // batch)
+        choice = RowChoice(self.inputs * draws, blocks, self.last, self.reexecution_key)
+        return Reexecution(choice, network, execute, other_inputs, form)
 
     code: FactoryCode = field(default_factory=FactoryCode)
 
@@ -610,14 +617,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     assignment = _with_batch_size(assignment.on_device())
     alone = chosen is None and assignment.settings.batch == 1
     network, batch = assignment.sampler.check_batch(assignment)
-    with torch.inference_mode():
-        logits = fresh_copy(network.eval())(batch)  # what it keeps of a batch, no other one knows
-    expected = (len(batch), assignment.classes)
-    if tuple(logits.shape) != expected:
-        raise ValueError(f"it returns {tuple(logits.shape)} for a batch, not {expected}")
-    if not bool(torch.isfinite(logits).all()):
-        # The argmax of NaN is a constant, which would be certified with the largest radius.
-        raise ValueError("its outputs are not finite numbers (did the training diverge?)")
+    require_logits(network, batch, assignment.classes)
     _, copies = assignment.sampler.check_batch(assignment, copies=True)
     if found := find_batch_dependence(network, batch, copies, alone=alone):
         raise ValueError(
@@ -627,9 +627,9 @@ def probe(assignment: Assignment) -> ClassifierSpec:
             )
         )
     settings = assignment.settings
-    one = time.perf_counter()
+    timed, one = fresh_copy(network), time.perf_counter()
     with torch.inference_mode():
-        network(batch).argmax(1).cpu()
+        timed(batch).argmax(1).cpu()
     one = time.perf_counter() - one
     job = one * assignment.inputs * settings.num_units(len(batch))
     budget = max(_PROBE_SECONDS, _PROBE_SHARE * job) - (time.perf_counter() - began)
@@ -770,30 +770,37 @@ def build_checked_counter(assignment: Assignment) -> Any:
 CLEAN_DRAWS = 16  # of a model's own noise
 
 
-def wrong_clean_answers(
-    model: nn.Module, dataset: Any, indices: Sequence[int], seed: str, batch: int
-) -> list[int]:
-    """Return which of the inputs a model answers wrongly without smoothing noise.
+@dataclass(frozen=True)
+class CleanBatch:
+    """Inputs that are answered without smoothing noise. first: the place of the first one."""
 
-    Args:
-        model: in evaluation mode; one with noise of its own answers by its mean scores.
-        dataset: inputs and labels by position.
-        indices: positions of the inputs.
-        seed: of the model's own noise.
-        batch: most inputs at a time.
+    first: int
+    inputs: np.ndarray
+
+
+class CleanWorker:
+    """Called with a batch; returns the class of each input without smoothing noise.
+
+    A model with noise of its own answers by its mean scores.
     """
-    model, random = fresh_copy(model.eval()), find_noise_location(model).is_random
-    labels, wrong = np.asarray(dataset.labels), list[int]()
-    for start in range(0, len(indices), batch):
-        chosen = np.asarray(indices[start : start + batch])
-        inputs = dataset.batch(chosen)
+
+    def __init__(self, assignment: Assignment) -> None:
+        inference.use_single_thread()
+        assignment = assignment.on_device()
+        self._model, self._device = fresh_copy(assignment.model.eval()), assignment.device
+        self._random = find_noise_location(assignment.model).is_random
+        self._seed = assignment.stream_keys.seed
+
+    def __call__(self, batch: CleanBatch) -> list[int]:
+        inputs = array_to_tensor(batch.inputs).to(self._device)
         with torch.inference_mode():
-            if random:
-                answers = expected_log_scores(model, inputs, CLEAN_DRAWS, seed, start)
+            if self._random:
+                answers = expected_log_scores(
+                    self._model, inputs, CLEAN_DRAWS, self._seed, batch.first
+                )
             else:
-                answers = model(inputs)
-        wrong += chosen[predicted_classes(answers).numpy() != labels[chosen]].tolist()
-    return wrong
+                answers = self._model(inputs)
+        return list(predicted_classes(answers).tolist())
 
 
 def expected_log_scores(

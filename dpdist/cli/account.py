@@ -7,40 +7,25 @@ its folder.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import (
-    FIGURE_PATH,
-    GroupedCommands,
-    PrintJson,
-    flag,
-    option,
-    parse_numbers,
-    path_callback,
-    path_option,
-)
+from dpdist.cli.options import PrintJson, flag, option, path_option
 from dpdist.core import console, fields
-from dpdist.core.console import format_bound, format_significant
+from dpdist.core.console import format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
-    FractionBelowOne,
+    CountOrZero,
     NoiseMultiplier,
     Positive,
-    PositiveFraction,
-    PositiveNoise,
     Probability,
     TrialCount,
 )
-from dpdist.core.files import error_text, write_result
 
 if TYPE_CHECKING:
     from dpdist.privacy.budget import DataBudget
@@ -51,41 +36,141 @@ if TYPE_CHECKING:
 # --- dpdist account ---------------------------------------------------------------------------
 
 
-account_app = typer.Typer(
-    cls=GroupedCommands,
-    no_args_is_help=True,
-    help="Privacy arithmetic: epsilon of a plan, noise or steps for an epsilon, cost of a search, "
-    "mechanisms side by side, published claims and what holds of them.",
-)
+_Records = Annotated[int | None, option("Number of training records N.", Count)]
+_Batch = Annotated[
+    int | None, option("Expected batch size L; the sampling rate is L / N.", Count, "--batch-size")
+]
+_Noise = Annotated[
+    float | None, option("Standard deviation of the noise / clip norm.", NoiseMultiplier)
+]
+_Steps = Annotated[int | None, option("Number of training steps.", fields.Steps)]
+_Epsilon = Annotated[
+    float | None, option("Target epsilon, which the answer never exceeds.", Positive)
+]
+_Delta = Annotated[float | None, option("Delta, below 1 / N.", Probability)]
+_Replace = Annotated[
+    bool,
+    flag("--replace-one", "Neighbors differ in one record's value, instead of by one record."),
+]
+_Cap = Annotated[int | None, option("Hard cap on the physical batch.", Count, "--batch-cap")]
+_Trials = Annotated[
+    int | None,
+    option("Also compute the cost of the best of K runs, at this mean of K.", TrialCount),
+]
+_Hits = Annotated[
+    int | None, option("Noisy samples that returned the predicted class.", CountOrZero)
+]
+_Draws = Annotated[int | None, option("Number of noisy samples, fixed in advance.", Count)]
+_Dimension = Annotated[
+    int | None, option("Numbers of an input (28x28: 784), for its L-infinity radius.", Count)
+]
+_Sigma = Annotated[float | None, option("Standard deviation of the input noise.", Positive)]
+_Alpha = Annotated[float, option("Error probability of the certificate.", Probability)]
+_Claims = Annotated[
+    bool, flag("--claims", "List what published systems claim, and what is proved instead.")
+]
 
 
-class Relation(StrEnum):
-    """Neighbouring data sets differ by one record more or less, or by one record's value."""
+def account_command(
+    records: _Records = None,
+    batch_size: _Batch = None,
+    noise_multiplier: _Noise = None,
+    steps: _Steps = None,
+    epsilon: _Epsilon = None,
+    delta: _Delta = None,
+    replace_one: _Replace = False,
+    batch_cap: _Cap = None,
+    trials: _Trials = None,
+    hits: _Hits = None,
+    draws: _Draws = None,
+    sigma: _Sigma = None,
+    alpha: _Alpha = 0.001,
+    dimension: _Dimension = None,
+    claims: _Claims = False,
+    as_json: PrintJson = False,
+) -> None:
+    """Compute what is missing: epsilon, noise, steps or batch size of a training; or a radius.
 
-    add_remove = "add-or-remove-one"
-    replace_one = "replace-one"
+    Give --records, --delta and all but one of --epsilon, --noise-multiplier, --steps and
+    --batch-size, and the command computes the one that you left out. With --trials it also prints
+    what choosing the best of several runs costs. With --hits, --draws and --sigma it computes
+    the L2 radius of Cohen's certificate from those counts.
+    """
+    counted = {"--hits": hits, "--draws": draws, "--sigma": sigma}
+    planned = {
+        "--records": records,
+        "--batch-size": batch_size,
+        "--noise-multiplier": noise_multiplier,
+        "--steps": steps,
+        "--epsilon": epsilon,
+        "--delta": delta,
+        "--batch-cap": batch_cap,
+        "--trials": trials,
+    }
+    asked = [given for given in (counted, planned) if any(v is not None for v in given.values())]
+    if len(asked) + claims != 1:
+        raise UserError(
+            "account: give the settings of a training, the counts of a certificate "
+            "(--hits, --draws, --sigma), or --claims"
+        )
+    if claims:
+        _print_claims(as_json)
+    elif asked == [counted]:
+        _print_radius(hits, draws, sigma, alpha, dimension, as_json)
+    else:
+        _print_training(
+            {
+                "records": records,
+                "batch_size": batch_size,
+                "steps": steps,
+                "noise_multiplier": noise_multiplier,
+                "delta": delta,
+                "batch_cap": batch_cap,
+                "neighbours": "replace-one" if replace_one else "add-or-remove-one",
+            },
+            epsilon,
+            trials,
+            as_json,
+        )
 
 
-Records = Annotated[int, option("Number of training records N.", Count)]
-BatchSize = Annotated[int, option("EXPECTED batch size L; the sampling rate is L / N.", Count)]
-Noise = Annotated[float, option("Noise standard deviation / clip norm.", NoiseMultiplier)]
-Steps = Annotated[int, option("Number of training steps.", fields.Steps)]
-Delta = Annotated[float, option("Delta, below 1 / N.", Probability)]
-TargetEpsilon = Annotated[float, option("Target epsilon; the answer never exceeds it.", Positive)]
-Neighbouring = Annotated[Relation, option("Neighbouring relation.")]
-Cap = Annotated[int | None, option("Hard cap on the physical batch.", Count)]
+def _print_training(
+    setting: dict[str, Any], epsilon: float | None, trials: int | None, as_json: bool
+) -> None:
+    """Solve for the one setting of a training that is None, and print its plan."""
+    from dpdist.privacy import calibration
+    from dpdist.privacy.plan import PrivacyPlan
 
-
-@contextmanager
-def _user_errors(command: str) -> Iterator[None]:
+    solvers = {
+        "noise_multiplier": calibration.noise_multiplier_for,
+        "steps": calibration.steps_for,
+        "batch_size": calibration.batch_size_for,
+    }
+    solved = {"epsilon": epsilon, **{name: setting[name] for name in solvers}}
+    missing = [name for name, value in solved.items() if value is None]
+    absent = [each for each in ("records", "delta") if setting[each] is None]
+    if absent or len(missing) != 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in solved)
+        raise UserError(
+            f"account: give --records, --delta and all but one of {names}, which is computed"
+        )
     try:
-        yield
+        if epsilon is not None:
+            if missing[0] == "batch_size" and setting["batch_cap"] is not None:
+                raise UserError(
+                    "account: --batch-cap: must be left out where the batch is computed"
+                )
+            kept = [n for n in setting if n != missing[0] and setting[n] is not None]
+            solve: Any = solvers[missing[0]]
+            found = solve(epsilon, **{name: setting[name] for name in kept})
+            setting = {**setting, missing[0]: found}
+        plan = PrivacyPlan.dp_sgd(**setting)
+        if trials is None:
+            _print_plan(plan, as_json)
+        else:
+            _print_search(plan, trials, as_json)
     except ValueError as error:
-        raise UserError(f"account {command}: {error}") from None
-
-
-def _neighbours(relation: Relation) -> Neighbours:
-    return "replace-one" if relation is Relation.replace_one else "add-or-remove-one"
+        raise UserError(f"account: {error}") from None
 
 
 def _print_plan(plan: PrivacyPlan, as_json: bool) -> None:
@@ -116,151 +201,24 @@ def _print_plan(plan: PrivacyPlan, as_json: bool) -> None:
         typer.echo(f"{'holds if':<17} {line}")
 
 
-@account_app.command("epsilon")
-def epsilon_command(
-    records: Records,
-    batch_size: BatchSize,
-    noise_multiplier: Noise,
-    steps: Steps,
-    delta: Delta,
-    neighbours: Neighbouring = Relation.add_remove,
-    batch_cap: Cap = None,
-    as_json: PrintJson = False,
-) -> None:
-    """What a DP-SGD run costs."""
-    from dpdist.privacy.plan import PrivacyPlan
-
-    with _user_errors("epsilon"):
-        plan = PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=batch_size,
-            noise_multiplier=noise_multiplier,
-            steps=steps,
-            delta=delta,
-            neighbours=_neighbours(neighbours),
-            batch_cap=batch_cap,
-        )
-        _print_plan(plan, as_json)
-
-
-@account_app.command("noise")
-def noise_command(
-    epsilon: TargetEpsilon,
-    records: Records,
-    batch_size: BatchSize,
-    steps: Steps,
-    delta: Delta,
-    neighbours: Neighbouring = Relation.add_remove,
-    batch_cap: Cap = None,
-    as_json: PrintJson = False,
-) -> None:
-    """The smallest noise multiplier for a target epsilon."""
-    from dpdist.privacy.calibration import noise_multiplier_for
-    from dpdist.privacy.plan import PrivacyPlan
-
-    with _user_errors("noise"):
-        setting: dict[str, Any] = {
-            "records": records,
-            "batch_size": batch_size,
-            "steps": steps,
-            "delta": delta,
-            "neighbours": _neighbours(neighbours),
-            "batch_cap": batch_cap,
-        }
-        noise = noise_multiplier_for(epsilon, **setting)
-        _print_plan(PrivacyPlan.dp_sgd(noise_multiplier=noise, **setting), as_json)
-
-
-@account_app.command("steps")
-def steps_command(
-    epsilon: TargetEpsilon,
-    records: Records,
-    batch_size: BatchSize,
-    noise_multiplier: Noise,
-    delta: Delta,
-    neighbours: Neighbouring = Relation.add_remove,
-    batch_cap: Cap = None,
-    as_json: PrintJson = False,
-) -> None:
-    """The largest number of steps for a target epsilon."""
-    from dpdist.privacy.calibration import steps_for
-    from dpdist.privacy.plan import PrivacyPlan
-
-    with _user_errors("steps"):
-        setting: dict[str, Any] = {
-            "records": records,
-            "batch_size": batch_size,
-            "noise_multiplier": noise_multiplier,
-            "delta": delta,
-            "neighbours": _neighbours(neighbours),
-            "batch_cap": batch_cap,
-        }
-        steps = steps_for(epsilon, **setting)
-        _print_plan(PrivacyPlan.dp_sgd(steps=steps, **setting), as_json)
-
-
-@account_app.command("batch")
-def batch_command(
-    epsilon: TargetEpsilon,
-    records: Records,
-    noise_multiplier: Noise,
-    steps: Steps,
-    delta: Delta,
-    neighbours: Neighbouring = Relation.add_remove,
-    as_json: PrintJson = False,
-) -> None:
-    """The largest expected batch size for a target epsilon."""
-    from dpdist.privacy.calibration import batch_size_for
-    from dpdist.privacy.plan import PrivacyPlan
-
-    with _user_errors("batch"):
-        setting: dict[str, Any] = {
-            "records": records,
-            "noise_multiplier": noise_multiplier,
-            "steps": steps,
-            "delta": delta,
-            "neighbours": _neighbours(neighbours),
-        }
-        size = batch_size_for(epsilon, **setting)
-        _print_plan(PrivacyPlan.dp_sgd(batch_size=size, **setting), as_json)
-
-
-@account_app.command("search")
-def search_command(
-    records: Records,
-    batch_size: BatchSize,
-    noise_multiplier: Noise,
-    steps: Steps,
-    delta: Delta,
-    runs: Annotated[int, option("Mean number of runs, E[K].", TrialCount)] = 10,
-    as_json: PrintJson = False,
-) -> None:
-    """What choosing the best of several runs costs, by the law of the number of runs: the smaller
-    of two bounds, from the privacy loss distribution of one run and by Renyi DP.
+def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
+    """Print the cost of the best of several runs, by the distribution of their number.
 
     A random number must stay secret, and so must every run but the best one. A fixed number may be
     public, and all its runs may be shown.
     """
     from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
     from dpdist.privacy.guarantee import format_epsilon
-    from dpdist.privacy.plan import PrivacyPlan
     from dpdist.privacy.selection import SelectionLaw
 
-    with _user_errors("search"):
-        one = PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=batch_size,
-            noise_multiplier=noise_multiplier,
-            steps=steps,
-            delta=delta,
-        )
-        found = [("one run", one.guarantee(), 1)]
-        for shape in (0.0, 0.5, 1.0, math.inf):
-            law = SelectionLaw(float(runs), shape)
-            cost = search_guarantee(one.phases, law, records=records, delta=delta)
-            found.append((law.describe(), cost, law.quantile(0.95)))
-        cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
-        found.append((f"fixed, {runs} runs", cost, runs))
+    how: Any = {"records": one.records, "delta": one.delta}
+    found = [("one run", one.guarantee(), 1)]
+    for shape in (0.0, 0.5, 1.0, math.inf):
+        law = SelectionLaw(float(trials), shape)
+        cost = search_guarantee(one.phases, law, **how)
+        found.append((law.describe(), cost, law.quantile(0.95)))
+    cost = fixed_runs_guarantee(one.phases, trials, **how)
+    found.append((f"fixed, {trials} runs", cost, trials))
     rows = [
         {"law": law, **cost.to_output_dict(), "runs_95_percent": most} for law, cost, most in found
     ]
@@ -275,384 +233,55 @@ def search_command(
     typer.echo(console.format_columns(header, cells))
 
 
-@account_app.command("shuffling")
-def shuffling_command(
-    noise_multiplier: Noise,
-    steps: Annotated[int, option("Batches per epoch; one epoch.", fields.Steps)],
-    delta: Delta,
-    as_json: PrintJson = False,
+def _print_radius(
+    hits: int | None,
+    draws: int | None,
+    sigma: float | None,
+    alpha: float,
+    dimension: int | None,
+    as_json: bool,
 ) -> None:
-    """One epoch by Poisson sampling (proved) beside shuffled batches (at least; Chua et al.
-    2024)."""
-    from dpdist.privacy.guarantee import format_epsilon
-    from dpdist.privacy.mechanisms import shuffled_epsilon_lower_bound
-    from dpdist.privacy.phases import GaussianSteps
-    from dpdist.privacy.plan import PrivacyPlan
+    """Print the L2 radius of Cohen's certificate: sigma times Phi^-1 of the lower bound.
 
-    with _user_errors("shuffling"):
-        plan = PrivacyPlan(steps, (GaussianSteps(steps, noise_multiplier, 1 / steps),), delta)
-        poisson = plan.guarantee().epsilon
-        shuffled = shuffled_epsilon_lower_bound(delta, noise_multiplier, steps)
-    answer = {
-        "delta": delta,
-        "poisson_epsilon_at_most": poisson,
-        "shuffled_epsilon_at_least": shuffled,
-    }
+    Counts of a run that stopped early certify less than this says.
+    """
+    from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
+    from dpdist.core.binomial import clopper_pearson_lower
+
+    if hits is None or draws is None or sigma is None:
+        raise UserError("account: a radius needs --hits, --draws and --sigma")
+    try:
+        p_lower = float(clopper_pearson_lower(hits, draws, alpha))
+        radius = float(gaussian_l2_radius(p_lower, sigma))
+        answer: dict[str, Any] = {
+            "hits": hits,
+            "draws": draws,
+            "alpha": alpha,
+            "sigma": sigma,
+            "bound": "clopper-pearson",
+            "p_lower": p_lower,
+            "radius": radius,
+            "norm": "l2",
+            "abstain": p_lower <= 0.5,
+        }
+        if dimension is not None:
+            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
+    except ValueError as error:
+        raise UserError(f"account: {error}") from None
     if as_json:
         console.print_json(answer)
         return
-    typer.echo(f"Poisson sampling  epsilon at most  {format_epsilon(poisson)}")
-    least = format_epsilon(shuffled, lower_bound=True)
-    typer.echo(f"shuffled batches  epsilon at least {least}; no upper bound is proved")
+    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  (Clopper-Pearson, alpha = {alpha:g})")
+    if p_lower <= 0.5:
+        typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
+    else:
+        typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
+        if dimension is not None:
+            typer.echo(f"         {format_radius(answer['radius_linf'], 6)}  (L-infinity)")
 
 
-def _mechanism_rows(delta: float, sensitivity: float) -> list[dict[str, Any]]:
-    from dpdist.privacy import mechanisms as m
-
-    return [
-        {
-            "epsilon": e,
-            "analytic": float(m.analytic_gaussian_scale(e, delta, sensitivity)),
-            "extended": float(m.extended_gaussian_scale(e, delta, sensitivity)),
-            "classical": float(m.classical_gaussian_formula(e, delta, sensitivity)),
-            "classical_true_delta": float(
-                m.gaussian_delta(e, m.classical_gaussian_formula(e, delta))
-            ),
-            "classical_is_proved": e <= 1,
-            "laplace": float(m.laplace_scale(e, sensitivity)),
-        }
-        for e in (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
-    ]
-
-
-_StepEpsilon = Annotated[float | None, option("Epsilon of each step.", Positive)]
-_StepDelta = Annotated[float | None, option("Delta of each step (default: 0).", FractionBelowOne)]
-_StepNoise = Annotated[
-    float | None, option("In their place, of DP-SGD: noise / clip norm.", PositiveNoise)
-]
-_SampleRate = Annotated[
-    float | None, option("Poisson sampling rate of DP-SGD (default: 1).", PositiveFraction)
-]
-
-
-@account_app.command("composition")
-def composition_command(
-    steps: Steps,
-    delta: Delta,
-    step_epsilon: _StepEpsilon = None,
-    step_delta: _StepDelta = None,
-    noise_multiplier: _StepNoise = None,
-    sample_rate: _SampleRate = None,
-    as_json: PrintJson = False,
-) -> None:
-    """Epsilon of equal steps by several composition theorems, and by the central limit theorem.
-
-    Give --step-epsilon for steps of any mechanism, or --noise-multiplier for DP-SGD
-    (add-or-remove-one). Runs are charged by the row of dpdist alone.
-    """
-    from dpdist.privacy import claims
-    from dpdist.privacy.guarantee import format_epsilon
-
-    by_step = {"--step-epsilon": step_epsilon, "--step-delta": step_delta}
-    by_noise = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate}
-    if (step_epsilon is None) == (noise_multiplier is None):
-        raise UserError("account composition: give one of --step-epsilon and --noise-multiplier")
-    others = by_noise if noise_multiplier is None else by_step
-    if wrong := [name for name, value in others.items() if value is not None]:
-        beside = "--step-epsilon" if noise_multiplier is None else "--noise-multiplier"
-        raise UserError(f"account composition: {wrong[0]}: must be left out beside {beside}")
-    rows: list[dict[str, Any]] = []
-
-    def add(name: str, epsilon: float, kind: str) -> None:
-        rows.append({"theorem": name, "epsilon": epsilon, "kind": kind, "delta": delta})
-
-    with _user_errors("composition"):
-        if step_epsilon is not None:
-            equal = (step_epsilon, step_delta or 0.0, steps, delta)
-            advanced = claims.advanced_composition_epsilon(*equal)
-            add("basic composition", steps * step_epsilon, "proved")
-            add("advanced composition", advanced, "proved")
-            add("optimal (Kairouz et al.)", claims.optimal_composition_epsilon(*equal), "proved")
-        elif noise_multiplier is not None:
-            from dpdist.privacy.phases import GaussianSteps
-            from dpdist.privacy.plan import PrivacyPlan
-
-            rate = 1.0 if sample_rate is None else sample_rate
-            sgd = (rate, noise_multiplier, steps, delta)
-            plan = PrivacyPlan(steps, (GaussianSteps(steps, noise_multiplier, rate),), delta)
-            add("loss distributions (dpdist)", plan.guarantee().epsilon, "proved")
-            add("advanced composition", claims.advanced_dp_sgd_epsilon(*sgd), "proved")
-            add("mu-GDP, CLT", claims.clt_epsilon(*sgd), "approximation")
-    if as_json:
-        console.print_json(rows)
-        return
-    cells = [[row["theorem"], format_epsilon(row["epsilon"]), row["kind"]] for row in rows]
-    typer.echo(console.format_columns(["theorem", "epsilon", "proved?"], cells))
-    if noise_multiplier is not None:
-        typer.echo("an approximation may lie below what holds; no run is charged by it")
-
-
-_Votes = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        callback=path_callback(),
-        help="Counts of votes, .csv or .npy: a row for each query, a column for each class.",
-    ),
-]
-_TeacherLabels = Annotated[
-    int | None,
-    option("FILE has the teachers' labels in its place, a row each; so many classes.", Count),
-]
-
-
-@account_app.command("votes")
-def votes_command(
-    file: _Votes,
-    vote_noise: Annotated[float, option("Noise on each count of votes.", Positive)],
-    delta: Delta,
-    threshold: Annotated[
-        float | None, option("Votes that a query needs to be answered (Confident-GNMax).", Positive)
-    ] = None,
-    threshold_noise: Annotated[float | None, option("Noise of that test.", Positive)] = None,
-    queries: Annotated[int | None, option("First rows to count (default: all).", Count)] = None,
-    teacher_labels: _TeacherLabels = None,
-    as_json: PrintJson = False,
-) -> None:
-    """Epsilon of PATE by published votes, as its papers print it: CLAIMED, and private itself.
-
-    Papernot et al. 2018. The first row alone is differential privacy, and the only one by which
-    dpdist plans, charges or filters.
-    """
-    from dpdist.privacy.claims import data_dependent_pate_claims, pate_guarantee
-    from dpdist.privacy.guarantee import format_epsilon
-
-    if (threshold is None) != (threshold_noise is None):
-        raise UserError("account votes: give --threshold and --threshold-noise together, or none")
-    votes = _read_votes(file, teacher_labels)
-    if queries is not None and queries > len(votes):
-        raise UserError(f"account votes: --queries: must be <= {len(votes):,}, got {queries:,}")
-    votes = votes[:queries]
-    with _user_errors("votes"):
-        fixed = pate_guarantee(
-            len(votes), len(votes), threshold_noise or math.inf, vote_noise, delta
-        )
-        found = data_dependent_pate_claims(
-            votes, vote_noise, threshold or 0.0, threshold_noise or 0.0, delta
-        )
-    rows = [
-        {"epsilon of": "any votes, all answered", **fixed.to_dict()},
-        {"epsilon of": "these votes, all answered", **found["all pass"].to_dict()},
-        {"epsilon of": "these votes, expected (as printed)", **found["expected"].to_dict()},
-    ]
-    if as_json:
-        console.print_json({"queries": len(votes), "rows": rows, "note": _VOTES_NOTE})
-        return
-    cells = [[row["epsilon of"], format_epsilon(row["epsilon"]), row["kind"]] for row in rows]
-    typer.echo(console.format_columns(["epsilon of", "epsilon", "kind"], cells))
-    typer.echo(f"{len(votes):,} queries, delta {delta:g}. {_VOTES_NOTE}")
-
-
-_VOTES_NOTE = (
-    "A claimed figure is computed from votes of private records: it is PRIVATE ITSELF and no "
-    "differential privacy. Publishing it by smooth sensitivity costs epsilon, and the noisy figure "
-    "may understate: a margin to one side is needed, whose failure belongs to delta. dpdist does "
-    "not release it, and no plan, ledger, budget, filter or search uses it."
-)
-
-
-def _read_table(file: Path, command: str) -> Any:
-    """Return the numbers of a .csv or .npy file, float64 (rows, columns). Raises UserError."""
-    import numpy as np
-
-    try:
-        if file.suffix == ".npy":
-            read = np.load(file, allow_pickle=False)
-        else:
-            read = np.loadtxt(file, delimiter=",", ndmin=2)
-    except OSError as error:
-        raise UserError(f"account {command}: {file}: cannot be read: {error_text(error)}") from None
-    except (ValueError, EOFError) as error:  # whose text may quote what stands in the file
-        place = re.search(r"at row (\d+), column (\d+)", str(error))  # the first row is row 0
-        where = (
-            f", got another value in row {int(place[1]) + 1}, column {place[2]}" if place else ""
-        )
-        raise UserError(
-            f"account {command}: {file}: must be a table of numbers, .csv or .npy{where}"
-        ) from None
-    if not (
-        isinstance(read, np.ndarray) and read.dtype.kind in "iuf" and read.ndim == 2 and read.size
-    ):
-        raise UserError(f"account {command}: {file}: must be a table of numbers")
-    return read.astype(np.float64)
-
-
-def _read_votes(file: Path, classes: int | None) -> Any:
-    """Return counts of votes, (queries, classes). Raises UserError."""
-    import numpy as np
-
-    values = _read_table(file, "votes")
-    highest = math.inf if classes is None else classes - 1
-    wrong = ~((values >= 0) & (values <= highest) & (values == np.floor(values)))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        what = "whole numbers >= 0" if classes is None else f"labels 0 to {classes - 1}"
-        raise UserError(  # without the cell, which is private
-            f"account votes: {file}: must be {what}, got another value in row {row + 1}, column "
-            f"{column + 1}"
-        )
-    if classes is not None:
-        values = np.stack([(values == each).sum(axis=0) for each in range(classes)], axis=1)
-    if values.shape[1] < 2:
-        raise UserError(
-            f"account votes: {file}: must have a column for each of two or more classes"
-        )
-    return values
-
-
-def _mixed_rows(
-    covariance: Any, bounds: Any, added: float, delta: float, steps: int
-) -> list[dict[str, Any]]:
-    """Return epsilon of N(0, covariance) + N(0, added^2 I), exact and by the published formula."""
-    import numpy as np
-
-    from dpdist.privacy import mechanisms as m
-
-    weakest = float(np.linalg.eigvalsh(covariance)[0])
-    norm = float(np.linalg.norm(bounds))
-
-    def classical(variance: float) -> float:
-        return (
-            math.inf
-            if variance <= 0
-            else float(m.classical_gaussian_formula(1.0, delta, norm / math.sqrt(variance)))
-        )
-
-    reach = m.mahalanobis_sensitivity(covariance + added**2 * np.eye(len(covariance)), bounds)
-    exact = math.inf if math.isinf(reach) else float(m.gaussian_epsilon(delta, 1.0, reach))
-    published = classical(added**2 + weakest)
-    rows = [
-        {"formula": "exact, by Mahalanobis sensitivity", "epsilon": exact, "kind": "proved"},
-        {
-            "formula": "TransDenoiser, Theorem 2 without T",
-            "epsilon": published,
-            "kind": "proved" if published <= 1 else "claimed",
-        },
-    ]
-    if steps > 1:
-        credited = classical(added**2 + steps * weakest)
-        name = f"TransDenoiser, Theorem 2 with T = {steps:,}"
-        rows.append({"formula": name, "epsilon": credited, "kind": "claimed"})
-    return rows
-
-
-_Covariance = Annotated[
-    Path | None,
-    path_option(
-        "In place of the table: epsilon of Gaussian noise with this covariance (.csv, .npy), fixed "
-        "without private records.",
-        metavar="FILE",
-    ),
-]
-_Bounds = Annotated[
-    str | None,
-    option("Bounds of each component's change (default: --sensitivity of all).", metavar="B,B,..."),
-]
-_Added = Annotated[
-    float | None, option("Deviation of equal noise that is added to it (MMGA).", Positive)
-]
-_Credited = Annotated[
-    int | None, option("Show TransDenoiser's credit for so many steps, which has no ground.", Count)
-]
-
-
-def _draw_noise_scales(plot: Path, delta: float, sensitivity: float) -> None:
-    from dpdist.reports.figures import plot_noise_scales
-
-    try:
-        write_result(plot, plot_noise_scales(delta, sensitivity, plot.suffix[1:]))
-    except OSError as error:
-        raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
-
-
-@account_app.command("mechanisms")
-def mechanisms_command(
-    delta: Annotated[float, option("Delta.", Probability)] = 1e-5,
-    sensitivity: Annotated[float, option("L2 sensitivity (Laplace: L1).", Positive)] = 1.0,
-    plot: Annotated[
-        Path | None,
-        path_option(
-            "Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).", callback=FIGURE_PATH
-        ),
-    ] = None,
-    covariance: _Covariance = None,
-    bounds: _Bounds = None,
-    added_noise: _Added = None,
-    credit_steps: _Credited = None,
-    as_json: PrintJson = False,
-) -> None:
-    """Noise scale of each mechanism against epsilon, and the true delta of the classical
-    formula; or epsilon of noise with a given covariance."""
-    if covariance is not None:
-        if plot is not None:
-            raise UserError("account mechanisms: --plot: must be left out beside --covariance")
-        _show_mixed(covariance, bounds, sensitivity, added_noise, credit_steps, delta, as_json)
-        return
-    given = {"--bounds": bounds, "--added-noise": added_noise, "--credit-steps": credit_steps}
-    if wrong := [name for name, value in given.items() if value is not None]:
-        raise UserError(f"account mechanisms: {wrong[0]}: needs --covariance")
-    with _user_errors("mechanisms"):
-        rows = _mechanism_rows(delta, sensitivity)
-        if plot is not None:
-            _draw_noise_scales(plot, delta, sensitivity)
-    if as_json:
-        console.print_json(rows)
-        return
-    header = ["epsilon", "analytic", "extended (HGM)", "classical", "its true delta", "Laplace b"]
-    cells = []
-    for row in rows:
-        mark = "" if row["classical_is_proved"] else " *"
-        cells.append(
-            [
-                f"{row['epsilon']:g}",
-                format_bound(row["analytic"], 4, round_up=True),
-                format_bound(row["extended"], 4, round_up=True),
-                format_bound(row["classical"], 4, round_up=True) + mark,
-                format_significant(row["classical_true_delta"], 2),
-                format_bound(row["laplace"], 4, round_up=True),
-            ]
-        )
-    typer.echo(console.format_columns(header, cells))
-    typer.echo(f"delta {delta:g}; * beyond epsilon 1 the classical formula is not a theorem")
-
-
-def _show_mixed(
-    file: Path, bounds: str | None, sensitivity: float, added: float | None, steps: int | None,
-    delta: float, as_json: bool,
-) -> None:  # fmt: skip
-    import numpy as np
-
-    from dpdist.privacy.guarantee import format_epsilon
-
-    each = parse_numbers(bounds, "--bounds", Positive)
-    matrix = _read_table(file, "mechanisms")
-    with _user_errors("mechanisms"):
-        from dpdist.privacy.mechanisms import mahalanobis_sensitivity
-
-        reach = sensitivity if each is None else np.array(each)
-        mahalanobis_sensitivity(matrix, reach)  # what is no covariance ends here
-        rows = _mixed_rows(matrix, reach, added or 0.0, delta, steps or 1)
-    if as_json:
-        console.print_json(rows)
-        return
-    cells = [[row["formula"], format_epsilon(row["epsilon"]), row["kind"]] for row in rows]
-    typer.echo(console.format_columns(["formula", "epsilon", "kind"], cells))
-    typer.echo(f"delta {delta:g}; none holds for a covariance computed from private records")
-
-
-@account_app.command("claims")
-def claims_command(as_json: PrintJson = False) -> None:
-    """What each published system claims, what is proved, and why they differ."""
+def _print_claims(as_json: bool) -> None:
+    """Print what each published system claims, what is proved, and why they differ."""
     claims = [claim for found in entry_points(group="dpdist.claims") for claim in found.load()()]
     if as_json:
         console.print_json([claim.to_dict() for claim in claims])
@@ -668,15 +297,7 @@ def claims_command(as_json: PrintJson = False) -> None:
 # --- dpdist budget ----------------------------------------------------------------------------
 
 
-budget_app = typer.Typer(
-    cls=GroupedCommands,
-    invoke_without_command=True,
-    help="Show what sets of records have cost so far: all runs and searches on them.",
-)
-
-
-@budget_app.callback()
-def show_budgets(
+def budget_command(
     folder: Annotated[Path, path_option("A recipe's budget folder.")] = Path("budgets"),
     delta: Annotated[
         float | None,

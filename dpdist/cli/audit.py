@@ -1,9 +1,8 @@
-"""``dpdist attack``, ``poison``, ``audit`` and ``membership``: measure a model against adversaries.
+"""``dpdist attack`` and ``dpdist audit``: measure a model against adversaries.
 
-attack: accuracy of a run's model under attack, and attacks on its certificates. poison: the number
-of poisoned training records that cannot change an answer. audit: a lower bound of epsilon,
-measured. membership: how well an adversary can tell which records the models of a recipe were
-trained with.
+attack: accuracy of a run's model under attack, and attacks on its certificates. audit: a lower
+bound of epsilon, measured; how well an adversary can tell which records the models of a recipe were
+trained with; or the number of poisoned training records that cannot change an answer.
 """
 
 from __future__ import annotations
@@ -11,40 +10,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     FIGURE_PATH,
-    Actors,
-    Changes,
     DataRoot,
-    Every,
     Local,
-    MaxInputs,
-    Name,
+    MeasuringWorkers,
     Output,
-    PrivateSeed,
-    RecipeArgument,
+    PublishableJson,
     RunArgument,
     Runs,
-    Start,
     executor_name,
     flag,
     load_trained_recipe,
     option,
-    parse_numbers,
     path_callback,
     path_option,
     require_labels,
 )
+from dpdist.core import console
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import ExitCode, UserError
-from dpdist.core.fields import Count, CountOrZero, ModelCount, Positive, Probability, Text
-from dpdist.core.files import write_result
+from dpdist.core.fields import (
+    Count,
+    CountOrZero,
+    HexKey,
+    ModelCount,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Text,
+)
+from dpdist.core.files import read_json, write_result
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
@@ -58,159 +61,169 @@ if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
+_S = TypeVar("_S", bound=Section)
+OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else (given,))
+
+
+def _settings(kind: type[_S], assignments: Sequence[str]) -> _S:
+    """Return the settings that --set gives. A seed is text, whatever YAML makes of its digits."""
+    from dpdist.runs.recipe import parse_changes, parse_section
+
+    seeds = [each for each in assignments if each.partition("=")[0].strip() == "seed"]
+    given = parse_changes([each for each in assignments if each not in seeds])
+    if seeds:
+        given["seed"] = seeds[-1].partition("=")[2].strip()
+    return parse_section(kind, given, "--set")
+
 
 # --- dpdist attack ----------------------------------------------------------------------------
 
 
-_Steps = Annotated[int | None, option("Steps of i-fgsm, mim and pgd (10).", Count)]
-_Restarts = Annotated[int | None, option("Random starts of pgd (1).", Count)]
-_Scale = Annotated[float | None, option("pgd steps by this times size / steps (2.5).", Positive)]
-_AttackSigma = Annotated[
-    float | None, option("Attack the classifier smoothed by this noise.", Positive)
+class AttackKeys(Section):
+    """Keys of an attack that --set changes; null leaves each at the default of `AttackSettings`.
+
+    certificates, claim: with --check-certificates, the table to check by name or path (default:
+    each), and the column of sizes that is attacked in place of the radius.
+    """
+
+    norm: Text | None = None
+    sizes: Annotated[tuple[Positive, ...], OneOrMore] | None = None
+    attacks: Annotated[tuple[Text, ...], OneOrMore] | None = None
+    steps: Count | None = None
+    restarts: Count | None = None
+    step_scale: Positive | None = None
+    sigma: Positive | None = None
+    draws: Count | None = None
+    n: Count | None = None
+    alpha: Probability | None = None
+    labels: Text | None = None
+    start: CountOrZero | None = None
+    every: Count | None = None
+    max_inputs: Count | None = None
+    seed: Text | None = None
+    certificates: Text | None = None
+    claim: Text | None = None
+
+
+_Set = Annotated[
+    list[str] | None,
+    option(
+        "Change a setting of the attack: norm=l2, or 'sizes=[0.5, 1]'. May be repeated.",
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+    ),
 ]
-_Draws = Annotated[int | None, option("Draws of the noise for each gradient (16).", Count)]
-_N = Annotated[int | None, option("Draws per answer of a randomised classifier (1000).", Count)]
-_AnswerAlpha = Annotated[float | None, option("Error of each such answer (0.001).", Probability)]
-_Seed = Annotated[str | None, option("Of all random numbers (default: secret, stored).", Text)]
-_Norm = Annotated[str | None, option("linf (default) or l2.")]
-_Sizes = Annotated[str | None, option("Sizes in input units: 0.05,0.1 (default: by the norm).")]
-_Attacks = Annotated[str | None, option("Out of fgsm,i-fgsm,mim,pgd (default: all; check: pgd).")]
-_Labels = Annotated[str | None, option("Lead away from the true (default) or predicted class.")]
-_Table = Annotated[str | None, option("The table to check, by name or path (default: each).")]
-_Claim = Annotated[
-    str | None, option("Attack this column of sizes in place of the radius: as_printed_linf.")
+_Smoothed = Annotated[
+    bool, flag("--smoothed", "Attack the classifier smoothed by the recipe's certify.sigma.")
 ]
-_Smoothed = Annotated[bool, flag("--smoothed", "As --sigma with the recipe's certify.sigma.")]
 _Check = Annotated[
     bool,
     flag(
         "--check-certificates",
-        "Attack the run's L2 certificates within their radii instead; exit code 1 when more "
-        "are contradicted than alpha allows.",
+        "Attack the run's certificates within their radii instead; exit code 1 when more are "
+        "contradicted than alpha allows.",
     ),
 ]
 
 
 def attack_command(
     run: RunArgument,
+    changes: _Set = None,
+    smoothed: _Smoothed = False,
+    check_certificates: _Check = False,
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
-    norm: _Norm = None,
-    sizes: _Sizes = None,
-    attacks: _Attacks = None,
-    steps: _Steps = None,
-    restarts: _Restarts = None,
-    step_scale: _Scale = None,
-    sigma: _AttackSigma = None,
-    smoothed: _Smoothed = False,
-    draws: _Draws = None,
-    n: _N = None,
-    alpha: _AnswerAlpha = None,
-    labels: _Labels = None,
-    start: Start = None,
-    every: Every = None,
-    max_inputs: MaxInputs = None,
-    seed: _Seed = None,
-    actors: Actors = None,
+    workers: MeasuringWorkers = None,
     local: Local = None,
     output: Output = None,
-    check_certificates: _Check = False,
-    certificates: _Table = None,
-    claim: _Claim = None,
+    as_json: PublishableJson = False,
 ) -> None:
     """Attack the test split on all CPUs, white-box; continues what was interrupted.
 
-    Shows how many inputs stay right, abstain or go wrong, and how many are certified.
+    Shows how many inputs stay right, abstain or go wrong, and how many are certified. --set takes
+    norm, sizes, attacks, steps, restarts, step_scale, sigma, draws, n, alpha, labels, start, every,
+    max_inputs and seed; with --check-certificates also certificates and claim.
     """
     from dpdist.runs.folder import open_run
 
     folder = open_run(run, runs)
     recipe = load_trained_recipe(folder, data_root, "attack")
-    given: dict[str, Any] = {
-        "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
-        "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,
-        "attacks": tuple(attacks.split(",")) if attacks is not None else None,
-    }  # fmt: skip
-    own = {
-        "norm": norm, "sizes": parse_numbers(sizes, "--sizes"), "n": n, "alpha": alpha,
-        "labels": labels,
-        "sigma": _resolve_sigma(recipe, folder, sigma, smoothed),
-    }  # fmt: skip
-    about = {"certificates": certificates, "claim": claim}
-    _refuse_unrelated_options(check_certificates, own, about)
+    given = _settings(AttackKeys, changes or ())
+    sigma = _resolve_sigma(recipe, folder, given.sigma, smoothed)
+    asked = {k: v for k, v in given.model_dump().items() if v is not None}
+    about = {name: asked.pop(name, None) for name in ("certificates", "claim")}
+    if sigma is not None:
+        asked["sigma"] = sigma
+    how = (output, workers, local, as_json)
     if check_certificates:
-        _attack_certificates(recipe, folder, given, certificates, claim, output, actors, local)
-    else:
-        _run_attack(recipe, folder, given | own, output, actors, local)
-
-
-def _refuse_unrelated_options(
-    check: bool, attack_options: dict[str, Any], check_options: dict[str, Any]
-) -> None:
-    """Options of an attack with a check, or those of a check without it."""
-    useless = [f"--{name}" for name, value in attack_options.items() if value is not None]
-    if check and useless:
-        raise UserError(
-            f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, noise "
-            "and draws from the certificates"
-        )
-    if not check and any(value is not None for value in check_options.values()):
-        raise UserError("--certificates, --claim: only with --check-certificates")
+        useless = [n for n in ("norm", "sizes", "n", "alpha", "labels", "sigma") if n in asked]
+        if useless:
+            raise UserError(
+                f"--set {', '.join(useless)}: not with --check-certificates, which takes norm, "
+                "sizes, noise and draws from the certificates"
+            )
+        _attack_certificates(recipe, folder, asked, about, *how)
+        return
+    if any(value is not None for value in about.values()):
+        raise UserError("--set certificates, claim: only with --check-certificates")
+    _run_attack(recipe, folder, asked, *how)
 
 
 def _run_attack(
     recipe: Recipe,
     folder: RunFolder,
-    options: dict[str, Any],
+    asked: dict[str, Any],
     output: Path | None,
-    actors: int | None,
+    workers: int | None,
     local: bool | None,
+    as_json: bool,
 ) -> None:
     from dpdist import pipeline
-    from dpdist.core import console
     from dpdist.reports.charts import attack_outcome_table
     from dpdist.reports.facts import read_facts
 
-    settings = _attack_settings(options)
-    _refuse_noise_options(recipe, folder, settings, options)
+    settings = _attack_settings(asked)
+    _refuse_noise_options(recipe, folder, settings, asked)
     with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
+        path = pipeline.evaluation_stage(recipe, folder, settings, output, workers)
     table = settings.read(path)
     shown = attack_outcome_table(table, read_facts(folder).tables)
-    widths = [
-        max(len(row[place]) for row in (shown.header, *shown.rows))
-        for place in range(len(shown.header))
-    ]
-    lines = [
-        (
-            row[0],
-            "  ".join(value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True)),
+    pipeline.report_stage(folder)
+    if as_json:
+        rows = [dict(zip(shown.header, row, strict=True)) for row in shown.rows]
+        console.print_json(
+            {
+                "run": folder.name,
+                "attacked": table.description,
+                "inputs": table.inputs,
+                "percent": rows,
+                "notes": shown.notes,
+                "table": str(path),
+            }
         )
-        for row in (shown.header, *shown.rows)
-    ]
-    title = f"under attack, % of {table.inputs:,} inputs ({table.description})"
-    typer.echo(console.format_table(lines, title=title))
+        return
+    typer.echo(f"under attack, % of {table.inputs:,} inputs ({table.description})")
+    typer.echo(console.format_columns(shown.header, shown.rows))
     for note in shown.notes:
         typer.echo(note)
     typer.echo(f"table: {path}")
-    pipeline.report_stage(folder)
 
 
-def _attack_settings(options: dict[str, Any]) -> AttackSettings:
-    """Return the attack that is asked for. Raises UserError for an option that it has not."""
+def _attack_settings(asked: dict[str, Any]) -> AttackSettings:
+    """Return the attack that is asked for. Raises UserError for a setting that it has not."""
     from dpdist.attacks.settings import AttackSettings
 
-    said = {name: value for name, value in options.items() if value is not None}
-    settings = AttackSettings(**said)
-    settings.refuse_unused(said)
+    settings = AttackSettings(**asked)
+    settings.refuse_unused(asked)
     return settings
 
 
 def _refuse_noise_options(
-    recipe: Recipe, folder: RunFolder, settings: AttackSettings, options: dict[str, Any]
+    recipe: Recipe, folder: RunFolder, settings: AttackSettings, asked: dict[str, Any]
 ) -> None:
-    """Raise UserError for options of noise where the attacked classifier has none."""
-    useless = [f"--{name}" for name in ("draws", "n", "alpha") if options[name] is not None]
+    """Raise UserError for settings of noise where the attacked classifier has none."""
+    useless = [name for name in ("draws", "n", "alpha") if name in asked]
     if not useless or settings.sigma is not None:
         return
     from dpdist.evaluation import load_model
@@ -218,50 +231,49 @@ def _refuse_noise_options(
 
     if not find_noise_location(load_model(recipe, folder)).is_random:
         raise UserError(
-            f"{', '.join(useless)}: must be left out: the model has no noise, so nothing is drawn; "
-            "give --sigma or --smoothed to attack it smoothed"
+            f"--set {', '.join(useless)}: must be left out: the model has no noise, so nothing is "
+            "drawn; set sigma or give --smoothed to attack it smoothed"
         )
 
 
 def _attack_certificates(
     recipe: Recipe,
     folder: RunFolder,
-    options: dict[str, Any],
-    certificates: str | None,
-    claim: str | None,
+    asked: dict[str, Any],
+    about: dict[str, Any],
     output: Path | None,
-    actors: int | None,
+    workers: int | None,
     local: bool | None,
+    as_json: bool,
 ) -> None:
     from dpdist import pipeline
     from dpdist.attacks.settings import CheckSettings
     from dpdist.attacks.table import check_line
-    from dpdist.core import console
 
-    if options["attacks"] is None:
-        options["attacks"] = ("pgd",)
-    settings = _attack_settings(options)
-    tables = _tables_to_attack(folder, certificates)
+    settings = _attack_settings({"attacks": ("pgd",), **asked})
+    tables = _tables_to_attack(folder, about["certificates"])
     if not tables:
         raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
     if output is not None and len(tables) > 1:
         names = ", ".join(path.parent.name for path in tables)
-        raise UserError(f"--output: holds one check; name one with --certificates: {names}")
-    rows, held = [], True
+        raise UserError(f"--output: holds one check; set certificates to one of {names}")
+    found = []
     with pipeline.run_session(folder, executor=executor_name(local)):
         for path in tables:
-            check = CheckSettings(path, settings, claim)
-            found = check.read(pipeline.evaluation_stage(recipe, folder, check, output, actors))
-            held = held and found["plausible"]
-            rows.append((found["certificates"], check_line(found)))
-    typer.echo(console.format_table(rows, title="certificates under attack"))
+            check = CheckSettings(path, settings, about["claim"])
+            place = pipeline.evaluation_stage(recipe, folder, check, output, workers)
+            found.append(check.read(place))
     pipeline.report_stage(folder)
-    if not held:
+    if as_json:
+        console.print_json({"run": folder.name, "checks": found})
+    else:
+        rows = [(each["certificates"], check_line(each)) for each in found]
+        typer.echo(console.format_table(rows, title="certificates under attack"))
+    if not all(each["plausible"] for each in found):
         raise typer.Exit(ExitCode.REFUTED)
 
 
 def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
-    from dpdist.core import console
     from dpdist.core.fields import NORMS
     from dpdist.reports.facts import read_facts
 
@@ -276,7 +288,7 @@ def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
     for path in (folder.certificates / name / "certificates.parquet", Path(name)):
         if path.is_file():
             return [path]
-    raise UserError(f"--certificates: {name}: no such table in {folder.certificates}")
+    raise UserError(f"--set certificates: {name}: no such table in {folder.certificates}")
 
 
 def _resolve_sigma(
@@ -285,97 +297,387 @@ def _resolve_sigma(
     if not smoothed:
         return sigma
     if sigma is not None:
-        raise UserError("give --sigma or --smoothed, not both")
+        raise UserError("--smoothed: must be left out where sigma is set")
     if recipe.certify is None or recipe.certify.sigma is None:
-        raise UserError(
-            f"{folder.path}: the recipe does not certify with input noise; give --sigma"
-        )
+        raise UserError(f"{folder.path}: the recipe does not certify with input noise; set sigma")
     return recipe.certify.sigma
 
 
-# --- dpdist poison ----------------------------------------------------------------------------
+# --- dpdist audit -----------------------------------------------------------------------------
 
 
-_SELECT, _ALPHA = 6, 0.001
-_DEFAULT_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-_VotingModels = Annotated[int, option("Models that vote.", ModelCount)]
-_Select = Annotated[int | None, option("Of them, those that choose the class: 6.", Count)]
-_VoteAlpha = Annotated[float | None, option("Error of each certificate: 0.001.", Probability)]
-_VoteSigma = Annotated[float | None, option("Noise on each vote's input.", Positive)]
-_Radii = Annotated[str | None, option("L2 changes of the input besides, with --sigma: 0.1,0.25.")]
-_Counts = Annotated[str | None, option("Numbers of changed records to show: 1,10,50.")]
-_Partitions = Annotated[bool, flag("--partitions", "Plain models on disjoint shards instead.")]
-_Bag = Annotated[int | None, option("Plain models on so many random records instead.", Count)]
+_Name = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path)."),
+]
+_Kind = Annotated[
+    str | None,
+    option(
+        "mechanism (default, or that of the recipe's audit section), canaries, many-runs, "
+        "membership or poison.",
+        Literal["mechanism", "canaries", "many-runs", "membership", "poison"],
+    ),
+]
+_AuditSet = Annotated[
+    list[str] | None,
+    option(
+        "Change a setting of the audit: releases=2000. With a dot, a key of the recipe: "
+        "training.steps=50. May be repeated.",
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+    ),
+]
+_Picture = Annotated[
+    Path | None,
+    path_option("Of membership: draw the ROC curves with their ceilings.", callback=FIGURE_PATH),
+]
 _Csv = Annotated[
-    Path | None, path_option("Each input's result.", callback=path_callback(for_writing=True))
+    Path | None,
+    path_option("Of poison: each input's result.", callback=path_callback(for_writing=True)),
 ]
 
 
-def poison_command(
-    recipe: RecipeArgument,
-    changed: Changes = None,
-    models: _VotingModels = 66,
-    select: _Select = None,
-    alpha: _VoteAlpha = None,
-    sigma: _VoteSigma = None,
-    radii: _Radii = None,
-    changes: _Counts = None,
-    partitions: _Partitions = False,
-    bag: _Bag = None,
-    seed: PrivateSeed = None,
-    csv: _Csv = None,
-    name: Name = None,
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for, beside the settings of a kind. folder: of a run, existing or new."""
+
+    recipe: Recipe
+    folder: RunFolder
+    context: str
+    output: Path | None
+    workers: int | None
+    local: bool | None
+    as_json: bool
+
+
+def audit_command(
+    name: _Name,
+    kind: _Kind = None,
+    changes: _AuditSet = None,
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
-    start: Start = None,
-    every: Every = None,
-    max_inputs: MaxInputs = None,
-    actors: Actors = None,
+    workers: MeasuringWorkers = None,
     local: Local = None,
     output: Output = None,
+    picture: _Picture = None,
+    csv: _Csv = None,
+    as_json: PublishableJson = False,
 ) -> None:
-    """Certify answers against poisoned training records: trains many models, resumable.
+    """Measure how much leaks at least, or how many poisoned records cannot change an answer.
 
-    A differentially private recipe, trained many times with keys of its own, cannot change its
-    answer by much when few records change. Private: votes and results stay in the run's private/
-    folder.
+    mechanism, canaries and many-runs measure a lower bound of epsilon. membership trains a bank of
+    shadow models and attacks all of them. poison trains many models and certifies their votes.
+    All of them continue what was interrupted; results of many trainings stay in private/.
+
+    --set takes alpha, audits and exploratory; of mechanism also releases, workers and seed; of
+    canaries also canaries, canary, view and guesses; of many-runs also trainings, canary, copies
+    and seed. Of membership it takes models, attacks, game, passes and seed; of poison models,
+    select, alpha, sigma, radii, changes, partitions, bag, start, every, max_inputs and seed.
+
+    Exit code 1 when what is measured exceeds what is proved, and code or proof is wrong, or what is
+    claimed.
     """
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"--output: {output}: must be a folder")
+    of_recipe = [
+        each for each in changes or () if "." in (key := each.partition("=")[0]) or key == "name"
+    ]
+    of_audit = [each for each in changes or () if each not in of_recipe]
+    for option_name, value, only in (("picture", picture, "membership"), ("csv", csv, "poison")):
+        if value is not None and kind != only:
+            raise UserError(f"--{option_name}: only applies to --kind {only}")
+    recipe, folder = _open_run_or_recipe(name, runs, data_root, of_recipe)
+    if kind not in ("membership", "poison"):
+        if workers is not None or local is not None:
+            raise UserError("--workers, --local, --ray: only apply to membership and poison")
+        _audit_epsilon(recipe, folder, name, kind, of_audit, runs, output, as_json)
+        return
+    require_labels(recipe, "audit")
+    from dpdist.runs.folder import RunFolder
+
+    asked = _Asked(
+        recipe, folder or RunFolder(runs / recipe.name), name, output, workers, local, as_json
+    )
+    if kind == "membership":
+        _audit_membership(asked, _settings(MembershipKeys, of_audit), picture)
+    else:
+        _audit_poison(asked, _settings(PoisonKeys, of_audit), csv)
+
+
+def _audit_epsilon(
+    recipe: Recipe,
+    folder: RunFolder | None,
+    name: str,
+    kind: str | None,
+    overrides: Sequence[str],
+    runs: Path,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from dpdist.audits import registry
+    from dpdist.audits.canaries import audited_recipe
+    from dpdist.audits.target import audit_result_of
+    from dpdist.privacy.card import CONSISTENT
+    from dpdist.runs.folder import RunFolder
+
+    asked = registry.resolve_audit_options(recipe, kind, overrides)
+    result = audit_result_of(asked)
+    from dpdist import pipeline
+
+    if folder is None and asked.canary_audit is not None:
+        planted = audited_recipe(recipe, asked, name)
+        folder = pipeline.train_only(planted, runs=runs, context=name)
+    target = _audit_target(recipe, folder, name)
+    if folder is not None or output is not None:
+        output = result.output_folder(folder or RunFolder(runs / recipe.name), output)
+    output = output or runs / f"{recipe.name}.audit" / asked.folder_name
+    found = _run_audit(result, target, output)
+    if as_json:
+        console.print_json(read_json(output / result.file))
+    else:
+        typer.echo(console.format_table(_result_rows(found), title=f"audit of {name}"))
+        kept = ", which stays private: it is made of many trainings" * result.private
+        typer.echo(f"result{kept}: {output / result.file}")
+    if folder is not None:
+        pipeline.report_stage(folder)
+    if found.verdict != CONSISTENT:
+        raise typer.Exit(ExitCode.REFUTED)
+
+
+def _open_run_or_recipe(
+    name: str, runs: Path, data_root: Path | None, assignments: list[str]
+) -> tuple[Recipe, RunFolder | None]:
+    """A run of that name, or a recipe, with keys changed."""
+    from dpdist.runs.folder import open_run
+    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
+
+    try:
+        folder = open_run(name, runs)
+    except UserError as no_run:
+        try:
+            changes = parse_changes(assignments)
+            found = resolve_recipe(name, changes=changes, data_root=data_root)
+            refuse_unused(found, name)
+            return found, None
+        except UserError as no_recipe:
+            if "no such recipe" in str(no_recipe):
+                raise UserError(f"{no_run}; {no_recipe}") from None
+            raise
+    if assignments:
+        raise UserError(f"--set {assignments[0]}: {name} is a run, whose recipe is fixed")
+    return folder.read_recipe(), folder
+
+
+def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
+    """Return the audited target: the run, or else the recipe."""
+    from dpdist.audits.target import target_of_recipe, target_of_run
+    from dpdist.reports.facts import read_facts
+
+    if folder is None:
+        return target_of_recipe(recipe, name)
+    return target_of_run(folder, read_facts(folder).guarantee)
+
+
+def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:
+    from dpdist.audits import registry
+
+    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
+        return registry.run_audit(
+            result.options, target, output, lambda done, total: show(done, total, 0.0)
+        )
+
+
+def _result_rows(result: AuditFinding) -> list[tuple[str, str]]:
+    rows = [("epsilon", result.comparison_line), ("audited", result.summary_line)]
+    rows += [("it rests on", line) for line in result.assumptions]
+    return rows + [(key.replace("_", " "), str(value)) for key, value in result.details.items()]
+
+
+# --- membership -------------------------------------------------------------------------------
+
+
+class MembershipKeys(Section):
+    """Keys of `--kind membership`.
+
+    models: shadow models in the bank. attacks: out of shadow, lira, lira-offline, rmia and
+    rmia-offline. game: who is in a model, coins or halves (shadow has its own). passes: of a model
+    with noise of its own, over how many means are taken. seed: 64 hex digits; null draws a secret
+    one, which is stored in private/.
+    """
+
+    models: ModelCount = 16
+    attacks: Annotated[tuple[Text, ...], OneOrMore] = ("shadow", "lira", "rmia")
+    game: Literal["coins", "halves"] = "coins"
+    passes: Annotated[tuple[Annotated[Count, Field(le=100_000)], ...], OneOrMore] = (100,)
+    seed: HexKey | None = None
+
+
+def _audit_membership(asked: _Asked, keys: MembershipKeys, picture: Path | None) -> None:
+    """Train a bank of shadow models, attack all of them, and compare with what is proved."""
+    from dpdist import pipeline
+    from dpdist.audits.membership import Membership
+
+    chosen = _attacks_named(keys.attacks)
+    averaged = tuple(sorted(set(keys.passes)))
+    banks: list[tuple[Membership, list[MembershipAttack]]] = []
+    if quarters := [one for one in chosen if one.needs_quarters_game]:
+        banks.append((Membership("quarters", 2, averaged, seed=keys.seed), quarters))
+    if others := [one for one in chosen if not one.needs_quarters_game]:
+        banks.append((Membership(keys.game, keys.models, averaged, seed=keys.seed), others))
+    _check_banks(asked, banks, picture)
+    asked.folder.create_or_open(asked.recipe)
+    with pipeline.run_session(asked.folder, executor=executor_name(asked.local)):
+        found = [_run_membership_attacks(asked, *bank) for bank in banks]
+    if asked.as_json:
+        console.print_json({title: dict(rows) for one in found for title, rows in one.tables()})
+    if picture is not None:
+        from dpdist.reports.figures import plot_roc_curves
+
+        write_result(picture, plot_roc_curves([one.panel for one in found], picture.suffix[1:]))
+        console.log(f"picture: {picture}")
+    if not all(one.within_guarantee for one in found):
+        raise typer.Exit(ExitCode.REFUTED)
+
+
+def _check_banks(
+    asked: _Asked,
+    banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
+    picture: Path | None,
+) -> None:
+    """Raise UserError for whatever could go wrong later, before anything is written."""
+    from dpdist.runs.recipe import refuse_unused
+    from dpdist.training.job import check_trainable
+
+    if asked.output is not None and len(banks) > 1:
+        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
+    for bank, attacks in banks:
+        for one in attacks:
+            one.check_game(bank.rules)
+        for path in (asked.output, picture):
+            bank.output_folder(asked.folder, path)
+    if not asked.folder.check_same_recipe(asked.recipe):
+        refuse_unused(asked.recipe, asked.context)
+    dataset, _ = check_trainable(asked.recipe, asked.context)
+    for bank, _ in banks:
+        bank.plan_shadows(asked.recipe, len(dataset))
+
+
+def _attacks_named(names: Sequence[str]) -> list[MembershipAttack]:
+    from dpdist.audits.membership_findings import ATTACKS
+
+    unknown = [name for name in names if name not in ATTACKS]
+    if unknown or not names:
+        raise UserError(f"--set attacks: must be out of {', '.join(ATTACKS)}, got {unknown}")
+    return [ATTACKS[name]() for name in dict.fromkeys(names)]
+
+
+def _run_membership_attacks(
+    asked: _Asked, settings: Membership, attacks: Sequence[MembershipAttack]
+) -> MembershipFindings:
+    """Train what is missing of a bank, attack it, print what was found."""
+    from dpdist import pipeline
+    from dpdist.audits.membership_findings import run_attacks
+
+    path = pipeline.evaluation_stage(
+        asked.recipe, asked.folder, settings, asked.output, asked.workers
+    )
+    found = run_attacks(settings, asked.recipe, path, attacks)
+    if not asked.as_json:
+        for title, rows in found.tables():
+            typer.echo(console.format_table(rows, title=title))
+        for note in found.notes:
+            typer.echo(note)
+        typer.echo(f"scores, models and numbers, all private: {path.parent}")
+    return found
+
+
+# --- poison -----------------------------------------------------------------------------------
+
+
+_DEFAULT_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class PoisonKeys(Section):
+    """Keys of `--kind poison`.
+
+    models: that vote. select: of them, those that choose the class (6). alpha: error of each
+    certificate (0.001). sigma: noise on each vote's input. radii: L2 changes of the input besides,
+    with sigma. changes: numbers of changed records to show. partitions: plain models on disjoint
+    shards instead. bag: plain models on so many random records instead. seed: 64 hex digits; null
+    draws a secret one, which is stored in private/.
+    """
+
+    models: ModelCount = 66
+    select: Count | None = None
+    alpha: Probability | None = None
+    sigma: Positive | None = None
+    radii: Annotated[tuple[PositiveOrZero, ...], OneOrMore] = ()
+    changes: Annotated[tuple[CountOrZero, ...], OneOrMore] = ()
+    partitions: bool = False
+    bag: Count | None = None
+    start: CountOrZero = 0
+    every: Count = 1
+    max_inputs: Count | None = None
+    seed: HexKey | None = None
+
+
+def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
+    """Certify answers against poisoned training records, by the votes of many models."""
     from dpdist import pipeline
     from dpdist.poisoning.evaluation import Poisoning
-    from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
+    from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
     from dpdist.training.records import data_source, load_test_records
 
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changed), name=name, data_root=data_root
+    recipe, folder = asked.recipe, asked.folder
+    if keys.partitions:
+        _refuse_sampling_keys(select=keys.select, alpha=keys.alpha, radii=keys.radii or None)
+    at = (0.0, *[radius for radius in keys.radii if radius])
+    rule = _VoteSettings(keys.models, keys.select or 6, keys.alpha or 0.001, at, keys.sigma)
+    settings = Poisoning(
+        keys.models,
+        keys.partitions,
+        keys.sigma,
+        keys.start,
+        keys.every,
+        keys.max_inputs,
+        keys.seed,
+        keys.bag,
     )
-    require_labels(resolved, "poison")
-    folder = RunFolder(runs / resolved.name)
-    at = (0.0, *[r for r in parse_numbers(radii, "--radii") or () if r])
-    if partitions:
-        _refuse_sampling_options(select=select, alpha=alpha, radii=radii)
-    rule = _VoteSettings(models, select or _SELECT, alpha or _ALPHA, at, sigma)
-    shown = [int(k) for k in parse_numbers(changes, "--changes", CountOrZero) or ()]
-    settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
-    _check_output_paths(settings, folder, output, csv)
-    if not folder.check_same_recipe(resolved):
-        refuse_unused(resolved, recipe)
-    trained = settings.data_recipe(resolved)
-    records = len(check_trainable(trained, recipe)[0])
-    settings.choose_inputs(len(load_test_records(trained, data_source(trained))), recipe)
+    for path in (asked.output, csv):
+        settings.output_folder(folder, path)
+    if csv is not None and folder.enclosing_run(csv) is not None and csv.suffix.lower() != ".csv":
+        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
+    if not folder.check_same_recipe(recipe):
+        refuse_unused(recipe, asked.context)
+    trained = settings.data_recipe(recipe)
+    records = len(check_trainable(trained, asked.context)[0])
+    settings.choose_inputs(len(load_test_records(trained, data_source(trained))), asked.context)
     _, plan = settings.training_plan(trained, records)
-    poisoned = None if partitions else rule.poisoning_effect(settings, plan, records)
-    folder.create_or_open(resolved)
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
+    poisoned = None if keys.partitions else rule.poisoning_effect(settings, plan, records)
+    folder.create_or_open(recipe)
+    with pipeline.run_session(folder, executor=executor_name(asked.local)):
+        path = pipeline.evaluation_stage(recipe, folder, settings, asked.output, asked.workers)
     votes = settings.read(path)
     found = rule.certify_votes(votes, poisoned)
-    _print_votes(votes, found, plan, shown, path)
+    rows = _vote_rows(votes, found, plan, list(keys.changes), path)
+    if asked.as_json:
+        console.print_json(dict(rows))
+    else:
+        typer.echo(console.format_table(rows, title="against poisoned training records"))
     if csv is not None:
         _write_csv(csv, votes, found[0])
+
+
+def _refuse_sampling_keys(**keys: object) -> None:
+    """Raise UserError for a key that says something of models that draw at random."""
+    for name, value in keys.items():
+        if value is not None:
+            raise UserError(
+                f"--set {name}: goes with models that draw at random, not with partitions, whose "
+                "votes are exact"
+            )
 
 
 @dataclass(frozen=True)
@@ -424,35 +726,13 @@ class _VoteSettings:
         return [certify_random_models(votes, effect, alpha=each, **how) for each in errors]
 
 
-def _check_output_paths(
-    settings: Poisoning, folder: RunFolder, output: Path | None, csv: Path | None
-) -> None:
-    """Raise UserError where private results would lie in a run folder's public part."""
-    for path in (output, csv):
-        settings.output_folder(folder, path)
-    if csv is not None and folder.enclosing_run(csv) is not None and csv.suffix.lower() != ".csv":
-        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
-
-
-def _refuse_sampling_options(**options: object) -> None:
-    """Raise UserError for an option that says something of models that draw at random."""
-    for name, value in options.items():
-        if value is not None:
-            raise UserError(
-                f"--{name}: goes with models that draw at random, not with --partitions, whose "
-                "votes are exact"
-            )
-
-
-def _print_votes(
+def _vote_rows(
     votes: Votes,
     certificates: list[PoisoningCertificates],
     plan: PrivacyPlan,
     shown: list[int],
     path: Path,
-) -> None:
-    from dpdist.core import console
-
+) -> list[tuple[str, str]]:
     each = certificates[0]
     counts = shown or [k for k in _DEFAULT_COUNTS if k <= max(2, each.largest_changes)]
     rows = [("inputs", f"{len(votes.index):,}"), ("models", _describe_models(votes, each))]
@@ -466,8 +746,7 @@ def _print_votes(
             moved = f" and an L2 change below {format_exact(radius)}" if radius else ""
             rows.append((f"changed records withstood{moved}{what}", shares))
     rows += _assumption_rows(votes, certificates, plan)
-    rows.append(("votes, private", str(path)))
-    typer.echo(console.format_table(rows, title="against poisoned training records"))
+    return [*rows, ("votes, private", str(path))]
 
 
 def _describe_models(votes: Votes, certificate: PoisoningCertificates) -> str:
@@ -535,241 +814,4 @@ def _write_csv(path: Path, votes: Votes, certificate: PoisoningCertificates) -> 
     columns = (votes.index, votes.label, certificate.prediction, *certificate.max_changes.values())
     writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
     write_result(path, file.getvalue())
-    typer.echo(f"each input: {path}")
-
-
-# --- dpdist audit -----------------------------------------------------------------------------
-
-
-_Name = Annotated[
-    str,
-    typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path)."),
-]
-_Kind = Annotated[str | None, option("mechanism (default), or that of the recipe's audit section.")]
-_Set = Annotated[
-    list[str] | None,
-    option(
-        "An option of the audit: releases=2000. With a dot, a key of the recipe: "
-        "training.steps=50. May be repeated.",
-        None,
-        "--set",
-        metavar="NAME=VALUE",
-    ),
-]
-
-
-def audit_command(
-    name: _Name,
-    kind: _Kind = None,
-    options: _Set = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    output: Output = None,
-) -> None:
-    """Measure how much leaks at least: an empirical lower bound of epsilon, beside what is proved.
-
-    Exit code 1 when it exceeds what is proved, and code or proof is wrong, or what is claimed.
-    """
-    if output is not None and output.exists() and not output.is_dir():
-        raise UserError(f"--output: {output}: must be a folder")
-    of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
-    changed = [each for each in options or () if each not in of_audit]
-    recipe, folder = _open_run_or_recipe(name, runs, data_root, changed)
-
-    from dpdist.audits import registry
-    from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.target import audit_result_of
-    from dpdist.core import console
-    from dpdist.privacy.card import CONSISTENT
-    from dpdist.runs.folder import RunFolder
-
-    asked = registry.resolve_audit_options(recipe, kind, of_audit)
-    result = audit_result_of(asked)
-    from dpdist import pipeline
-
-    if folder is None and asked.canary_audit is not None:
-        planted = audited_recipe(recipe, asked, name)
-        folder = pipeline.train_only(planted, runs=runs, context=name)
-    target = _audit_target(recipe, folder, name)
-    if folder is not None or output is not None:
-        output = result.output_folder(folder or RunFolder(runs / recipe.name), output)
-    output = output or runs / f"{recipe.name}.audit" / asked.folder_name
-    found = _run_audit(result, target, output)
-    typer.echo(console.format_table(_result_rows(found), title=f"audit of {name}"))
-    kept = ", which stays private: it is made of many trainings" * result.private
-    typer.echo(f"result{kept}: {output / result.file}")
-    if folder is not None:
-        pipeline.report_stage(folder)
-    if found.verdict != CONSISTENT:
-        raise typer.Exit(ExitCode.REFUTED)
-
-
-def _open_run_or_recipe(
-    name: str, runs: Path, data_root: Path | None, assignments: list[str]
-) -> tuple[Recipe, RunFolder | None]:
-    """A run of that name, or a recipe, with keys changed."""
-    from dpdist.runs.folder import open_run
-    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
-
-    try:
-        folder = open_run(name, runs)
-    except UserError as no_run:
-        try:
-            changes = parse_changes(assignments)
-            found = resolve_recipe(name, changes=changes, data_root=data_root)
-            refuse_unused(found, name)
-            return found, None
-        except UserError as no_recipe:
-            if "no such recipe" in str(no_recipe):
-                raise UserError(f"{no_run}; {no_recipe}") from None
-            raise
-    if assignments:
-        raise UserError(f"--set {assignments[0]}: {name} is a run, whose recipe is fixed")
-    return folder.read_recipe(), folder
-
-
-def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
-    """Return the audited target: the run, or else the recipe."""
-    from dpdist.audits.target import target_of_recipe, target_of_run
-    from dpdist.reports.facts import read_facts
-
-    if folder is None:
-        return target_of_recipe(recipe, name)
-    return target_of_run(folder, read_facts(folder).guarantee)
-
-
-def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:
-    from dpdist.audits import registry
-    from dpdist.core import console
-
-    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
-        return registry.run_audit(
-            result.options, target, output, lambda done, total: show(done, total, 0.0)
-        )
-
-
-def _result_rows(result: AuditFinding) -> list[tuple[str, str]]:
-    rows = [("epsilon", result.comparison_line), ("audited", result.summary_line)]
-    rows += [("it rests on", line) for line in result.assumptions]
-    return rows + [(key.replace("_", " "), str(value)) for key, value in result.details.items()]
-
-
-# --- dpdist membership ------------------------------------------------------------------------
-
-
-_PassCount = Annotated[Count, Field(le=100_000)]  # passes of one model
-_ShadowModels = Annotated[int, option("Shadow models in the bank.", ModelCount)]
-_Attack = Annotated[str, option("Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
-_Game = Annotated[str, option("Who is in a model: coins, or halves (shadow has its own).")]
-_Passes = Annotated[str, option("Averaged, of a model with noise of its own: 100, or 10,100.")]
-_Picture = Annotated[
-    Path | None, path_option("The ROC curves with their ceilings.", callback=FIGURE_PATH)
-]
-
-
-def membership_command(
-    recipe: RecipeArgument,
-    changes: Changes = None,
-    models: _ShadowModels = 16,
-    attack: _Attack = "shadow,lira,rmia",
-    game: _Game = "coins",
-    passes: _Passes = "100",
-    seed: PrivateSeed = None,
-    picture: _Picture = None,
-    name: Name = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    actors: Actors = None,
-    local: Local = None,
-    output: Output = None,
-) -> None:
-    """Membership inference: trains a bank of shadow models, resumable, and attacks all of them.
-
-    Private: results stay in the run's private/ folder. Exit code 1 when the one-run test exceeds
-    the proved epsilon.
-    """
-    from dpdist import pipeline
-    from dpdist.audits.membership import Membership
-    from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root
-    )
-    require_labels(resolved, "membership")
-    folder, chosen = RunFolder(runs / resolved.name), _parse_attacks(attack)
-    averaged = tuple(sorted({int(n) for n in parse_numbers(passes, "--passes", _PassCount) or ()}))
-    banks: list[tuple[Membership, list[MembershipAttack]]] = []
-    if quarters := [one for one in chosen if one.needs_quarters_game]:
-        banks.append((Membership("quarters", 2, averaged, seed=seed), quarters))
-    if others := [one for one in chosen if not one.needs_quarters_game]:
-        banks.append((Membership(game, models, averaged, seed=seed), others))
-    _check_banks(resolved, folder, banks, [output, picture], recipe)
-    folder.create_or_open(resolved)
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        found = [_run_membership_attacks(resolved, folder, *bank, output, actors) for bank in banks]
-    if picture is not None:
-        from dpdist.reports.figures import plot_roc_curves
-
-        write_result(picture, plot_roc_curves([one.panel for one in found], picture.suffix[1:]))
-        typer.echo(f"picture: {picture}")
-    if not all(one.within_guarantee for one in found):
-        raise typer.Exit(ExitCode.REFUTED)
-
-
-def _check_banks(
-    recipe: Recipe,
-    folder: RunFolder,
-    banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
-    outputs: Sequence[Path | None],
-    context: str,
-) -> None:
-    """Raise UserError for whatever could go wrong later, before anything is written. outputs: the
-    folder of a bank, and the picture."""
-    from dpdist.runs.recipe import refuse_unused
-    from dpdist.training.job import check_trainable
-
-    if outputs[0] is not None and len(banks) > 1:
-        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
-    for bank, attacks in banks:
-        for one in attacks:
-            one.check_game(bank.rules)
-        for path in outputs:
-            bank.output_folder(folder, path)
-    if not folder.check_same_recipe(recipe):
-        refuse_unused(recipe, context)
-    dataset, _ = check_trainable(recipe, context)
-    for bank, _ in banks:
-        bank.plan_shadows(recipe, len(dataset))
-
-
-def _parse_attacks(names: str) -> list[MembershipAttack]:
-    from dpdist.audits.membership_findings import ATTACKS
-
-    unknown = [name for name in names.split(",") if name not in ATTACKS]
-    if unknown:
-        raise UserError(f"--attack: must be out of {', '.join(ATTACKS)}, got {unknown[0]!r}")
-    return [ATTACKS[name]() for name in dict.fromkeys(names.split(","))]
-
-
-def _run_membership_attacks(
-    recipe: Recipe,
-    folder: RunFolder,
-    settings: Membership,
-    attacks: Sequence[MembershipAttack],
-    output: Path | None,
-    actors: int | None,
-) -> MembershipFindings:
-    """Train what is missing of a bank, attack it, print what was found."""
-    from dpdist import pipeline
-    from dpdist.audits.membership_findings import run_attacks
-    from dpdist.core import console
-
-    path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
-    found = run_attacks(settings, recipe, path, attacks)
-    for title, rows in found.tables():
-        typer.echo(console.format_table(rows, title=title))
-    for note in found.notes:
-        typer.echo(note)
-    typer.echo(f"scores, models and numbers, all private: {path.parent}")
-    return found
+    console.log(f"each input: {path}")

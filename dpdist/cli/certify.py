@@ -1,36 +1,29 @@
-"""``dpdist certify``, ``radius`` and ``predict``: certificates and certified answers.
+"""``dpdist certify`` and ``predict``: certificates and certified answers.
 
-certify: certify a run's test split, recompute its tables; or certify a release, without
-its run. radius: the certified radius of a count, without model, data, torch or Ray. predict: label
-or ABSTAIN, with a certified radius, for single images. serve: a released model behind HTTP, on
-this machine.
+certify: certify a run's test split or a release's, or a stored table at another error. predict:
+label or ABSTAIN, with a certified radius, for single images; classes, or sampled texts, of a model
+of texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from dpdist.cli import importing
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    Actors,
-    DataRoot,
-    Every,
+    Changes,
     Local,
-    MaxInputs,
     ModelArgument,
-    Name,
     Output,
     PublishableJson,
     Runs,
     Signer,
-    Start,
     TrustFactory,
     executor_name,
     flag,
@@ -45,7 +38,7 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, Positive, Probability, RejectBool
+from dpdist.core.fields import Count, Positive, Probability, ProcessCount
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,
@@ -56,422 +49,331 @@ from dpdist.core.files import (
 )
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate
+    from dpdist.certification.table import CertificateTable
     from dpdist.release.bundle import Release, TextAnswerer
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
 
-# --- certifying a release ---------------------------------------------------------------------
+# --- what --set says --------------------------------------------------------------------------
+
+
+def changes_by_section(
+    changes: Sequence[str] | None, sections: Mapping[str, Sequence[str] | None]
+) -> dict[str, dict[str, Any]]:
+    """Return the changes of `--set`, by section and key.
+
+    Args:
+        changes: KEY=VALUE each, with dotted keys.
+        sections: those that a command takes, and the keys of each; None: all that it has.
+
+    Raises:
+        UserError: a change is of another section or key.
+    """
+    from dpdist.runs.recipe import parse_changes
+
+    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for name, value in parse_changes(changes).items():
+        section, _, key = name.partition(".")
+        if not key or section not in sections or key not in (sections[section] or (key,)):
+            allowed = [
+                f"{each}.{one}" for each, keys in sections.items() for one in keys or ("KEY",)
+            ]
+            raise UserError(f"--set {name}: must be one of {', '.join(allowed)}")
+        found[section][key] = value
+    return found
 
 
 def resolve_settings(
-    options: dict[str, Any], default: Certificate | None, model: nn.Module, path: Path
+    asked: Mapping[str, Any], default: Certificate | None, model: nn.Module, path: Path
 ) -> Certificate:
-    """Return the certificate that options ask for, the usual one where nothing else is asked for.
+    """Return the certificate that is asked for, the usual one where nothing else is.
 
     Args:
-        options: options by name, None where one is not given.
+        asked: settings by name.
         default: of the recipe or release.
         model: what is certified: noise of its own and smoothing exclude each other.
         path: it lies, for complaints.
 
     Raises:
-        UserError: an option belongs to another certificate, or to another model.
+        UserError: a setting belongs to another certificate, or to another model.
     """
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-    sigma = resolve_smoothing_sigma(model, requested_sigma(options, default), path)
-    return settings_of(options | {"sigma": sigma}, default)
-
-
-def requested_sigma(options: dict[str, Any], default: Certificate | None) -> float | None:
-    """Return the noise on the input that is asked for, if any."""
-    return options["sigma"] or (None if default is None else default.sigma)
-
-
-def certify_release(
-    release: Release,
-    options: dict[str, Any],
-    data_root: Path | None,
-    output: Path | None,
-    actors: int | None,
-    local: bool | None = None,
-) -> tuple[pa.Table, Path]:
-    """Certify the test split that a release names, with its settings where nothing else is asked
-    for."""
-    from dpdist import data, pipeline
-    from dpdist.certification.job import TABLE, certify
-    from dpdist.core import console
-    from dpdist.training.job import PACKAGES
-    from dpdist.training.records import data_source_under
-
-    dataset = data.load(data_source_under(release.description.data, data_root), "test")
-    chosen = resolve_settings(options, release.description.certificate, release.model, release.path)
-    output = output or Path("certificates", release.name, chosen.folder_name)
-    if release.path.resolve() in (output.resolve(), *output.resolve().parents):
-        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    log_file = output.parent / "ray.log"
-    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
-        executor.check_nodes(PACKAGES, output.parent.resolve())
-        with console.progress(f"certifying, {chosen.folder_name}", "inputs", "draws") as show:
-            table = certify(
-                release.path,
-                dataset,
-                chosen,
-                output,
-                actors=actors,
-                progress=show,
-                trusted_factory=release.trusted_factory,
-                log=console.log,
-            )
-    return table, output / TABLE
+    sigma = asked.get("sigma")
+    if sigma is None and default is not None:
+        sigma = default.sigma
+    sigma = resolve_smoothing_sigma(model, sigma, path)
+    return settings_of({**asked, "sigma": sigma}, default)
 
 
 # --- dpdist certify ---------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:
-    _CertifyRequest = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
-
-
-_Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
-_N = Annotated[int | None, option("Draws per input (sequential: at most).", Count)]
-_N0 = Annotated[int | None, option("Draws that choose the class.", Count)]
-_Alpha = Annotated[float | None, option("Error of each certificate.", Probability)]
-_Mode = Annotated[
-    str | None, option("fixed, two-class, target, anytime; of scores: target-scores.")
+_Sigma = Annotated[
+    float | None, option("Noise in input units, as certify.sigma of the recipe.", Positive)
 ]
-_Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
-_Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
-_Bound = Annotated[
-    str | None,
-    option(
-        "Of votes: clopper-pearson (default) or hoeffding; of expected scores: hoeffding, "
-        "bernstein, counts, betting."
-    ),
+_N = Annotated[int | None, option("Samples of each input, as certify.n of the recipe.", Count)]
+_Radii = Annotated[
+    str | None, option("Radii to report or decide, ascending: 0.25,0.5; as certify.radii.")
 ]
-_Form = Annotated[
-    str | None,
-    option(
-        "Inference form: frozen, compiled, channels-last, eager or bf16 (another function: the "
-        "network in bfloat16); by default a probe chooses among those of the model's precision."
-    ),
+_Workers = Annotated[
+    int | None, option("Workers (default: all CPUs), as resources.certify_actors.", ProcessCount)
 ]
-_OneSided = Annotated[
-    bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
-]
-_Norm = Annotated[str | None, option("Of expected scores' radius: l2 or linf.")]
-_AttackedCopies = Annotated[
-    str | None,
-    option(
-        "At attacked copies, as papers measure it; no certificate of the clean input.",
-        metavar="attacked:ATTACK,SIZE[,NORM]",
-    ),
-]
-_Recertify = Annotated[
-    str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
-]
-_OUTPUT_FILE = path_callback(for_writing=True)
-_Tsv = Annotated[
-    Path | None, path_option("Also write Cohen's columns here.", callback=_OUTPUT_FILE)
-]
-_Csv = Annotated[Path | None, path_option("Also write all columns here.", callback=_OUTPUT_FILE)]
+_SECTIONS: dict[str, Sequence[str] | None] = {
+    "certify": None,
+    "attacked": None,
+    "resources": ("certify_actors", "certify_gpus"),
+    "data": ("root",),
+}
 
 
 def certify_command(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|RELEASE",
+            metavar="RUN|RELEASE|TABLE",
             autocompletion=run_names,
-            help="A run folder, its name under --runs, its archive's address, or a release; left "
-            "out with --model.",
+            help="A run folder, its name under --runs, its archive's address, a release, or the "
+            "folder of a finished table; omit it with --model.",
         ),
     ] = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    sigma: _Sigma = None,
-    n: _N = None,
-    n0: _N0 = None,
-    alpha: _Alpha = None,
-    mode: _Mode = None,
-    radii: _Radii = None,
-    noise: _Noise = None,
-    bound: _Bound = None,
-    one_sided: _OneSided = None,
-    norm: _Norm = None,
-    form: _Form = None,
-    start: Start = None,
-    every: Every = None,
-    max_inputs: MaxInputs = None,
-    actors: Actors = None,
-    local: Local = None,
+    changes: Changes = None,
     output: Output = None,
-    at: _AttackedCopies = None,
-    rebound: _Recertify = None,
-    tsv: _Tsv = None,
-    csv: _Csv = None,
-    trust_factory: TrustFactory = None,
-    signer: Signer = None,
     as_json: PublishableJson = False,
+    workers: _Workers = None,
+    local: Local = None,
+    runs: Runs = DEFAULT_RUNS,
     model: importing.Model = None,
     weights: importing.Weights = None,
-    options: importing.Options = None,
-    input: importing.Input = None,
-    classes: importing.Classes = None,
-    normalize: importing.Normalize = None,
     data: importing.Data = None,
-    resize: importing.Resize = None,
-    name: Name = None,
+    normalize: importing.Normalize = None,
+    sigma: _Sigma = None,
+    radii: _Radii = None,
+    n: _N = None,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
 ) -> None:
-    """Certify the test split on all CPUs; continues what was interrupted.
+    """Certify the test split on all CPUs; the same command continues what was interrupted.
 
-    Of a release, the test split of the data that it names, under --data-root; the table goes to
-    --output, by default certificates/NAME/SETTINGS here.
+    Settings are those of the recipe, with the changes of --set: certify.mode=target,
+    certify.alpha=0.01, certify.every=20. Of a release, the test split is that of the data that it
+    names, below data.root; the table goes to --output, by default certificates/NAME/SETTINGS here.
 
     A model with noise in its first hidden layer is certified under that noise, by expected scores;
     with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
-    With --model, --weights and --data, a model that was trained elsewhere is first imported into
-    the run --name (default: the name of the file of weights), as by `dpdist import`.
+    With --model, --weights and --data, a model that was trained elsewhere is first imported into a
+    run with the name of the file of weights, as by `dpdist import`.
 
-    Settings not given are the recipe's. --rebound works on stored counts, without the
-    model: on the table in --output, or on the only table of the run.
+    Of a TABLE, the stored counts are certified at another error, without the model: give
+    --set certify.alpha=A. With --set attacked.attack=pgd and --set attacked.size=0.1, attacked
+    copies of the inputs are certified, as papers measure it; that is not a certificate of the clean
+    input.
     """
-    from dpdist.runs.archive import Archive, open_run_or_archive
-
-    given = {
-        "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": parse_numbers(radii,
-            "--radii"),
-        "form": form, "start": start, "every": every, "max_inputs": max_inputs,
-    }  # fmt: skip
-    foreign = {
-        "weights": weights, "option": options, "input": input, "classes": classes,
-        "normalize": normalize, "data": data, "resize": resize, "name": name,
-    }  # fmt: skip
-    run = _run_or_import(run, runs, model, foreign, given, data_root)
-    data_root = None if model is not None else data_root
-    release = open_release_if_any(run, trust_factory, signer)
-    if release is not None:
-        if rebound is not None or at is not None:
-            raise UserError("--rebound, --at: of a run, not of a release")
-
-        table, path = certify_release(release, given, data_root, output, actors, local)
-        _export_table(table, path, tsv, csv)
-        _print_tables(release.name, [path], [], as_json)
-        return
-    chosen = given | {"data_root": data_root, "actors": actors}
-    if (where := executor_name(local)) is not None:
-        chosen[where] = True
-    if rebound is not None:
-        _refuse_certify_options(chosen)
-    folder = open_run_or_archive(run, runs)
-    if rebound is None:
-        folder.require_trained()
-        console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
-    Archive.check_archive_key(folder)
-    measured: list[tuple[str, str]] = []
-    if at is not None:
-        if rebound is not None:
-            raise UserError("--at: certifies; it does not go with --rebound")
-        made, measured = _certify_attacked_copies(
-            at, folder, output, _resolve_request(folder, given, data_root), actors, local
+    asked = changes_by_section(changes, _SECTIONS)
+    given = {"sigma": sigma, "n": n, "radii": parse_numbers(radii, "--radii")}
+    asked["certify"] |= {key: value for key, value in given.items() if value is not None}
+    if workers is not None:
+        asked["resources"]["certify_actors"] = workers
+    foreign = {"weights": weights, "data": data, "normalize": normalize}
+    if model is not None:
+        run = str(_imported(model, foreign, asked, runs, run).path)
+    elif stray := [f"--{key}" for key, value in foreign.items() if value]:
+        raise UserError(f"{', '.join(stray)}: must be left out without --model")
+    elif run is None:
+        raise UserError(
+            "RUN: must be a run or a release, or give --model, --weights and --data of a model "
+            "that was trained elsewhere"
         )
-    elif rebound is not None:
-        made = _recertify_table(folder, output, rebound)
+    measured: list[tuple[str, str]] = []
+    if (table := _table_folder(run)) is not None:
+        found, name = _recertified(table, asked), table.resolve().parent.parent.name
+    elif (release := open_release_if_any(run, trust_factory, signer)) is not None:
+        found, name = _certify_release(release, asked, output, local), release.name
     else:
-        request = _resolve_request(folder, given, data_root)
-        made = _certify_run(folder, output, request, actors, local)
-    table, path = made
-    _export_table(table, path, tsv, csv)
-    if folder.archive.exists():
-        from dpdist import pipeline
-
-        pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path], measured, as_json)
+        found, name, measured = _certify_run(run, runs, asked, output, local)
+    _print_table(name, found, measured, as_json)
 
 
-def _run_or_import(
-    run: str | None, runs: Path, model: str | None, foreign: dict[str, Any], given: dict[str, Any],
-    data_root: Path | None,
-) -> str:  # fmt: skip
-    """Return the run that is named, or that of a model from elsewhere, imported."""
+def _imported(
+    model: str, foreign: dict[str, Any], asked: dict[str, dict[str, Any]], runs: Path,
+    run: str | None,
+) -> RunFolder:  # fmt: skip
+    """Return the run of a model from elsewhere, imported. Raises UserError."""
     from dpdist.runs.folder import RunFolder
 
-    if model is None:
-        stray = [f"--{key}" for key, value in foreign.items() if value]
-        if stray:
-            raise UserError(f"{', '.join(stray)}: must be left out without --model")
-        if run is None:
-            raise UserError(
-                "RUN: must be a run or a release, or give --model, --weights and --data of a model "
-                "that was trained elsewhere"
-            )
-        return run
     if run is not None:
         raise UserError(f"RUN: must be left out with --model, got {run}")
     if foreign["data"] is None:
         raise UserError("--data: must be given with --model: the test inputs to certify")
-    if given["sigma"] is None:
+    if asked["certify"].get("sigma") is None:
         raise UserError("--sigma: must be given with --model: the noise on its input")
     source = foreign["weights"] or Path(model.rpartition(":")[2])
-    folder = RunFolder(runs / (foreign.pop("name") or source.stem))
-    chosen = {key: given[key] for key in ("sigma", "n", "n0", "alpha") if given[key] is not None}
+    folder, root = RunFolder(runs / source.stem), asked["data"].pop("root", None)
+    kept = ("sigma", "n", "n0", "alpha")
+    chosen = {key: value for key, value in asked["certify"].items() if key in kept}
     importing.imported(
-        folder, model, foreign["weights"], foreign["option"], foreign["input"],
-        foreign["classes"], foreign["normalize"], foreign["data"], data_root, foreign["resize"],
-        chosen, None,
+        folder, model, foreign["weights"], None, None, None, foreign["normalize"],
+        foreign["data"], None if root is None else Path(root), None, chosen, None,
     )  # fmt: skip
-    return str(folder.path)
+    return folder
 
 
-def _refuse_certify_options(options: dict[str, Any]) -> None:
-    """Raise UserError for options of a certification where none is made."""
-    useless = [
-        f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None
-    ]
-    if useless:
-        raise UserError(
-            f"{', '.join(useless)}: must be left out with --rebound, which takes what is there as "
-            "it is"
-        )
+def _certify_release(
+    release: Release, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+) -> CertificateTable:
+    """Certify the test split that a release names, with its settings where nothing else is asked
+    for."""
+    from dpdist import data, pipeline
+    from dpdist.certification.job import certify
+    from dpdist.certifying import parse_resources
+    from dpdist.training.job import PACKAGES
+    from dpdist.training.records import data_source_under
 
-
-def _export_table(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
-    from dpdist.certification import table as tables
-    from dpdist.certification.job import read_timings
-
-    if tsv is not None:
-        tables.write_cohen_tsv(table, tsv, read_timings(path.parent))
-    if csv is not None:
-        tables.write_csv(table, csv)
+    if asked["attacked"]:
+        raise UserError("--set attacked: is for a run, not for a release")
+    resources = parse_resources(asked["resources"])
+    root = asked["data"].get("root")
+    source = data_source_under(release.description.data, None if root is None else Path(root))
+    subject, dataset = release.subject, data.load(source, "test")
+    default = release.description.certificate
+    settings = resolve_settings(asked["certify"], default, subject.model, release.path)
+    output = output or Path("certificates", release.name, settings.folder_name)
+    if release.path.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log_file = output.parent / "ray.log"
+    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
+        executor.check_nodes(PACKAGES, output.parent.resolve())
+        with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
+            return certify(
+                subject,
+                dataset,
+                settings,
+                output,
+                actors=resources.certify_actors,
+                gpus=resources.certify_gpus,
+                progress=show,
+                log=console.log,
+            )
 
 
 def _certify_run(
-    folder: RunFolder,
-    output: Path | None,
-    request: _CertifyRequest,
-    actors: int | None,
-    local: bool | None,
-) -> tuple[pa.Table, Path]:
-    from dpdist import pipeline
-    from dpdist.certification import table as tables
-
-    recipe, _, chosen = request
-    pipeline.require_certifying_gpus(recipe)
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
-    return tables.read(path), path
-
-
-def _certify_attacked_copies(
-    text: str,
-    folder: RunFolder,
-    output: Path | None,
-    request: _CertifyRequest,
-    actors: int | None,
-    local: bool | None,
-) -> tuple[tuple[pa.Table, Path], list[tuple[str, str]]]:
-    """The table, and what is shown of it."""
-    from dpdist import pipeline
-    from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
-    from dpdist.certification import table_reader
-    from dpdist.training.records import data_source, load_test_records
-
-    at = AttackedCopiesSpec.parse(text)
-    recipe, model, chosen = request
-    pipeline.require_certifying_gpus(recipe)
-    copies = AttackedCopies(at, load_test_records(recipe, data_source(recipe)), model, chosen)
-    beside = folder.certificates / chosen.folder_name / "certificates.parquet"
-    output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
-    with pipeline.run_session(folder, executor=executor_name(local)):
-        path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
-    found = table_reader.read(path)
-    clean = table_reader.read(beside) if beside.is_file() else None
-    rows = [
-        ("inputs", f"{len(found.index):,}"),
-        *copies.summary_rows(found, clean),
-        ("table", str(path)),
-    ]
-    return (found.table, path), rows
-
-
-def _resolve_request(
-    folder: RunFolder, options: dict[str, Any], data_root: Path | None
-) -> _CertifyRequest:
-    """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
+    run: str, runs: Path, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+) -> tuple[CertificateTable, str, list[tuple[str, str]]]:
+    """Return the table of a run, the run's name, and what attacked copies measured."""
     from dpdist.certification.registry import settings_of
-    from dpdist.evaluation import load_model
+    from dpdist.runs.archive import Archive, open_run_or_archive
 
-    recipe = load_trained_recipe(folder, data_root, "certify")
-    if requested_sigma(options, recipe.certify) is not None:
-        settings_of(options, recipe.certify)  # refused before torch is loaded
-    model = load_model(recipe, folder)
-    return recipe, model, resolve_settings(options, recipe.certify, model, folder.path)
+    folder = open_run_or_archive(run, runs)
+    folder.require_trained()
+    console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
+    Archive.check_archive_key(folder)
+    changes = {
+        f"{section}.{key}": value
+        for section in ("resources", "data")
+        for key, value in asked[section].items()
+    }
+    recipe = load_trained_recipe(folder, None, "certify", changes)
+    default = None if recipe.certify is None else recipe.certify.sigma
+    if asked["certify"].get("sigma", default) is not None:
+        settings_of(asked["certify"], recipe.certify)  # refused before torch is loaded
+    from dpdist import pipeline
+    from dpdist.evaluation import load_subject
 
+    subject = load_subject(recipe, folder)
+    settings = resolve_settings(asked["certify"], recipe.certify, subject.model, folder.path)
+    pipeline.require_certifying_gpus(recipe)
+    copies, measured = None, []
+    if asked["attacked"]:
+        from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
+        from dpdist.runs.recipe import parse_section
+        from dpdist.training.records import data_source, load_test_records
 
-def _recertify_table(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
-    from dpdist.certification import table as tables
-    from dpdist.certification.table_reader import recertify
-
-    name, _, value = text.partition("=")
-    try:
-        alpha = float(value)
-    except ValueError:
-        alpha = 0.0
-    if name != "alpha" or not 0 < alpha < 1:
-        raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
-    sources = [output / "certificates.parquet"] if output else _stored_tables(folder.certificates)
-    if output is None:  # one made from another is not taken for a further certification
-        sources = [
-            s for s in sources if "rebound_alpha" not in tables.read_job_record(tables.read(s))
+        at = parse_section(AttackedCopiesSpec, asked["attacked"], "attacked")
+        test = load_test_records(recipe, data_source(recipe))
+        copies = AttackedCopies(at, test, subject.model, settings)
+        output = output or folder.path / "attacks" / f"{at.folder_name}-{settings.folder_name}"
+    with pipeline.run_session(folder, executor=executor_name(local)):
+        found = pipeline.certify_stage(
+            recipe, folder, settings, output, subject=subject, inputs=copies
+        )
+    if copies is not None:
+        measured = [
+            ("inputs", f"{len(found.index):,}"),
+            *copies.summary_rows(found, _clean_table(folder, settings)),
+            ("table", str(found.path)),
         ]
-    if not sources:
-        raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
-    if len(sources) > 1:
-        names = ", ".join(str(source.parent) for source in sources)
-        raise UserError(f"several tables: name one with --output: {names}")
-    table = recertify(tables.read(sources[0]), alpha)
-    parent = sources[0].parent
-    path = _derived_table_path(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
-    tables.write(table, path)
-    return table, path
+    if folder.archive.exists():
+        pipeline.archive_stage(folder)
+    return found, folder.name, measured
 
 
-def _derived_table_path(folder: Path) -> Path:
-    """Where a table made from others goes. Raises UserError where it would replace a certification,
-    which took its time."""
+def _clean_table(folder: RunFolder, settings: Certificate) -> CertificateTable | None:
+    from dpdist.certification.table_reader import read
+
+    path = folder.certificates / settings.folder_name / "certificates.parquet"
+    return read(path) if path.is_file() else None
+
+
+def _table_folder(named: str) -> Path | None:
+    """Return the folder of a finished table; None where a path is none."""
+    from dpdist.release.bundle import is_release
+
+    path = Path(named)
+    folder = path.parent if path.name == "certificates.parquet" else path
+    return (
+        folder if (folder / "certificates.parquet").is_file() and not is_release(folder) else None
+    )
+
+
+def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateTable:
+    """Write the stored counts of a table at another error, beside it. Raises UserError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from dpdist.certification import table as tables
+    from dpdist.certification.table_reader import read, recertify
     from dpdist.cluster.job_folder import SETTINGS
+    from dpdist.runs.folder import RunFolder
 
-    if (folder / SETTINGS).exists():
-        raise UserError(f"{folder}: holds a certification, which would be replaced; choose another")
-    return folder / "certificates.parquet"
+    stated = asked["certify"].pop("alpha", None)
+    try:
+        alpha = TypeAdapter(Probability).validate_python(stated)
+    except ValidationError:
+        alpha = None
+    if any(asked.values()) or alpha is None:
+        raise UserError(
+            f"{folder}: is a table, whose counts are certified again without the model: give "
+            "--set certify.alpha=A with A between 0 and 1, and nothing else"
+        )
+    table = recertify(tables.read(folder / tables.TABLE), alpha)
+    new = folder.with_name(f"{folder.name}-alpha-{alpha:g}")
+    if (new / SETTINGS).exists():
+        raise UserError(f"{new}: holds a certification, which would be replaced; choose another")
+    tables.write(table, new / tables.TABLE)
+    run = RunFolder(folder.parent.parent)
+    if run.archive.exists():
+        from dpdist import pipeline
+
+        pipeline.archive_stage(run)
+    return read(new / tables.TABLE)
 
 
-def _stored_tables(certificates: Path) -> list[Path]:
-    return sorted(certificates.glob("*/certificates.parquet"))
-
-
-def _print_tables(
-    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
+def _print_table(
+    name: str, table: CertificateTable, measured: list[tuple[str, str]], as_json: bool
 ) -> None:
     """measured: of attacked copies, in place of their certificates."""
-    from dpdist.certification import statistics, table_reader
-
     if as_json:
         from dpdist.reports.export import table_as_json
 
-        tables = [] if measured else [table_reader.read(path) for path in paths]
-        found = [table_as_json(table) for table in tables]
+        found = [] if measured else [table_as_json(table)]
         at = {"at_attacked_copies": dict(measured)} if measured else {}
         console.print_json({"run": name, "certificates": found, **at})
     elif measured:
@@ -479,128 +381,81 @@ def _print_tables(
 
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
-        for path in paths:
-            table = table_reader.read(path)
-            rows = [*statistics.summary_rows(table), ("table", str(path))]
-            typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
+        from dpdist.certification.statistics import summary_rows
 
-
-# --- dpdist radius ----------------------------------------------------------------------------
-
-
-_Hits = Annotated[int, option("Noisy draws that returned the predicted class.", CountOrZero)]
-_RadiusDraws = Annotated[int, option("Noisy draws in all, a number fixed in advance.", Count)]
-_RadiusSigma = Annotated[float, option("Standard deviation of the Gaussian input noise.", Positive)]
-_RadiusAlpha = Annotated[float, option("Error probability of the certificate.", Probability)]
-_Dimension = Annotated[
-    int | None, option("Number of inputs (28x28: 784); adds the L-infinity radius.", Count)
-]
-_RadiusBound = Annotated[
-    Literal["clopper-pearson", "hoeffding"], option("Of the predicted class's probability.")
-]
-_RadiusAsJson = Annotated[bool, flag("--json", "Print one JSON object.")]
-
-
-def radius_command(
-    hits: _Hits,
-    draws: _RadiusDraws,
-    sigma: _RadiusSigma,
-    alpha: _RadiusAlpha = 0.001,
-    dimension: _Dimension = None,
-    bound: _RadiusBound = "clopper-pearson",
-    as_json: _RadiusAsJson = False,
-) -> None:
-    """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
-
-    Counts of a run that stopped early certify less than this says: use it for fixed draws only.
-    """
-    from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
-    from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
-
-    try:
-        lower = {"clopper-pearson": clopper_pearson_lower, "hoeffding": hoeffding_lower}[bound]
-        p_lower = float(lower(hits, draws, alpha))
-        radius = float(gaussian_l2_radius(p_lower, sigma))
-        answer: dict[str, object] = {
-            "hits": hits,
-            "draws": draws,
-            "alpha": alpha,
-            "sigma": sigma,
-            "bound": bound,
-            "p_lower": p_lower,
-            "radius": radius,
-            "norm": "l2",
-            "abstain": p_lower <= 0.5,
-        }
-        if dimension is not None:
-            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
-    except ValueError as error:
-        raise UserError(f"dpdist radius: {error}") from None
-    if as_json:
-        console.print_json(answer)
-        return
-    named = {"clopper-pearson": "Clopper-Pearson", "hoeffding": "Hoeffding"}[bound]
-    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  ({named}, alpha = {alpha:g})")
-    if answer["abstain"]:
-        typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
-        return
-    typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
-    if "radius_linf" in answer:
-        typer.echo(f"         {format_radius(float(str(answer['radius_linf'])), 6)}  (L-infinity)")
+        rows = [*summary_rows(table), ("table", str(table.path))]
+        typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
 
 
 # --- dpdist predict ---------------------------------------------------------------------------
 
 
-DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001  # by default
-DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000_000)]  # one process makes them
+DEFAULT_DRAWS, DEFAULT_ALPHA, MAX_DRAWS = 10_000, 0.001, 10_000_000  # one process makes them
 _Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
         callback=path_callback(),
         metavar="[FILE]...",
-        help="Image files, .npy arrays of the model's input shape, or files of one text each.",
+        help="Image files, .npy arrays of the model's input shape, tables of features (.csv, "
+        ".jsonl, .parquet), of which each row is an input, or files of one text each; with --to, "
+        "one file with a prompt on each line (.jsonl: texts or messages).",
     ),
 ]
 _Texts = Annotated[
     list[str] | None,
     option("A text, of a model of texts. May be repeated.", None, "--text", metavar="TEXT"),
 ]
-_PredictSigma = Annotated[
-    float | None, option("Noise, in input units (default: the recipe's).", Positive)
-]
-_PredictDraws = Annotated[int | None, option(f"Draws per image ({DEFAULT_DRAWS:,}).", DrawCount)]
-_PredictAlpha = Annotated[
-    float | None, option(f"Error of each answer ({DEFAULT_ALPHA:g}).", Probability)
-]
 _LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
-_PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
+_PredictAsJson = Annotated[bool, flag("--json", "Print one JSON object for each input.")]
+_To = Annotated[
+    Path | None,
+    path_option(
+        "Sample texts from a released model of next tokens into this new folder, with the card.",
+        metavar="FOLDER",
+    ),
+]
 
 
 def predict_command(
     run: ModelArgument,
     files: _Inputs = None,
     texts: _Texts = None,
-    runs: Runs = DEFAULT_RUNS,
-    sigma: _PredictSigma = None,
-    n: _PredictDraws = None,
-    alpha: _PredictAlpha = None,
+    changes: Changes = None,
     label_only: _LabelOnly = False,
+    to: _To = None,
     as_json: _PredictAsJson = False,
+    runs: Runs = DEFAULT_RUNS,
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
     """Predict with fresh secret noise, on this machine, by a run's model or a released one.
 
-    A model of texts answers without noise, as texts have no certificate: with the label, or with
-    the most probable next tokens.
+    The noise is that of the recipe; --set certify.sigma=S, certify.n=N and certify.alpha=A change
+    it. A model of texts answers without noise, as texts have no certificate: with the label, or
+    with the most probable next tokens.
+
+    With --to, a released model of next tokens continues the prompts, at no further cost of privacy:
+    --set sampling.count=N texts for each prompt, with sampling.max_tokens, sampling.temperature (0:
+    the most probable token) and sampling.seed. The folder holds the texts, the release's privacy
+    card, and what the card does not promise.
     """
     from dpdist.runs.folder import open_run
 
+    sections = {
+        "certify": ("sigma", "n", "alpha"),
+        "sampling": ("count", "max_tokens", "temperature", "seed"),
+    }
+    asked = changes_by_section(changes, sections)
     release = open_release_if_any(run, trust_factory, signer, labelled=False, numeric=False)
     for path in files or ():
         check_regular_file(path)
-    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    given = {key: value for key, value in asked["certify"].items() if value is not None}
+    if to is not None:
+        _refuse_smoothing(given, label_only, "sampled texts")
+        _write_texts(run, release, files or [], texts, asked["sampling"], to)
+        return
+    if asked["sampling"]:
+        raise UserError("--set sampling: must be left out without --to, which names a new folder")
     recipe = None
     if release is not None:
         saved = _saved_release(release)
@@ -612,25 +467,55 @@ def predict_command(
     tokens, targets = saved.tokens, saved.targets
     _require_inputs(files, texts, tokens, saved.path)
     if tokens:
-        _refuse_smoothing(given, "texts")
+        _refuse_smoothing(given, label_only, "texts")
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
-    images = list(files or ())
+    saved, images = _with_rows(saved, files or [])
     if targets != "class":
-        _refuse_smoothing(given, "numbers and labels")
+        _refuse_smoothing(given, label_only, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
-        _refuse_smoothing(given, "this run's answers are paid for, and")
+        _refuse_smoothing(given, label_only, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
-        _predict_with_paid_answers(
-            QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
-        )
+        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, images, as_json)
         return
-    asked = {"sigma": sigma, "n": n, "alpha": alpha}
-    _predict_smoothed(saved, images, asked, label_only, as_json)
+    _predict_smoothed(saved, images, given, label_only, as_json)
+
+
+def _write_texts(
+    run: str, release: Release | None, files: Sequence[Path], texts: list[str] | None,
+    sampling: dict[str, Any], to: Path,
+) -> None:  # fmt: skip
+    """Sample texts from a release into a new folder. Raises UserError."""
+    import secrets
+
+    from pydantic import TypeAdapter, ValidationError
+
+    from dpdist.core.fields import validation_message
+    from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
+
+    if release is None:
+        raise UserError(
+            f"--to: samples from a release, got the run {run}; make one with `dpdist release`"
+        )
+    prompts = [*(texts or ())]
+    for path in files:
+        prompts += parse_prompts(read_text(path), path)
+    usual = {"count": 1, "max_tokens": 100, "temperature": 1.0, "seed": secrets.randbits(32)}
+    try:
+        how = TypeAdapter(Sampling).validate_python(usual | sampling)
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = ".".join(map(str, item["loc"]))
+        raise UserError(
+            f"sampling.{key}: {validation_message(item)}, got {quoted(item['input'])}"
+        ) from None
+    folder = write_texts(release, prompts or [""], how, to)
+    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
+    typer.echo(str(folder))
 
 
 def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
@@ -697,6 +582,8 @@ class _SavedModel:
     load_model: Callable[[], nn.Module]
     fit: Callable[[Any], Any] = lambda pixels: pixels
     bounded: bool = True  # numbers of images lie in [0, 1]
+    columns: Any = None  # names of the features of a table
+    inputs: Mapping[Path, Any] = field(default_factory=dict)  # by name: a row; None: to be read
 
 
 def _saved_release(release: Release) -> _SavedModel:
@@ -706,7 +593,7 @@ def _saved_release(release: Release) -> _SavedModel:
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
         about.data.columns.scale, lambda: release.model,
-        release.fit_picture, not about.raw_inputs,
+        release.fit_picture, not about.raw_inputs, about.data.columns,
     )  # fmt: skip
 
 
@@ -717,7 +604,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
         data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
-        _picture_fit(folder, recipe), recipe.by_script is None,
+        _picture_fit(folder, recipe), recipe.by_script is None, data.columns,
     )  # fmt: skip
 
 
@@ -747,24 +634,25 @@ def _predict_smoothed(
     """Print label and radius of images; without any noise the label alone, and that it is plain."""
     from dpdist import models
 
-    asked = given["n"] is not None or given["alpha"] is not None
-    defaults = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA}
-    options = given | {key: given[key] or usual for key, usual in defaults.items()}
+    options = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA} | given
     spec = models.read_spec(saved_model.path)
     inputs = _read_images(saved_model, images, spec.input_shape)
     console.log(f"{saved_model.path}: loading the model")
+    from dpdist.certification.noise import format_radius
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import find_noise_location, resolve_smoothing_sigma
 
-    model, sigma = saved_model.load_model(), options["sigma"]
+    model, sigma = saved_model.load_model(), given.get("sigma")
     if sigma is None and saved_model.certificate is not None:
         sigma = saved_model.certificate.sigma
-    if sigma is None and not (asked or label_only or find_noise_location(model).is_random):
+    if sigma is None and not (given or label_only or find_noise_location(model).is_random):
         _tell_plain_labels(saved_model, model, images, inputs, as_json)
         return
     sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
     settings = settings_of(options | {"sigma": sigma})
+    if settings.n > MAX_DRAWS:
+        raise UserError(f"certify.n: must be at most {MAX_DRAWS:,}, got {settings.n:,}")
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
@@ -776,13 +664,20 @@ def _predict_smoothed(
             with console.progress(path.name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        named = None if label == -1 else saved_model.classes[label]
-        _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
+        said = "ABSTAIN" if label == -1 else saved_model.classes[label]
+        if label != -1 and radius is not None:
+            said += f" (L2 radius {format_radius(radius)})"
+        more = {
+            "abstain": label == -1, "radius": radius, "norm": "l2", "sigma": sigma,
+            "alpha": settings.alpha,
+        }  # fmt: skip
+        _print_label(path, saved_model.classes, label, more, said, as_json)
 
 
-def _refuse_smoothing(given: dict[str, Any], what: str) -> None:
-    """Raise UserError for options of answers with noise."""
-    if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+def _refuse_smoothing(given: dict[str, Any], label_only: bool, what: str) -> None:
+    """Raise UserError for settings of answers with noise."""
+    useless = [f"certify.{name}" for name in given] + ["--label-only"] * label_only
+    if useless:
         raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
 
 
@@ -815,99 +710,89 @@ def _tell_plain_labels(
 
     console.log(
         f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
-        "--sigma certifies"
+        "--set certify.sigma=S certifies"
     )
     with torch.inference_mode():
         labels = models.predicted_classes(model(torch.stack(inputs))).tolist()
     for path, label in zip(images, labels, strict=True):
-        named = None if label == -1 else saved.classes[label]
-        if as_json:
-            answer = {"image": str(path), "label": label, "class": named, "abstain": label == -1}
-            uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
-            console.print_json(answer | uncertified | {"certified": False})
-        else:
-            said = "no answer: its numbers are not finite" if named is None else named
-            typer.echo(f"{path}: {said} (no certificate)")
+        said = "no answer: its numbers are not finite" if label == -1 else saved.classes[label]
+        uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
+        more = {"abstain": label == -1, **uncertified, "certified": False}
+        _print_label(path, saved.classes, label, more, f"{said} (no certificate)", as_json)
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...],
-    scale: Callable[[Any], Any], as_json: bool,
-) -> None:  # fmt: skip
+    oracle: QueryOracle, saved: _SavedModel, images: list[Path], as_json: bool
+) -> None:
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
-    inputs = torch.stack([_read_image(path, oracle.input_shape, scale) for path in images])
+    inputs = torch.stack([_read_image(saved, path, oracle.input_shape) for path in images])
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
-        if as_json:
-            answer = {"image": str(path), "label": label, "class": classes[label], "scores": scores}
-            console.print_json(answer)
-        else:
-            typer.echo(f"{path}: {classes[label]}")
+        _print_label(path, saved.classes, label, {"scores": scores}, saved.classes[label], as_json)
     console.log(f"{oracle.answers_left:,} answers are left")
 
 
-def _print_answer(
-    path: Path,
-    label_and_name: tuple[int, str | None],
-    radius: float | None,
-    sigma: float | None,
-    alpha: float,
-    as_json: bool,
+def _print_label(
+    path: Path, classes: Sequence[str], label: int, more: dict[str, Any], said: str, as_json: bool
 ) -> None:
-    """label_and_name: the label, -1 where there is none, and what its class is called."""
-    from dpdist.certification.noise import format_radius
-
-    label, named = label_and_name
+    """Print an input's label, -1 where there is none, as JSON with more keys, or as it is said."""
     if as_json:
-        answer: dict[str, Any] = {"image": str(path), "label": label, "class": named}
-        answer["abstain"] = label == -1
-        answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
-        console.print_json(answer)
-    elif label == -1:
-        typer.echo(f"{path}: ABSTAIN")
-    elif radius is None:
-        typer.echo(f"{path}: {named}")
+        named = None if label == -1 else classes[label]
+        console.print_json({"image": str(path), "label": label, "class": named, **more})
     else:
-        typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
+        typer.echo(f"{path}: {said}")
+
+
+def _with_rows(saved: _SavedModel, files: list[Path]) -> tuple[_SavedModel, list[Path]]:
+    """Return the model with its inputs, and their names: each row of a table is one, FILE:ROW."""
+    from dpdist.data.parquet import Columns, read_features
+
+    found, names = dict[Path, Any](), list[Path]()
+    for file in files:
+        if file.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
+            found[file] = None
+            names.append(file)
+            continue
+        if not (saved.columns and saved.columns.features):
+            raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
+        columns = Columns(label=saved.columns.label, features=tuple(saved.columns.features))
+        rows = read_features(file, columns)
+        of_rows = {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
+        found |= of_rows
+        names += of_rows
+    return replace(saved, inputs=found), names
 
 
 def _read_images(saved: _SavedModel, paths: list[Path], shape: tuple[int, ...]) -> list[Tensor]:
     """Return the inputs of some files, each of the model's shape."""
-    if not saved.bounded and any(path.suffix != ".npy" for path in paths):
+    pictures = [path for path in paths if saved.inputs[path] is None and path.suffix != ".npy"]
+    if not saved.bounded and pictures:
         console.log(
             "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
             "not known here"
         )
-    return [_read_image(path, shape, saved.scale, saved.fit, saved.bounded) for path in paths]
+    return [_read_image(saved, path, shape) for path in paths]
 
 
-def _read_image(
-    path: Path,
-    input_shape: tuple[int, ...],
-    scale: Callable[[Any], Any] = lambda values: values,
-    fit: Callable[[Any], Any] = lambda pixels: pixels,
-    bounded: bool = True,
-) -> Any:
-    """Return the input of a file.
-
-    scale: maps raw features of an array to those of the model. fit: brings a picture to its size.
-    bounded: whether numbers of images must lie in [0, 1].
-    """
+def _read_image(saved: _SavedModel, path: Path, input_shape: tuple[int, ...]) -> Any:
+    """Return the input of a file, or of a row of a table."""
     import numpy as np
 
     from dpdist.certification.predict import to_model_input
     from dpdist.data.parquet import UnreadableImage, decode_picture
 
     try:
-        if path.suffix == ".npy":
+        if (values := saved.inputs[path]) is not None:
+            values = saved.scale(values)
+        elif path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
             if values.shape == input_shape and len(input_shape) == 1:
-                values = scale(values)
+                values = saved.scale(values)
         else:
-            values = fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
-        return to_model_input(values, input_shape, bounded=bounded)
+            values = saved.fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
+        return to_model_input(values, input_shape, bounded=saved.bounded)
     except UnreadableImage as error:
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import sys
@@ -18,7 +19,6 @@ from dpdist.cli.options import (
     Changes,
     GroupedCommands,
     RecipeArgument,
-    field_callback,
     flag,
     option,
     path_callback,
@@ -26,7 +26,7 @@ from dpdist.cli.options import (
 )
 from dpdist.cli.options import Runs as LocalRuns
 from dpdist.core.errors import UserError
-from dpdist.core.fields import ProcessCount, RunName
+from dpdist.core.fields import RunName
 
 if TYPE_CHECKING:
     from dpdist.cluster.submission import JobClient
@@ -48,17 +48,15 @@ Address = Annotated[
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Into = Annotated[Path, path_option("Where fetched runs go, each in its folder.", "--into")]
-ClusterRunName = Annotated[str | None, option("Name of the run.", RunName, "--name")]
-LocalRunName = Annotated[str | None, option("Name of the run here.", RunName, "--name")]
+LocalRunName = Annotated[
+    str | None, option("With --restore: another name of the run.", RunName, "--name")
+]
 ClusterRuns = Annotated[
     str | None,
     option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
 ]
 ClusterData = Annotated[
     str | None, option("Folder of the data sets on the cluster.", None, "--data-root")
-]
-ClusterWorkers = Annotated[
-    int | None, typer.Option("--workers", callback=field_callback(ProcessCount))
 ]
 Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
 Send = Annotated[
@@ -118,10 +116,8 @@ def submit(
     recipe: RecipeArgument,
     changes: Changes = None,
     address: Address = None,
-    name: ClusterRunName = None,
     runs: ClusterRuns = None,
     data_root: ClusterData = None,
-    workers: ClusterWorkers = None,
     into: Into = DEFAULT_FETCH_FOLDER,
     follow: Followed = True,
     send: Send = None,
@@ -137,12 +133,12 @@ def submit(
     from dpdist.runs.recipe import find_recipe, parse_changes, resolve_recipe
 
     path, here = find_recipe(recipe), Path.cwd()
-    resolved = resolve_recipe(recipe, changes=parse_changes(changes), name=name)
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes))
     run = resolved.name
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
-    given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
+    given = {"runs": runs, "data-root": data_root}
     file = recipe if by_name else str(path.resolve().relative_to(here))
     command = _job_command(file, given, changes or ())
     if by_name and send:
@@ -245,47 +241,61 @@ def stop(job: JobArgument, address: Address = None) -> None:
     typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
 
 
+_Restore = Annotated[
+    bool,
+    flag(
+        "--restore",
+        "Of an archive: bring a lost run folder back, with its private state, to continue it.",
+    ),
+]
+_FetchInto = Annotated[
+    Path | None,
+    path_option(
+        "Where the run goes, in its folder (default: fetched; with --restore: runs).", "--into"
+    ),
+]
+
+
 @cluster_app.command("fetch")
 def fetch(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name on the cluster.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|URL",
+            help="The run's name on the cluster, or its archive's address (s3://BUCKET/PREFIX).",
+        ),
+    ],
     address: Address = None,
     runs: ClusterRuns = None,
-    into: Into = DEFAULT_FETCH_FOLDER,
+    into: _FetchInto = None,
+    restore: _Restore = False,
+    name: LocalRunName = None,
 ) -> None:
     """Fetch the report, certificates and released files of a run; private files stay.
 
-    RUN may be the address of the run's archive (s3://BUCKET/PREFIX); no cluster is needed then.
+    Of an archive no cluster is needed. --restore takes the archive over: should the old folder
+    still exist somewhere, it cannot go on. Steps that the old folder may have released after the
+    archived ledger are charged.
     """
     from dpdist.cluster.submission import JobClient
     from dpdist.runs import archive
 
-    if archive.is_archive_url(run):
-        target, paths = archive.fetch_publishable_files(run, into)
-        typer.echo(f"fetched {len(paths)} files into {target}")
-        return
-
-    _fetch_run(JobClient(address), run, runs, into)
-
-
-@cluster_app.command("restore")
-def restore(
-    address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
-    runs: LocalRuns = DEFAULT_RUNS,
-    name: LocalRunName = None,
-) -> None:
-    """Bring a lost run folder back from its private archive, to be continued by its recipe.
-
-    Takes the archive over: should the old folder still exist somewhere, it cannot go on. Steps
-    that the old folder may have released after the archived ledger are charged.
-    """
-    from dpdist.runs import archive
-
-    folder, charged = archive.restore(address, runs, name)
-    typer.echo(f"restored {folder.path}")
-    if charged:
-        typer.echo(
-            f"charged {charged:,} steps that may have been released before the folder was lost"
+    if not archive.is_archive_url(run):
+        if restore or name is not None:
+            raise UserError(f"--restore, --name: need the address of an archive, got {run}")
+        _fetch_run(JobClient(address), run, runs, into or DEFAULT_FETCH_FOLDER)
+    elif restore:
+        folder, charged = archive.restore(
+            run, into or Path(os.environ.get("DPDIST_RUNS", DEFAULT_RUNS)), name
         )
+        typer.echo(f"restored {folder.path}")
+        if charged:
+            typer.echo(
+                f"charged {charged:,} steps that may have been released before the folder was lost"
+            )
+    else:
+        target, paths = archive.fetch_publishable_files(run, into or DEFAULT_FETCH_FOLDER)
+        typer.echo(f"fetched {len(paths)} files into {target}")
 
 
 @cluster_app.command("export", hidden=True)

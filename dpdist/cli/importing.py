@@ -1,4 +1,4 @@
-"""``dpdist import``: a run of a model that somebody else trained, without an epsilon.
+"""``dpdist import``: a run of a model that exists already: trained elsewhere, or joined of parts.
 
 `dpdist certify --model` makes the same import on its way, so both have these options.
 """
@@ -19,10 +19,11 @@ from dpdist.cli.options import (
     option,
     parse_numbers,
     path_option,
+    run_names,
 )
 from dpdist.core import console
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, Finite, Positive, RunName
+from dpdist.core.fields import Count, CountOrZero, Finite, Positive, RunName, Text
 
 if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
@@ -69,6 +70,21 @@ Evaluate = Annotated[
     int | None,
     option("Test inputs that clean accuracy is measured on (default: all; 0: none).", CountOrZero),
 ]
+_Run = Annotated[
+    str | None,
+    option(
+        "In place of --model: a run whose trained part goes with the other one, at no new cost.",
+        autocompletion=run_names,
+        metavar="RUN",
+    ),
+]
+_Classifier = Annotated[
+    Path | None, path_option("Model folder: the denoiser of --run goes before it.")
+]
+_Denoiser = Annotated[
+    Path | None, path_option("Model folder: it goes before the classifier of --run.")
+]
+_Saw = Annotated[str | None, option("What that folder was trained on, if it does not say.", Text)]
 _Sigma = Annotated[
     float | None, option("Noise that predict and certify take by default.", Positive)
 ]
@@ -92,25 +108,45 @@ def import_command(
     resize: Resize = None,
     sigma: _Sigma = None,
     evaluate: Evaluate = None,
+    run: _Run = None,
+    classifier: _Classifier = None,
+    denoiser: _Denoiser = None,
+    saw: _Saw = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Make a run of a model that was trained elsewhere, to certify, attack, compare and release it.
+    """Make a run of a model that exists already, to certify, attack, compare and release it.
 
-    Nothing is known of its training: the run says "not trained by dpdist: no epsilon" wherever an
-    epsilon would stand. BatchNorm uses its stored statistics, and dropout is off. Weights are read
-    without unpickling anything but numbers.
+    With --run and --classifier or --denoiser it puts a denoiser before a classifier, one of them
+    that run's: the new run's privacy card says which part saw which data.
+
+    Of a model that was trained elsewhere, nothing is known of the training: the run says "not
+    trained by dpdist: no epsilon" wherever an epsilon would stand. BatchNorm uses its stored
+    statistics, and dropout is off. Weights are read without unpickling anything but numbers.
     """
     from dpdist.runs.folder import RunFolder
 
     folder = RunFolder(runs / name)
+    if any(given is not None for given in (run, classifier, denoiser)):
+        _join(run, runs, classifier, denoiser, folder, saw, data_root)
+        return
     given = {"model": model, "data": data}
     if missing := [f"--{key}" for key, value in given.items() if value is None]:
         raise UserError(f"{', '.join(missing)}: must be given to import a model from elsewhere")
     certify = None if sigma is None else {"sigma": sigma}
     imported(
-        folder, model, weights, options, input, classes, normalize, data, data_root, resize,
-        certify, evaluate,
-    )  # fmt: skip
+        folder,
+        model,
+        weights,
+        options,
+        input,
+        classes,
+        normalize,
+        data,
+        data_root,
+        resize,
+        certify,
+        evaluate,
+    )
     from dpdist import pipeline
     from dpdist.evaluation import evaluate_stage
 
@@ -119,15 +155,46 @@ def import_command(
     evaluate_stage(recipe, folder)
     typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
     sigma_of = "" if sigma is not None else " --sigma 0.25"
-    typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --every 20")
+    typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --set certify.every=20")
+
+
+def _join(
+    run: str | None,
+    runs: Path,
+    classifier: Path | None,
+    denoiser: Path | None,
+    target: RunFolder,
+    saw: str | None,
+    data_root: Path | None,
+) -> None:
+    """Put a denoiser before a classifier, one of them a run's, in a new run folder."""
+    other = denoiser if classifier is None else classifier
+    if run is None or other is None or (classifier is not None and denoiser is not None):
+        raise UserError("--run: give it with one of --classifier and --denoiser, the other part")
+    from dpdist import pipeline
+    from dpdist.runs.folder import open_run
+    from dpdist.training.pretraining import Part, join_parts
+
+    part: Part = "denoiser" if classifier is None else "classifier"
+    folder = join_parts(open_run(run, runs), part, other, target, saw=saw, data_root=data_root)
+    pipeline.evaluate_stage(folder.read_recipe(), folder)
+    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
 def imported(
-    folder: RunFolder, model: str | None, weights: Path | None, options: Sequence[str] | None,
-    input: str | None, classes: int | None, normalize: str | None, data: str | None,
-    data_root: Path | None, resize: int | None, certify: dict[str, Any] | None,
+    folder: RunFolder,
+    model: str | None,
+    weights: Path | None,
+    options: Sequence[str] | None,
+    input: str | None,
+    classes: int | None,
+    normalize: str | None,
+    data: str | None,
+    data_root: Path | None,
+    resize: int | None,
+    certify: dict[str, Any] | None,
     evaluate: int | None,
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """Import a model from elsewhere into a run folder, and return the run's recipe.
 
     The arguments are the options of the commands. Raises UserError.

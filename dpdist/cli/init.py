@@ -10,16 +10,13 @@ import json
 import math
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli import importing
 from dpdist.cli.options import (
     Changes,
     DataRoot,
@@ -31,11 +28,10 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Finite, PositiveFraction, RunName
+from dpdist.core.fields import Finite, RunName
 
 if TYPE_CHECKING:
-    from dpdist.data.discovery import DiscoveredDataset, FoundSources
-    from dpdist.importing import ForeignModel
+    from dpdist.data.discovery import DiscoveredDataset
 
 
 # --- dpdist init ------------------------------------------------------------------------------
@@ -94,9 +90,9 @@ def init_command(
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
-    Splits, columns, classes, their names and the size of an input are found out from the files.
-    Pictures in folders, and CSV files, are first written as Parquet beside them. Columns that are
-    no input are named and left out: texts beside numbers, identifiers. On a terminal, public
+    Splits, columns, classes, their names and the size of an input are found out from the files,
+    which stay as they are. Columns that are no input are named and left out: texts beside numbers,
+    identifiers. On a terminal, public
     ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
     recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
     and answers, of which the answers are learned.
@@ -108,25 +104,12 @@ def init_command(
         raise UserError(f"{output}: exists already; name another --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, group)
-    sources = discovery.find_sources(folder)
-    if sources.names:
-        # Aside until nothing can be refused any more: what is left would be taken for the data.
-        with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
-            if sources.csv:
-                found = discovery.inspect_csv_folder(folder, Path(aside), chosen)
-            elif chosen == discovery.ChosenColumns():
-                found = discovery.inspect_picture_folder(folder, Path(aside))
-            else:
-                raise UserError("--label, --features, --group: must be left out with pictures")
-            scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
-            files = sorted(path for path in Path(aside).iterdir() if path.is_file())
-            _write_recipe(found, name, output, scaled, files, model)
-    else:
-        found = discovery.inspect_folder(folder, chosen)
-        scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
-        _write_recipe(found, name, output, scaled, (), model)
+    found = discovery.inspect_folder(folder, chosen)
+    scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
+    _write_recipe(found, name, output, scaled, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
-    _tell_sources(folder, sources)
+    if found.unread:
+        typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
     _tell_left_out(found, scaled)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
@@ -169,27 +152,14 @@ def _base_model(
         return None
     if not dataset.predicts_next_token:
         raise UserError("--base: must be left out, as the records have labels or are no texts")
-    for name in ("config.json", "tokenizer.json"):
-        if not (base / name).is_file():
-            raise UserError(
-                f"--base: must be a folder with config.json and tokenizer.json, got {base} without "
-                f"{name}; AutoModelForCausalLM and AutoTokenizer write them by save_pretrained"
-            )
     if not (saw or "").strip():
         raise UserError(
             "--saw: must say what public data the base was trained on, and no private record among "
             "them, as the card repeats; such as --saw 'English Wikipedia'"
         )
-    config, settings = (
-        parse_json(read_text(file), str(file)) if file.is_file() else {}
-        for file in (base / "config.json", base / "tokenizer_config.json")
-    )
-    template = settings.get("chat_template") or (base / "chat_template.jinja").is_file()
-    if dataset.messages_column is not None and not template:
-        raise UserError(
-            f"--base: must have a chat template for {_conversations(dataset)}, got {base} without "
-            "one: take the folder of a model that was made for chats, or columns prompt and answer"
-        )
+    config = parse_json(read_text(base / "config.json"), str(base / "config.json"))
+    file = base / "tokenizer_config.json"
+    settings = parse_json(read_text(file), str(file)) if file.is_file() else {}
     most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     known = [each for each in most if isinstance(each, int) and each >= 4]
     marks = any(settings.get(key) for key in ("bos_token", "eos_token"))
@@ -203,15 +173,6 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     if dataset.answer_columns is not None:
         return f"prompts and answers (columns {', '.join(dataset.answer_columns)})"
     return None
-
-
-def _tell_sources(folder: Path, sources: FoundSources) -> None:
-    """Print which sources are not read."""
-    if sources.unread:
-        typer.echo(
-            f"not read: {', '.join(sources.unread)}: Parquet lies in {folder} that dpdist init did "
-            "not make of it; to read it, move that away"
-        )
 
 
 def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
@@ -283,26 +244,15 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 def _write_recipe(
     dataset: DiscoveredDataset, name: str | None, output: Path, ranges: Ranges,
-    files: Sequence[Path] = (), base: _BaseModel | None = None,
+    base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
-    """Write the recipe, and move the files that it reads to their places; all or nothing.
-
-    Raises UserError for a recipe that nobody could run.
-    """
-    from dpdist.core.files import move_files, parse_yaml, write_atomic
+    """Write the recipe. Raises UserError for one that nobody could run."""
+    from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
     text = starter_recipe(dataset, name or output.stem, ranges, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
-    moved = move_files(files, dataset.root / dataset.name)
-    try:
-        write_atomic(output, text)
-    except BaseException:
-        for path in moved:
-            path.unlink(missing_ok=True)
-        raise
-    for path in moved:
-        typer.echo(f"wrote {path}")
+    write_atomic(output, text)
 
 
 def describe_data(dataset: DiscoveredDataset) -> str:
@@ -315,7 +265,11 @@ def describe_data(dataset: DiscoveredDataset) -> str:
         inputs = f"chats of column {dataset.messages_column}"
     if dataset.answer_columns is not None:
         inputs = "prompts of column {}, answers of column {}".format(*dataset.answer_columns)
-    told = "next tokens" if dataset.predicts_next_token else f"{dataset.classes} classes"
+    told = "next tokens"
+    if not dataset.predicts_next_token:
+        told = f"{len(dataset.labels) or dataset.classes} classes"
+    if dataset.labels:
+        told += f" (labels {', '.join(map(str, dataset.labels[:8]))})"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
         f"{told}"
@@ -471,6 +425,8 @@ def _data_lines(
     lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
     if dataset.class_names:
         lines.append(f"  names: {_json_text(list(dataset.class_names))}")
+    if dataset.labels:
+        lines.append(f"  labels: {list(dataset.labels)}   # the classes, renumbered from 0")
     for key, value, usual in (
         ("train", dataset.train_split, "train"),
         ("test", dataset.test_split, "test"),
@@ -521,7 +477,7 @@ def _default_batch_size(records: int) -> int:
 
 
 data_app = typer.Typer(
-    cls=GroupedCommands, help="List, check, fetch and make data sets.", no_args_is_help=True
+    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
 )
 
 
@@ -546,7 +502,7 @@ def list_data(data_root: DataRoot = None) -> None:
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
     from dpdist.data import discovery, load
-    from dpdist.data.parquet import split_files
+    from dpdist.data.tables import open_table, split_files
     from dpdist.evaluation import data_units_row
     from dpdist.runs.recipe import parse_changes, resolve_recipe
     from dpdist.training.job import check_data as check_training_data
@@ -575,7 +531,8 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         typer.echo(f"columns: inputs {inputs}{label}")
         if columns.group is None:
             files = split_files(section.root, section.name, section.train)
-            _tell_repeats(discovery.repeating_columns(files, None if following else columns.label))
+            tables, label = [open_table(file) for file in files], columns.label
+            _tell_repeats(discovery.repeating_columns(tables, None if following else label))
     for _, said in data_units_row(resolved, test):
         typer.echo(f"units: {said}")
     typer.echo(f"no private record is in {test.name}: compared by content")
@@ -589,157 +546,19 @@ _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to t
 
 @data_app.command("fetch")
 def fetch_data(
-    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn")],
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, svhn or docstrings")],
     data_root: Annotated[
         Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
     ] = Path("data"),
 ) -> None:
-    """Download a public data set through torchvision and write it as Parquet."""
+    """Download a public data set through torchvision and write it as Parquet.
+
+    docstrings are real texts, from the source files of what is installed: nothing is downloaded.
+    """
     from dpdist import data
-
-    typer.echo(str(data.fetch(name, data_root, typer.echo)))
-
-
-@data_app.command("make")
-def make_data(
-    name: Annotated[str, typer.Argument(help="docstrings")],
-    data_root: Annotated[
-        Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
-    ] = Path("data"),
-) -> None:
-    """Make a set of real texts from the docstrings of what is installed; nothing is downloaded."""
-    from dpdist.core.errors import UserError
     from dpdist.data import text
 
-    if name != text.DATASET_NAME:
-        raise UserError(f"data make: unknown {name!r}; there is {text.DATASET_NAME}")
-    typer.echo(str(text.make_docstrings(data_root, typer.echo)))
-
-
-_Target = Annotated[
-    Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
-]
-
-
-def _network(
-    model: str,
-    weights: Path | None,
-    options: list[str] | None,
-    input: str | None,
-    classes: int | None,
-    normalize: str | None,
-) -> Path | ForeignModel:
-    """Return the folder of a network of dpdist's, or what builds one from elsewhere."""
-    if (Path(model) / "model.json").exists():
-        given = {
-            "--weights": weights, "--option": options, "--input": input, "--normalize": normalize,
-        }  # fmt: skip
-        for key, value in given.items():
-            if value:
-                raise UserError(f"{key}: must be left out for a folder, which says it")
-        return Path(model)
-    from dpdist.importing import ForeignModel
-    from dpdist.runs.recipe import parse_changes
-
-    try:
-        factory_options = parse_changes(options)
-    except UserError as error:
-        raise UserError(str(error).replace("--set", "--option")) from None
-    shape = importing.input_shape(input)
-    mean, std = importing.normalisation(normalize)
-    return ForeignModel(model, weights, factory_options, shape, classes, mean, std)
-
-
-@data_app.command("features")
-def make_features_data(
-    pictures: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR|NAME", help="Folder of Parquet files with pictures, or a built-in name."
-        ),
-    ],
-    name: Annotated[str, option("Of the data set to make.", RunName, "--name", metavar="NAME")],
-    model: Annotated[
-        str,
-        option(
-            "A classifier: package.module:factory, torchvision:NAME, timm:NAME, a name of the zoo, "
-            "or a folder of `dpdist pretrain` or a release.",
-            metavar="PACKAGE.MODULE:FACTORY|DIR",
-        ),
-    ],
-    saw: Annotated[
-        str | None,
-        option("What a classifier from elsewhere was trained on, such as ImageNet-1k."),
-    ] = None,
-    weights: importing.Weights = None,
-    options: importing.Options = None,
-    input: importing.Input = None,
-    classes: Annotated[
-        int | None, option("Of the classifier, such as 1000 (default: of the data).", Count)
-    ] = None,
-    normalize: importing.Normalize = None,
-    resize: importing.Resize = None,
-    group: Annotated[
-        str | None, option("Column that is kept: whom a record belongs to.", metavar="COLUMN")
-    ] = None,
-    data_root: _Target = Path("data"),
-) -> None:
-    """Make a data set of the penultimate features of a classifier that saw no private record.
-
-    Its records are the pictures', one for one. What the classifier saw is written beside them and
-    becomes an assumption of each run on them, unless it was compared.
-    """
-    network = _network(model, weights, options, input, classes, normalize)
-    from dpdist.conversion import make_features  # loads torch
-
-    folder = make_features(
-        pictures, network, data_root / name, saw=saw, resize=resize, group=group, log=typer.echo
-    )
-    typer.echo(f"wrote {folder}; next: dpdist init {folder}")
-
-
-class FitRule(StrEnum):
-    """Rule for pictures of another size."""
-
-    pad = "pad"
-    resize = "resize"
-
-
-@data_app.command("patients")
-def convert_patients_data(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            callback=path_callback(), help="PATIENT/CLASS/pictures, as IDC's: PATIENT/0, PATIENT/1."
-        ),
-    ],
-    name: Annotated[
-        str, option("Of the data set to make.", RunName, "--name", metavar="NAME")
-    ] = "idc",
-    size: Annotated[str, option("Height and width of every record.", metavar="H,W")] = "50,50",
-    fit: Annotated[
-        FitRule | None,
-        option(
-            "Pictures of another size: black around smaller ones, or the shorter side resized and "
-            "the centre cropped (default: they are refused)."
-        ),
-    ] = None,
-    test_fraction: Annotated[
-        float, option("Share of patients that are for testing.", PositiveFraction)
-    ] = 0.2,
-    data_root: _Target = Path("data"),
-) -> None:
-    """Make a data set of pictures by patient: each patient is in one split, by a hash of the name.
-
-    The column `patient` serves privacy.unit: group.
-    """
-    sides = parse_numbers(size, "--size", Count)
-    if sides is None or len(sides) != 2:
-        raise UserError(f"--size: must be H,W, such as 50,50, got {size}")
-    from dpdist.conversion import convert_patients
-
-    made = convert_patients(
-        folder, data_root / name, size=(int(sides[0]), int(sides[1])),
-        fit=None if fit is None else fit.value, test_fraction=test_fraction, log=typer.echo,
-    )  # fmt: skip
-    typer.echo(f"wrote {made}; next: dpdist init {made} --group patient")
+    if name == text.DATASET_NAME:
+        typer.echo(str(text.make_docstrings(data_root, typer.echo)))
+        return
+    typer.echo(str(data.fetch(name, data_root, typer.echo)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +16,6 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     PositiveOrZero,
-    Probability,
     ProcessCount,
     RunName,
     validation_message,
@@ -119,7 +118,7 @@ def parse_numbers(
         ) from None
 
 
-def _complete_recipe_name(incomplete: str) -> list[str]:
+def complete_recipe_name(incomplete: str) -> list[str]:
     """Names of recipes that come along, for the shell to complete."""
     from dpdist.runs.recipe import built_in_recipes, paper_recipes
 
@@ -166,7 +165,7 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        autocompletion=_complete_recipe_name,
+        autocompletion=complete_recipe_name,
         help="A recipe file, or the name of one that comes along.",
     ),
 ]
@@ -223,14 +222,14 @@ DataRoot = Annotated[
     Path | None,
     path_option("Folder that holds the data sets (data.root of the recipe).", "--data-root"),
 ]
-Archive = Annotated[
-    str | None, option("Copy the run there as it goes: s3://BUCKET/PREFIX.", None, "--archive")
-]
-ArchivePrivate = Annotated[
-    bool,
-    flag(
-        "--archive-private",
-        "The private state too (run key, ledger, checkpoints): brings a lost folder back.",
+Log = Annotated[
+    list[str] | None,
+    option(
+        "Give what may be published of the run to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT. "
+        "May be repeated.",
+        None,
+        "--log",
+        metavar="KIND:PLACE",
     ),
 ]
 
@@ -239,6 +238,9 @@ Start = Annotated[int | None, option("First input.", CountOrZero)]
 Every = Annotated[int | None, option("Every k-th input.", Count)]
 MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
 Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
+MeasuringWorkers = Annotated[
+    int | None, option("Workers (default: all CPUs).", ProcessCount, "--workers")
+]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
 
 Workers = Annotated[
@@ -248,8 +250,6 @@ Local = Annotated[
     bool | None,
     flag("--local/--ray", "In this process, or on Ray (default: by the size of the work)."),
 ]
-PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
-AnswerError = Annotated[float, option("Error of each answer.", Probability)]
 PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
@@ -266,21 +266,28 @@ def require_labels(recipe: Recipe, command: str) -> None:
         raise UserError(why)
 
 
-def load_trained_recipe(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
-    """The recipe of a trained run whose inputs are numbers. Raises UserError."""
+def load_trained_recipe(
+    folder: RunFolder, data_root: Path | None, command: str,
+    changes: Mapping[str, Any] | None = None,
+) -> Recipe:  # fmt: skip
+    """The recipe of a trained run whose inputs are numbers, with changes. Raises UserError."""
     from dpdist.runs.recipe import resolve_recipe
 
     folder.require_trained()
-    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root)
+    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root, changes=changes)
     require_numeric_inputs(recipe, command)
     require_labels(recipe, command)
     return recipe
 
 
 def open_release_if_any(
-    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True,
+    name: str,
+    trusted_factory: str | None,
+    signer: Path | None = None,
+    *,
+    labelled: bool = True,
     numeric: bool = True,
-) -> Release | None:  # fmt: skip
+) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
     labelled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
     UserError, ReleaseError where `signer` is given and did not sign it."""

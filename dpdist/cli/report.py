@@ -1,12 +1,14 @@
-"""``dpdist report``, ``compare``, ``log``, ``release``, ``verify`` and ``generate``: publish.
+"""``dpdist report``, ``release`` and ``verify``: publish.
 
-Only `release` writes a run's folder release/, and `verify` reads one. All other figures that these
-commands show or send are those that may be published, and `generate` is post-processing.
+Only `release` writes a run's folder release/, and `verify` reads one. All other values that these
+commands show or send are those that may be published.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ import typer
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     DataRoot,
+    Log,
     PublishableJson,
     ReleaseArgument,
     RunArgument,
@@ -23,12 +26,12 @@ from dpdist.cli.options import (
     TrustFactory,
     flag,
     option,
-    parse_numbers,
     path_callback,
     path_option,
+    run_names,
 )
 from dpdist.core.errors import ExitCode, UserError
-from dpdist.core.fields import Count, CountOrZero, Licence, NotNegative, Positive
+from dpdist.core.fields import Count, Licence
 
 if TYPE_CHECKING:
     from dpdist.data import Dataset
@@ -39,61 +42,120 @@ if TYPE_CHECKING:
 # --- dpdist report ----------------------------------------------------------------------------
 
 
+_Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        autocompletion=run_names,
+        help="A run folder, its name under --runs, or its archive's address; several to compare; "
+        "without one, all runs of the folder --runs.",
+    ),
+]
+_Images = Annotated[
+    bool | None,
+    typer.Option(
+        "--images/--no-images",
+        help="Whether the page shows test images; kept for later reports of the run (default: "
+        "only those of built-in data).",
+    ),
+]
+_Baseline = Annotated[
+    str | None,
+    option(
+        "A run of the same recipe without privacy, to show next to it on a page in private/; kept. "
+        "No epsilon covers its values.",
+        metavar="RUN",
+    ),
+]
+_TechnicalFile = Annotated[
+    bool,
+    flag(
+        "--technical-file",
+        "Also write report/technical-file.md, by the EU's AI Act and GDPR 35(7).",
+    ),
+]
+_L2 = Annotated[
+    list[float] | None,
+    option("L2 size of certified accuracy (default: 0.1, 0.25, 0.5). May be repeated."),
+]
+_Linf = Annotated[
+    list[float] | None,
+    option("L-infinity size of it (default: 0.003, 0.01, 0.02). May be repeated."),
+]
+_Picture = Annotated[
+    Path | None,
+    path_option("Also draw the curves of all runs to this file.", callback=path_callback(".png")),
+]
+
+
 def report_command(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A run folder, its name under --runs, or its archive's address; with --all: a "
-            "folder of runs (default: --runs).",
-        ),
-    ] = None,
+    names: _Names = None,
     runs: Runs = DEFAULT_RUNS,
-    all_runs: Annotated[
-        bool, typer.Option("--all", help="One page over all runs of a folder, side by side.")
-    ] = False,
-    images: Annotated[
-        bool | None,
-        typer.Option(
-            "--images/--no-images",
-            help="Whether the page shows test images; kept for later reports of the run (default: "
-            "only those of built-in data).",
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN2",
-            help="A run of the same recipe without privacy, to show beside it on a page in "
-            "private/; kept. No epsilon covers its figures.",
-        ),
-    ] = None,
+    images: _Images = None,
+    baseline: _Baseline = None,
+    technical_file: _TechnicalFile = False,
+    log: Log = None,
+    l2: _L2 = None,
+    linf: _Linf = None,
+    picture: _Picture = None,
+    as_json: PublishableJson = False,
 ) -> None:
-    """Write report/index.html of a run: one file that opens offline."""
-    if all_runs:
-        for name, given in (("images", images), ("baseline", baseline)):
-            if given is not None:
-                raise UserError(f"--{name}: belongs to the report of one run, not to --all")
-        _write_overview(runs if run is None else Path(run))
-        return
-    folder = _open_trained_run(run, runs)
+    """Write the report of a run, one HTML page that opens offline; or compare several runs.
+
+    Of several runs it prints epsilon claimed and proved, accuracy clean, certified and attacked,
+    and then each later run less the first, on the same inputs: differences with intervals and p
+    values. Without a run it writes one page over all runs of the folder --runs.
+    """
+    if names is None or len(names) != 1:
+        given = {
+            "images": images,
+            "baseline": baseline,
+            "log": log,
+            "technical-file": technical_file or None,
+        }
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise UserError(f"--{wrong[0]}: only applies to the report of one run")
+    if not names:
+        _write_overview(runs)
+    elif len(names) == 1:
+        folder = _open_trained_run(names[0], runs)
+        if baseline is not None:
+            _set_baseline(folder, baseline, runs)
+        _report(folder, images, technical_file, log or (), as_json)
+        if as_json or picture:
+            _compare([folder], l2, linf, picture, as_json)
+    else:
+        _compare([_open_trained_run(name, runs) for name in names], l2, linf, picture, as_json)
+
+
+def _report(
+    folder: RunFolder, images: bool | None, technical_file: bool, log: Sequence[str], quiet: bool
+) -> None:
+    """Write the page of a run and what else was asked for; print its summary unless `quiet`."""
+    from dpdist.reports.tracking import check_tracker_address, track_run
+
+    for address in log:
+        check_tracker_address(address)
     from dpdist import pipeline  # only now: what is refused needs no data
     from dpdist.core import console
 
-    if baseline is not None:
-        _set_baseline(folder, baseline, runs)
     pipeline.report_stage(folder, images, reveal_date=True)
     pipeline.archive_stage(folder)
-    print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    if technical_file:
+        from dpdist.reports.technical_file import write_technical_file
+
+        console.log(f"technical file: {write_technical_file(folder)}")
+    if not quiet:
+        print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
     if folder.baseline_report.exists():
-        typer.echo(
+        console.log(
             f"with a run that no epsilon covers, not to be published: {folder.baseline_report}"
         )
+    if log:
+        track_run(folder, log)
 
 
-def _open_trained_run(run: str | None, runs: Path) -> RunFolder:
-    if run is None:
-        raise UserError("report: name a RUN, or give --all for one page over all runs")
+def _open_trained_run(run: str, runs: Path) -> RunFolder:
     from dpdist.runs.archive import Archive, open_run_or_archive
 
     folder = open_run_or_archive(run, runs)
@@ -115,86 +177,39 @@ def _set_baseline(folder: RunFolder, name: str, runs: Path) -> None:
     compare.set_baseline(folder, other)
 
 
-def _write_overview(folder_path: Path) -> None:
-    from dpdist.core.files import validate_path
+def _write_overview(folder: Path) -> None:
     from dpdist.reports.html import write_overview
 
-    folder = validate_path(folder_path)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of runs")
+        raise UserError(f"{folder}: no such folder of runs; name one with --runs")
     print(write_overview(folder))
 
 
-# --- dpdist compare ---------------------------------------------------------------------------
-
-
-def compare_command(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
-    runs: Runs = DEFAULT_RUNS,
-    l2: Annotated[
-        str | None, option("L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
-    ] = None,
-    linf: Annotated[
-        str | None, option("L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02).")
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        path_option("Also draw all curves into this PNG file.", callback=path_callback(".png")),
-    ] = None,
-    as_json: PublishableJson = False,
+def _compare(
+    folders: Sequence[RunFolder],
+    l2: list[float] | None,
+    linf: list[float] | None,
+    picture: Path | None,
+    as_json: bool,
 ) -> None:
-    """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked.
-
-    Then each later run less the first, on the same inputs: differences with intervals and p values.
-    """
-    from dpdist.runs.folder import open_run
-
-    folders = [open_run(name, runs) for name in names]
-    from dpdist.reports import compare  # only now: what is refused needs no tables
-    from dpdist.reports import compare as differences
+    """Print runs side by side, and each later one less the first on the same inputs."""
+    from dpdist.core import console
+    from dpdist.reports import compare
     from dpdist.reports.facts import read_facts
 
-    sizes = {
-        "l2": parse_numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
-        "linf": parse_numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
-    }
+    sizes = {"l2": l2 or compare.SIZES["l2"], "linf": linf or compare.SIZES["linf"]}
+    for norm, each in sizes.items():
+        if wrong := [size for size in each if not 0 < size < math.inf]:
+            raise UserError(f"--{norm}: must be > 0 and finite, got {wrong[0]:g}")
     facts = [read_facts(folder) for folder in folders]
     if picture is not None:
         compare.write_comparison_png(facts, picture)
     if as_json:
-        from dpdist.core import console
         from dpdist.reports.export import comparison_as_json
 
         console.print_json(comparison_as_json(facts, sizes))
-        return
-    grids = [compare.privacy_rows(facts)]
-    grids += [compare.certified_accuracy_rows(facts, norm, sizes[norm]) for norm in compare.NORMS]
-    grids.append(compare.population_rows(facts))
-    grids += [compare.attacked_accuracy_rows(facts, norm) for norm in compare.NORMS]
-    typer.echo("\n\n".join(compare.markdown_table(grid) for grid in grids if len(grid) > 1))
-    for part in differences.differences_section(facts, sizes):
-        typer.echo(f"\n{part}")
-
-
-# --- dpdist log -------------------------------------------------------------------------------
-
-
-def log_command(
-    run: RunArgument,
-    addresses: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="KIND:PLACE...", help="tensorboard:FOLDER, mlflow:URI, wandb:PROJECT."
-        ),
-    ],
-    runs: Runs = DEFAULT_RUNS,
-) -> None:
-    """Write what may be published of a run: epsilon against step, scores on test data, certified
-    accuracy. Nothing else is given to a tracker."""
-    from dpdist.reports.tracking import track_run
-    from dpdist.runs.folder import open_run
-
-    track_run(open_run(run, runs), addresses)
+    elif len(facts) > 1:
+        typer.echo("\n\n".join(compare.comparison_tables(facts, sizes)))
 
 
 # --- dpdist release ---------------------------------------------------------------------------
@@ -216,9 +231,6 @@ def release_command(
         str | None,
         option("Import this to build the script's trained module.", metavar="MODULE:FUNCTION"),
     ] = None,
-    dossier: Annotated[
-        bool, flag("--dossier", "Also write dossier.md, by the EU's AI Act and GDPR 35(7).")
-    ] = False,
     as_json: PublishableJson = False,
 ) -> None:
     """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
@@ -231,7 +243,7 @@ def release_command(
     from dpdist.publishing import write_release
 
     files = write_release(
-        folder, not_private=not_private, licence=licence, key=sign, factory=factory, dossier=dossier
+        folder, not_private=not_private, licence=licence, key=sign, factory=factory
     )
     if as_json:
         card = read_json(folder.release_folder / "privacy_card.json")
@@ -253,9 +265,10 @@ def release_command(
 
 _Redraw = Annotated[
     int | None,
-    option("Count K inputs of each table of certificates again, by the test data.", Count,
-           metavar="K"),
-]  # fmt: skip
+    option(
+        "Count K inputs of each table of certificates again, by the test data.", Count, metavar="K"
+    ),
+]
 
 
 def verify_command(
@@ -278,9 +291,12 @@ def verify_command(
         raise UserError("--data-root: only counting again needs data; add --redraw K")
     try:
         rows = verify_release(
-            release, trusted_factory=trust_factory, signer=signer, num_redrawn_inputs=redraw or 0,
+            release,
+            trusted_factory=trust_factory,
+            signer=signer,
+            num_redrawn_inputs=redraw or 0,
             load_data=lambda found: _test_data(found, data_root),
-        )  # fmt: skip
+        )
     except ReleaseError as error:
         print(f"dpdist: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.REFUTED) from None
@@ -293,53 +309,3 @@ def _test_data(release: Release, root: Path | None) -> Dataset:
     from dpdist.training.records import data_source_under
 
     return data.load(data_source_under(release.description.data, root), "test")
-
-
-# --- dpdist generate --------------------------------------------------------------------------
-
-
-_Texts = Annotated[int, option("Texts to sample for each prompt.", Count)]
-_Tokens = Annotated[int, option("Most tokens of a text behind its prompt.", Count)]
-_Prompts = Annotated[
-    Path | None,
-    path_option(
-        "A file with a prompt a line; .jsonl: texts or messages (default: one empty prompt)."
-    ),
-]
-_To = Annotated[Path, path_option("A new folder, for the texts and the card.", metavar="FOLDER")]
-_Temperature = Annotated[
-    float, option("Divides the scores; 0: the most probable token.", NotNegative)
-]
-_Seed = Annotated[
-    int | None, option("Samples the same texts again (default: a fresh one).", CountOrZero)
-]
-
-
-def generate_command(
-    release: ReleaseArgument,
-    to: _To,
-    n: _Texts = 1,
-    prompt_file: _Prompts = None,
-    tokens: _Tokens = 100,
-    temperature: _Temperature = 1.0,
-    seed: _Seed = None,
-    trust_factory: TrustFactory = None,
-    signer: Signer = None,
-) -> None:
-    """Sample texts from a released model of next tokens, at no further cost of privacy.
-
-    The folder holds the texts, the release's privacy card, and what the card does not promise.
-    """
-    import secrets
-
-    from dpdist.core import console
-    from dpdist.core.files import read_text
-    from dpdist.release.bundle import load
-    from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
-
-    prompts = [""] if prompt_file is None else parse_prompts(read_text(prompt_file), prompt_file)
-    sampling = Sampling(n, tokens, temperature, secrets.randbits(32) if seed is None else seed)
-    found = load(release, trusted_factory=trust_factory, signer=signer)
-    folder = write_texts(found, prompts, sampling, to)
-    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
-    typer.echo(str(folder))

@@ -1,35 +1,30 @@
-"""``dpdist run``, ``train``, ``tune``, ``sweep``, ``pretrain``, ``denoise``, ``recipes``: recipes.
+"""``dpdist run``, ``tune`` and ``recipes``: what a recipe says.
 
-run: all stages of a recipe. train: the training stage alone. tune: search hyper-parameters
-privately; the guarantee covers training and search. sweep: search them by Ray Tune without a secret
-number of trials, on public records or with all trainings counted. pretrain: the public classifier
-or denoiser of a model, trained without privacy. denoise: a run's denoiser before another
-classifier, or a denoiser before a run's. recipes: list the included ones, show one with its
-defaults.
+run: all stages of a recipe, or those up to one. tune: search hyper-parameters privately; the
+guarantee covers training and search. recipes: list the included ones, print one with its defaults.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     FIGURE_PATH,
-    Archive,
-    ArchivePrivate,
     Changes,
     DataRoot,
-    GroupedCommands,
     Local,
+    Log,
     Name,
     PublishableJson,
     RecipeArgument,
-    RunArgument,
     Runs,
     Workers,
+    complete_recipe_name,
     executor_name,
     flag,
     option,
@@ -39,27 +34,21 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent, format_significant
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, RunName, Text, TrialCount
+from dpdist.core.fields import Count, TrialCount
 
 if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
-    from dpdist.tuning.searchers import SweepResults
 
 
 # --- dpdist run -------------------------------------------------------------------------------
 
 
-_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
-_Log = Annotated[
-    list[str] | None,
-    option(
-        "At the end, give what may be published to tensorboard:FOLDER, mlflow:URI, wandb:PROJECT.",
-        None,
-        "--log",
-        metavar="KIND:PLACE",
-    ),
+_Until = Annotated[
+    str | None,
+    option("Stop after this stage: pretrain or train.", Literal["pretrain", "train"]),
 ]
+_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
 
 
 def run_command(
@@ -69,21 +58,28 @@ def run_command(
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
-    archive: Archive = None,
-    archive_private: ArchivePrivate = False,
     local: Local = None,
+    until: _Until = None,
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
-    log: _Log = None,
+    log: Log = None,
 ) -> None:
-    """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
+    """Train privately, certify and report, as the recipe says. Continues what was interrupted.
+
+    With --until pretrain it trains the recipe's public part only, without privacy, on public
+    records. With --until train it trains and measures accuracy, without a search, certificates or
+    a report.
+    """
     from dpdist.core import console
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-        archive=archive, archive_private=archive_private,
-    )  # fmt: skip
+        recipe,
+        changes=parse_changes(changes),
+        name=name,
+        data_root=data_root,
+        workers=workers,
+    )
     if log:
         from dpdist.reports.tracking import check_tracker_address
 
@@ -98,7 +94,11 @@ def run_command(
         else:
             typer.echo(console.format_table(rows, title=f"plan of {resolved.name}"))
         return
-    folder = pipeline.run(resolved, runs=runs, context=recipe, executor=executor_name(local))
+    if until == "pretrain":
+        _pretrain(resolved, recipe)
+        return
+    stages = pipeline.run if until is None else pipeline.train_only
+    folder = stages(resolved, runs=runs, context=recipe, executor=executor_name(local))
     if log:
         from dpdist.reports.tracking import track_run
 
@@ -113,32 +113,21 @@ def run_command(
         _print_trials(folder)
 
 
-# --- dpdist train -----------------------------------------------------------------------------
+def _pretrain(recipe: Recipe, context: str) -> None:
+    """Train a recipe's public classifier or denoiser without privacy, on public records only."""
+    from dpdist.runs.recipe import refuse_unused
+    from dpdist.training.pretraining import pretrain
 
-
-def train_command(
-    recipe: RecipeArgument,
-    changes: Changes = None,
-    name: Name = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-    archive: Archive = None,
-    archive_private: ArchivePrivate = False,
-    local: Local = None,
-) -> None:
-    """Train privately and evaluate on the test split. Continues an interrupted training."""
-    from dpdist.core import console
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
-        archive=archive, archive_private=archive_private,
-    )  # fmt: skip
-    from dpdist import pipeline
-
-    folder = pipeline.train_only(resolved, runs=runs, context=recipe, executor=executor_name(local))
-    print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    refuse_unused(recipe, context)
+    with console.progress("pretraining, WITHOUT privacy", "steps") as show:
+        folder, score = pretrain(recipe, context, show)
+    of = f"{format_percent(score)} % of the test split"
+    if recipe.public is not None and recipe.model.denoiser is not None:
+        of = f"noise {recipe.public.sigma:g} on the test split reduced to {score:.4f}"
+    other = None if recipe.public is None else recipe.public.data
+    if other is not None and other.num_classes != recipe.data.num_classes:
+        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
+    typer.echo(f"{folder}: {of}; trained on public records")
 
 
 # --- dpdist tune ------------------------------------------------------------------------------
@@ -162,6 +151,12 @@ _Resume = Annotated[
 ]
 
 
+_Public = Annotated[
+    bool,
+    flag("--public", "Sweep public records (privacy: none) by Ray Tune instead: NOT PRIVATE."),
+]
+
+
 def tune_command(
     recipe: RecipeArgument,
     changes: Changes = None,
@@ -176,6 +171,7 @@ def tune_command(
     as_json: _AsJson = False,
     plot: _Plot = None,
     resume: _Resume = False,
+    public: _Public = False,
 ) -> None:
     """Search the fields of the recipe's tune section; epsilon covers training and search.
 
@@ -199,6 +195,9 @@ def tune_command(
     resolved = resolve_recipe(
         recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers
     )
+    if public:
+        _print_public(resolved, runs, recipe)
+        return
     from dpdist import pipeline
 
     folder = pipeline.tune(
@@ -208,92 +207,23 @@ def tune_command(
     _print_trials(folder)
 
 
-# --- dpdist sweep -----------------------------------------------------------------------------
-
-
-_Space = Annotated[
-    Path, path_option("YAML file: fields of the recipe and their values, as in tune.space.")
-]
-_Metric = Annotated[
-    str,
-    option(
-        "accuracy, cross-entropy, certified-accuracy@RADIUS or average-radius@CAP.",
-        Text,
-    ),
-]
-_Mode = Annotated[
-    str | None, option("max or min (default: min of cross-entropy, max of all others).", Text)
-]
-_Searcher = Annotated[str | None, option("random, optuna or hyperopt (extras).", Text)]
-_Scheduler = Annotated[str | None, option("Stop bad trials early: asha or median.", Text)]
-_PublicScores = Annotated[
-    str | None,
-    option("Public records to score on (default: the test split).", Text, metavar="NAME[/SPLIT]"),
-]
-_SweepName = Annotated[
-    str | None, option("Name of the sweep (default: the recipe's and -sweep).", RunName, "--name")
-]
-_Seed = Annotated[int | None, option("Seed of the values that are drawn.", CountOrZero)]
-
-
-def sweep_command(
-    recipe: RecipeArgument,
-    space: _Space,
-    samples: Annotated[int, option("Number of trials.", TrialCount)] = 8,
-    metric: _Metric = "accuracy",
-    mode: _Mode = None,
-    searcher: _Searcher = None,
-    scheduler: _Scheduler = None,
-    public_scores: _PublicScores = None,
-    concurrent: Annotated[int | None, option("Trials at once, at most.", Count)] = None,
-    seed: _Seed = None,
-    changes: Changes = None,
-    name: _SweepName = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-) -> None:
-    """Sweep hyper-parameters by Ray Tune: NOT PRIVATE, or with every training counted.
-
-    With `privacy: none` the records are public, and all trials are shown. With privacy on, epsilon
-    is the total of all trainings, and scores must be public. The same command continues.
-    """
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), data_root=data_root, workers=workers
-    )
+def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
+    """Sweep a recipe on public records; print its trials."""
     from dpdist import pipeline
+    from dpdist.tuning.public import NOT_PRIVATE
 
-    found = pipeline.sweep(
-        resolved, space, folder=runs / (name or f"{resolved.name}-sweep"), metric=metric,
-        public_scores=public_scores, context=recipe, mode=mode, num_samples=samples,
-        searcher=searcher, scheduler=scheduler, concurrent=concurrent, seed=seed,
-    )  # fmt: skip
-    _print_sweep(found)
-
-
-def _print_sweep(found: SweepResults | RunFolder) -> None:
-    from dpdist import pipeline
-    from dpdist.runs.folder import RunFolder
-    from dpdist.tuning.sweep import read_sweep, sweep_table
-    from dpdist.tuning.sweep_recipe import describe_releases
-
-    if isinstance(found, RunFolder):
-        rows = [*pipeline.summary(found), *describe_releases(found)]
-        typer.echo(console.format_table(rows, title=f"run {found.name}"))
-        _print_trials(found)
-        return
-    record, trials = read_sweep(found.folder)
-    best = next((trial for trial in trials if trial.chosen), None)
-    shown = "none: no trial reported the metric"
-    if best is not None:
-        shown = f"{record.asked['metric']} {best.metrics[record.asked['metric']]:.4g}"
-        shown += f" ({found.folder / best.folder})" if best.folder else ""
-    rows = [("privacy", record.privacy), ("best", shown)]
-    rows.append(("report", str(found.folder / "report" / "index.html")))
-    typer.echo(console.format_table(rows, title=f"sweep {found.folder.name}"))
-    typer.echo(console.format_columns(*sweep_table(found.folder)))
+    grid = pipeline.tune_public(recipe, runs=runs, context=context)
+    rows = []
+    for result in grid:
+        metrics = result.metrics or {}
+        values = ", ".join(f"{key} {value}" for key, value in (result.config or {}).items())
+        score = "failed" if result.error else f"{metrics.get('score', math.nan):.4g}"
+        rows.append(
+            [str(metrics.get("trial_id", "")), values, score, str(metrics.get("steps", ""))]
+        )
+    folder = runs / f"{recipe.name}-public"
+    typer.echo(f"{NOT_PRIVATE}\nrun folders of the trials: {folder / 'trials'}")
+    typer.echo(console.format_columns(["trial", "values", "score", "steps"], rows))
 
 
 def _print_trials(folder: RunFolder) -> None:
@@ -388,113 +318,35 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     )
 
 
-# --- dpdist pretrain --------------------------------------------------------------------------
-
-
-def pretrain_command(
-    recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None
-) -> None:
-    """Train a recipe's public classifier or denoiser WITHOUT privacy, on public records only.
-
-    Writes the folder that the recipe names, with the list of the records it saw.
-    """
-    import typer
-
-    from dpdist.core import console
-    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
-
-    resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
-    refuse_unused(resolved, recipe)
-    from dpdist.training.pretraining import pretrain
-
-    with console.progress("pretraining, WITHOUT privacy", "steps") as show:
-        folder, score = pretrain(resolved, recipe, show)
-    of = f"{format_percent(score)} % of the test split"
-    if resolved.public is not None and resolved.model.denoiser is not None:
-        of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
-    other = None if resolved.public is None else resolved.public.data
-    if other is not None and other.num_classes != resolved.data.num_classes:
-        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
-    typer.echo(f"{folder}: {of}; trained on public records")
-
-
-# --- dpdist denoise ---------------------------------------------------------------------------
-
-
-def denoise_command(
-    run: RunArgument,
-    name: Annotated[str, option("Name of the new run folder.", RunName)],
-    classifier: Annotated[
-        Path | None, path_option("Model folder: the run's denoiser goes before it.")
-    ] = None,
-    denoiser: Annotated[
-        Path | None, path_option("Model folder: goes before the run's classifier.")
-    ] = None,
-    runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    saw: Annotated[
-        str | None, option("What the other was trained on, if its folder does not say.", Text)
-    ] = None,
-) -> None:
-    """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.
-
-    The new run is certified, attacked and released like any other; its privacy card says which part
-    saw which data.
-    """
-    from dpdist import pipeline
-    from dpdist.core import console
-    from dpdist.runs.folder import RunFolder, open_run
-    from dpdist.training.pretraining import Part, join_parts
-
-    part: Part = "denoiser" if classifier is None else "classifier"
-    other = denoiser if classifier is None else classifier
-    if other is None or (classifier is not None and denoiser is not None):
-        raise UserError("give --classifier or --denoiser: the part that is not the run's")
-    folder = join_parts(
-        open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
-    )
-    pipeline.evaluate_stage(folder.read_recipe(), folder)
-    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
-
-
 # --- dpdist recipes ---------------------------------------------------------------------------
 
 
-recipes_app = typer.Typer(
-    cls=GroupedCommands,
-    help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
-    invoke_without_command=True,
-)
+_Shown = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        autocompletion=complete_recipe_name,
+        help="A recipe's name or file, to print in full.",
+    ),
+]
+_Papers = Annotated[bool, flag("--papers", "List those that reproduce papers, from a checkout.")]
 
 
-@recipes_app.callback()
-def list_recipes(
-    context: typer.Context,
-    papers: Annotated[
-        bool, typer.Option("--papers", help="Those that reproduce papers, from a checkout.")
-    ] = False,
+def recipes_command(
+    recipe: _Shown = None, changes: Changes = None, papers: _Papers = False
 ) -> None:
-    """List the recipes that come with dpdist, each with the first line of its comment."""
-    if context.invoked_subcommand is not None:
-        return
-    from dpdist.runs.recipe import built_in_recipes, paper_recipes
+    """List the recipes that come with dpdist; or print one with every default filled in."""
+    from dpdist.runs.recipe import built_in_recipes, paper_recipes, parse_changes, resolve_recipe
 
+    if recipe is not None:
+        typer.echo(resolve_recipe(recipe, changes=parse_changes(changes)).to_yaml(), nl=False)
+        return
     paths = paper_recipes() if papers else built_in_recipes()
     if not paths:
         raise UserError(
             "--papers: the recipes of the papers are in a checkout of dpdist, in papers/"
         )
-    width = max((len(path.stem) for path in paths), default=0)
+    width = max(len(path.stem) for path in paths)
     for path in paths:
         first = path.read_text().split("\n", 1)[0]
         typer.echo(f"{path.stem.ljust(width)}  {first.removeprefix('#').strip()}")
-
-
-@recipes_app.command("show")
-def show_recipe(
-    name: Annotated[str, typer.Argument(help="A recipe's name or file.")], changes: Changes = None
-) -> None:
-    """Print a recipe with every default filled in."""
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
-
-    typer.echo(resolve_recipe(name, changes=parse_changes(changes)).to_yaml(), nl=False)

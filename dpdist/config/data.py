@@ -40,7 +40,7 @@ BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, w
 
 
 class ColumnNames(Section):
-    """Names of the Parquet columns that hold a record.
+    """Names of the columns that hold a record.
 
     Attributes:
         image: Column of the encoded image, such as the bytes of a PNG file.
@@ -120,19 +120,17 @@ class TextRecipe(Section):
     bos_eos: bool = False
 
     @model_validator(mode="after")
-    def _check_prompts(self) -> TextRecipe:
+    def _check(self) -> TextRecipe:
         if (self.prompt is None) != (self.answer is None) or (self.prompt and self.messages):
             raise key_error("prompt", "must be given together with answer, or messages alone")
         if self.has_prompts and (self.tokenizer is None or not self.predicts_next_token):
             raise key_error("prompt, answer, messages", "need tokenizer and predict: next")
-        return self
-
-    @model_validator(mode="after")
-    def _check_marks(self) -> TextRecipe:
-        if self.bos_eos and self.tokenizer is None:
-            raise key_error("bos_eos", "must be false without tokenizer: tokens have marks already")
-        if self.bos_eos and self.has_prompts:
-            raise key_error("bos_eos", "must be false beside prompt or messages, which have marks")
+        if self.bos_eos and (self.tokenizer is None or self.has_prompts):
+            raise key_error(
+                "bos_eos", "must be false without tokenizer, or with prompt or messages"
+            )
+        if self.words is not None and self.tokenizer is not None:
+            raise key_error("words", "not beside tokenizer: tokens are of one vocabulary")
         return self
 
     @property
@@ -146,12 +144,6 @@ class TextRecipe(Section):
         folder = self.tokenizer is not None and self.tokenizer.is_dir()
         return self.tokenizer / "tokenizer.json" if folder else self.tokenizer  # type: ignore[operator]
 
-    @model_validator(mode="after")
-    def _check_vocabulary(self) -> TextRecipe:
-        if self.words is not None and self.tokenizer is not None:
-            raise key_error("words", "not beside tokenizer: tokens are of one vocabulary")
-        return self
-
     @property
     def predicts_next_token(self) -> bool:
         """Return whether the next tokens are learned, and no label is read."""
@@ -159,10 +151,11 @@ class TextRecipe(Section):
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name, or a folder of Parquet files under `root`.
+    """The data set: a built-in name, or a folder of tables or pictures under `root`.
 
     Attributes:
-        name: A built-in name (digits, strokes, scenes), or a folder of Parquet files in `root`.
+        name: A built-in name (digits, strokes, scenes), or a folder in `root` of Parquet, CSV or
+            JSONL files, or of pictures (SPLIT/CLASS/*.png).
         root: Folder that holds the data sets; the option --data-root says it too.
         classes: Number of classes of the files; with targets that are no classes, how many targets
             a record has. It follows from `names` where they are given.
@@ -177,7 +170,11 @@ class DataRecipe(Section):
     conditions = (
         OptionCondition(
             (
-                "train", "test", "columns.image", "columns.label", "columns.features",
+                "train",
+                "test",
+                "columns.image",
+                "columns.label",
+                "columns.features",
                 "columns.group",
             ),
             "to files (data.root), not to what is built in",
@@ -193,7 +190,7 @@ class DataRecipe(Section):
             "to records with a label, not to text.predict: next",
             lambda data: not data.predicts_next_token,
         ),
-    )  # fmt: skip
+    )
 
     name: DataName
     targets: Literal["class", "number", "labels"] = Field(
@@ -252,71 +249,47 @@ class DataRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _infer_class_count(cls, value: Any) -> Any:
-        names = value.get("names") if isinstance(value, dict) else None
-        if isinstance(names, list) and names and "classes" not in value:
-            return {**value, "classes": len(names)}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_output(cls, value: Any) -> Any:
-        given = isinstance(value, dict) and value.get("targets") in ("number", "labels")
-        return {**value, "classes": 1} if given and "classes" not in value else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _infer_token_classes(cls, value: Any) -> Any:
-        text = value.get("text") if isinstance(value, dict) else None
-        if isinstance(text, dict) and text.get("predict") == "next" and "classes" not in value:
+        """Count the tokens, the outputs or the names, where `classes` is not given."""
+        if not isinstance(value, dict) or "classes" in value:
+            return value
+        names, text = value.get("names"), value.get("text")
+        if isinstance(text, dict) and text.get("predict") == "next" and not text.get("tokenizer"):
             words = text.get("words")
-            if not text.get("tokenizer") and (words is None or type(words) is int):
+            if words is None or type(words) is int:
                 return {**value, "classes": max(1, vocabulary_size(words))}
-        return value
+        if value.get("targets") in ("number", "labels"):
+            return {**value, "classes": 1}
+        return {**value, "classes": len(names)} if isinstance(names, list) and names else value
 
     @model_validator(mode="after")
-    def _check_names(self) -> DataRecipe:
-        if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
+    def _check(self) -> DataRecipe:
+        names, labels, text, following = (
+            self.names,
+            self.labels,
+            self.text,
+            self.predicts_next_token,
+        )
+        if names and not len(names) == len(set(names)) == self.classes:
             raise key_error("names", f"one for each of the {self.classes} classes, all different")
-        return self
-
-    @model_validator(mode="after")
-    def _check_labels(self) -> DataRecipe:
-        wrong = [label for label in self.labels if label >= self.classes]
-        if wrong or len(set(self.labels)) != len(self.labels) or len(self.labels) == 1:
-            raise key_error(
-                "labels", f"two or more of 0 to {self.classes - 1}, each once, got {self.labels}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_input_kind(self) -> DataRecipe:
-        if self.text is not None and self.columns.features:
+        if (
+            len(set(labels)) != len(labels)
+            or len(labels) == 1
+            or max(labels, default=-1) >= self.classes
+        ):
+            rule = f"two or more of 0 to {self.classes - 1}, each once, got {labels}"
+            raise key_error("labels", rule)
+        if text is not None and self.columns.features:
             raise key_error("text", "not beside columns.features: a record is one or the other")
-        return self
-
-    @model_validator(mode="after")
-    def _check_next_token(self) -> DataRecipe:
-        if self.text is None or not self.text.predicts_next_token:
-            return self
-        known = vocabulary_size(self.text.words)
-        if self.text.tokenizer is None and self.classes != known:
-            raise key_error(
-                "classes", f"leave it out: with text.predict: next it is {known:,} tokens"
-            )
-        if self.names or self.labels:
-            raise key_error(
-                "names, labels", "leave them out: with text.predict: next there are none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _targets_fit(self) -> DataRecipe:
-        if self.targets == "class":
-            return self
-        if self.root is None and self.name in BUILT_IN_DATASETS:
+        known = vocabulary_size(text.words) if text is not None else 0
+        if text is not None and following and text.tokenizer is None and self.classes != known:
+            rule = f"leave it out: with text.predict: next it is {known:,} tokens"
+            raise key_error("classes", rule)
+        if (names or labels) and (following or self.targets != "class"):
+            raise key_error("names, labels", "leave them out without classes")
+        if self.targets != "class" and following:
+            raise key_error("text.predict", f"not beside targets: {self.targets}")
+        if self.targets != "class" and self.root is None and self.name in BUILT_IN_DATASETS:
             raise key_error("targets", f"must be class: {self.name} is built in; give data.root")
-        if self.names or self.labels or (self.text is not None and self.text.predicts_next_token):
-            raise key_error("names, labels, text.predict", f"not beside targets: {self.targets}")
         return self
 
     @model_validator(mode="after")

@@ -222,6 +222,25 @@ class FunctionScore(Section):
     public: bool
 
 
+Objective = Literal[
+    "accuracy",
+    "brier",
+    "log-loss",
+    "balanced-accuracy",
+    "value",
+    "certified-accuracy",
+    "average-radius",
+]
+_KEYS = {  # of each objective that needs some
+    "certified-accuracy": ("radius",),
+    "average-radius": ("radius_cap",),
+    "log-loss": ("log_loss_cap",),
+    "balanced-accuracy": ("class_weights",),
+    "value": ("value", "value_range"),
+}
+_UNWRITTEN = Field(exclude_if=lambda value: value is None)  # in recipes that do without
+
+
 class ScoreRecipe(Section):
     """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
@@ -232,10 +251,19 @@ class ScoreRecipe(Section):
         hold_out: The fraction of the training records (by hash) kept for scoring.
         noise: Standard deviation of the noise on the count of held-out records; by default as much
             as costs no more than the training.
-        objectives: Weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut
-            at `radius_cap`). The certified ones smooth with certify.sigma.
+        objectives: Weights of accuracy, brier (1 - half the Brier score), log-loss (1 - log loss /
+            `log_loss_cap`), balanced-accuracy (by `class_weights`), value (a function of yours),
+            certified-accuracy (at L2 `radius`) and average-radius (cut at `radius_cap`). Each is a
+            record's value in [0, 1], so that a record, or a person, moves the sum by 1 at most.
+            The certified ones smooth with certify.sigma.
         radius: The L2 radius of objective certified-accuracy.
         radius_cap: The cut of objective average-radius: one input counts at most this much.
+        log_loss_cap: The largest log loss of a record, in nats, of objective log-loss.
+        class_weights: PUBLIC weights of the classes, in their order, of objective
+            balanced-accuracy: 1 / (classes * share of the class).
+        value: The function of objective value, `package.module:function`: of a model and a batch
+            (inputs, targets) to one value per record, the larger the better. It is executed.
+        value_range: The range [LOW, HIGH] that values are clipped to.
         draws: Noisy copies of each record that bound its probability; as many, 100 at most, choose
             its class before.
         alpha: Error probability of each record's certificate in a score.
@@ -258,22 +286,25 @@ class ScoreRecipe(Section):
     public: PublicData | None = None
     hold_out: Probability = 0.1
     noise: Positive | None = None
-    objectives: dict[Literal["accuracy", "certified-accuracy", "average-radius"], Positive] = Field(
-        default={"accuracy": 1.0}, min_length=1
-    )
+    objectives: dict[Objective, Positive] = Field(default={"accuracy": 1.0}, min_length=1)
     radius: PositiveOrZero | None = None
     radius_cap: Positive | None = None
+    log_loss_cap: Annotated[Positive | None, _UNWRITTEN] = None
+    class_weights: Annotated[tuple[Positive, ...] | None, _UNWRITTEN] = None
+    value: Annotated[Text | None, _UNWRITTEN] = None
+    value_range: Annotated[tuple[Finite, Finite] | None, _UNWRITTEN] = None
     draws: Count = 100
     alpha: Probability = 0.01
-    # Not written without one: digests made before there were searches over functions stay.
     function: FunctionScore | None = None
 
     @model_validator(mode="after")
     def _check_objectives(self) -> ScoreRecipe:
-        if ("certified-accuracy" in self.objectives) != (self.radius is not None):
-            raise ValueError("radius belongs to objective certified-accuracy, which needs it")
-        if ("average-radius" in self.objectives) != (self.radius_cap is not None):
-            raise ValueError("radius_cap belongs to objective average-radius, which needs it")
+        for objective, keys in _KEYS.items():
+            for key in keys:
+                if (objective in self.objectives) != (getattr(self, key) is not None):
+                    raise ValueError(f"{key} belongs to objective {objective}, which needs it")
+        if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
+            raise ValueError("value_range must be [low, high], ascending")
         if self.is_public and self.noise is not None:
             raise ValueError("noise belongs to private scoring; public records need none")
         return self
@@ -285,7 +316,7 @@ class ScoreRecipe(Section):
 
     @property
     def needs_certificates(self) -> bool:
-        return set(self.objectives) != {"accuracy"}
+        return bool({"certified-accuracy", "average-radius"} & self.objectives.keys())
 
     def describe_records(self, counted: str) -> str:
         """Return the records that trials are scored on, in words.
@@ -318,10 +349,15 @@ class ScoreRecipe(Section):
         """Return the objective of the search in words."""
         if self.function is not None:
             return f"mean of {self.function.value}"
+        weights = ", ".join(f"{each:g}" for each in self.class_weights or ())
         names = {
             "accuracy": "accuracy",
             "certified-accuracy": f"certified accuracy at radius {self.radius or 0:g}",
             "average-radius": f"average certified radius (cut at {self.radius_cap or 0:g})",
+            "brier": "Brier score",
+            "log-loss": f"log loss clipped at {self.log_loss_cap or 0:g}",
+            "balanced-accuracy": f"balanced accuracy (weights {weights})",
+            "value": f"mean of {self.value}, clipped to {list(self.value_range or ())}",
         }
         total = sum(self.objectives.values())
         if len(self.objectives) == 1:

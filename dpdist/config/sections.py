@@ -282,8 +282,9 @@ class PretrainedRecipe(Section):
     """Weights that others trained, without this run's records.
 
     Attributes:
-        folder: A model folder, best written by `dpdist pretrain`; a run's release/ is one too. As
-            `initial` of model transformer also a base with config.json and safetensors.
+        folder: A model folder, best written by `dpdist run --until pretrain`; a run's release/ is
+            one too. As `initial` of model transformer also a base with config.json and
+            safetensors.
         saw: Names the data that the weights were trained on, for a folder that does not say it. It
             is declared, not checked.
     """
@@ -598,7 +599,7 @@ class DenoiserRecipe(Section):
 
 
 class PublicRecipe(Section):
-    """Settings of `dpdist pretrain`, which trains WITHOUT privacy, on public records.
+    """Settings of `dpdist run --until pretrain`, which trains WITHOUT privacy, on public records.
 
     It makes initial weights of the model, or its frozen part.
 
@@ -658,7 +659,7 @@ class BaseRecipe(Section):
         method: The published system that trains: a name, or a section with `name` and its options.
         privacy: The privacy target.
         training: The training loop.
-        public: Training on public records beforehand, by `dpdist pretrain`.
+        public: Training on public records beforehand, by `dpdist run --until pretrain`.
         certify: The certificate, and the inputs that are certified. Without it nothing is
             certified.
         audit: An audit of the run: a lower bound of epsilon by an attack.

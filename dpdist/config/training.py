@@ -248,7 +248,8 @@ class ScriptRecipe(Section):
     """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
 
     model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
-    with the records and was not used. assumed: what the guarantee rests on and nobody checked.
+    with the records and was not used. unused: parameters that the loss does not depend on, which
+    are not trained. assumed: what the guarantee rests on and nobody checked.
     score: scores that the plan pays for. unit: what is protected, in words, where that is more than
     "one record". began_with: the runs whose weights it began with.
     """
@@ -257,6 +258,7 @@ class ScriptRecipe(Section):
     optimizer: Text
     loss: Text
     replaced: list[Text] = Field(default=[], max_length=100)
+    unused: list[Text] = Field(default=[], max_length=10000)
     assumed: list[Text] = Field(default=[], max_length=100)
     score: ScriptScore | None = None
     unit: Text | None = None

@@ -460,6 +460,11 @@ INDEPENDENCE = {
 }
 
 
+# assumed where a model draws random numbers in its passes (`dpdist.gradients.random_passes`)
+DRAWS_BY_ROW = (
+    "each row's random draws are independent of other rows, and torch's generator (not "
+    "cryptographic) cannot be told from true randomness"
+)
 MOST_MOVED = 1025  # records that one record more may move: those of its keyed block
 # By precision: bits of what is assumed of a move, and of the slack that the clip has for it.
 _ROUNDING_BITS = {"float32": (19, 8), "float64": (35, 24)}
@@ -494,15 +499,13 @@ def describe_rounding(
             "depends on values. Sums are float64."
         )
     assumed, slack = _ROUNDING_BITS[precision]
-    changed = "one block only (others keep their positions in the data set and their blocks)"
-    if nominal:
-        changed = "one block and of two at each border between shards, each with such a slack"
+    kept = "their blocks" if nominal else "their positions in the data set and their blocks"
     said = (
         "Floating point: assumed that moving a record to another row, or to a pass of another "
         f"length, changes its clipped gradient by at most 2^-{assumed} C, so that the "
         f"{MOST_MOVED:,} records of a keyed block stay within the slack of the clip (2^-{slack}). "
         "Passes have one shape but a block's last, which has the rows that are left; one record "
-        f"more changes the passes of {changed}; sums are float64."
+        f"more changes the passes of one block only (others keep {kept}); sums are float64."
     )
     if moves is None:
         return f"{said} Not measured."

@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -501,23 +501,6 @@ def staging_folder(folder: Path) -> Iterator[Path]:
             os.replace(path, target)
 
 
-def move_files(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Move files into a folder on the same disk, under their names, and return where they are.
-
-    All are moved, or none is there when an error leaves.
-    """
-    moved: list[Path] = []
-    try:
-        for file in files:
-            moved.append(folder / file.name)
-            os.replace(file, moved[-1])
-    except BaseException:
-        for path in moved:
-            path.unlink(missing_ok=True)
-        raise
-    return moved
-
-
 @contextmanager
 def _staging_path(folder: Path) -> Iterator[Path]:
     """Yield a free path beside `folder`, and remove everything that is left there at the end.
@@ -678,7 +661,7 @@ ColumnSpec = tuple[type, float | None]
 _MAX_VALUES = 2**28  # in one table: a small file may name more than any memory holds
 
 
-# In the metadata of files of `dpdist data features`, wherever they are moved: a text, what a
+# In the metadata of files of papers/dplis/features.py, wherever they are moved: a text, what a
 # guarantee on them assumes of the network that made them.
 FEATURES_KEY = b"dpdist.features"
 
@@ -751,6 +734,14 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
             f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
             f"{table.num_rows:,} are there"
         )
+    check_columns(table, columns, path)
+    if table.num_rows == 0:
+        raise UserError(f"{path}: damaged: holds no rows")
+    return table
+
+
+def check_columns(table: pa.Table, columns: Mapping[str, ColumnSpec], path: Path) -> None:
+    """Raise UserError naming column and row where a table lacks a column or a value of its kind."""
     names = table.column_names
     twice = sorted({name for name in names if names.count(name) > 1})
     missing = [name for name in columns if name not in names]
@@ -758,11 +749,8 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
         said = [f"no column {name!r}" for name in missing]
         said += [f"column {name!r} is there twice" for name in twice]
         raise UserError(f"{path}: damaged: {', '.join(said)}")
-    if table.num_rows == 0:
-        raise UserError(f"{path}: damaged: holds no rows")
     for name, (kind, least) in columns.items():
         _check_column(path, name, table[name], kind, least)
-    return table
 
 
 def _check_column(

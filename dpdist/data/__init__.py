@@ -1,4 +1,4 @@
-"""Data sets: Parquet and Arrow in, memory-mapped arrays out."""
+"""Data sets: tables in by Arrow, memory-mapped arrays out."""
 
 from dpdist.data.column_names import tells_answer
 from dpdist.data.dataset import (
@@ -10,7 +10,7 @@ from dpdist.data.dataset import (
     refuse_common_groups,
     refuse_common_records,
 )
-from dpdist.data.parquet import FEATURES_FILE, Columns, check_sources, holds_features
+from dpdist.data.parquet import FEATURES_FILE, Columns, holds_features
 from dpdist.data.record_hashes import names_nobody
 from dpdist.data.registry import (
     BUILT_IN,
@@ -44,7 +44,6 @@ __all__ = [
     "TextColumn",
     "WordList",
     "cache_folder",
-    "check_sources",
     "check_test_records_unseen",
     "check_test_split",
     "fetch",

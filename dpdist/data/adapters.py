@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import FEATURES_KEY, open_parquet
+from dpdist.core.files import FEATURES_KEY
 from dpdist.data import names_nobody
 from dpdist.data.column_names import (
     check_names,
@@ -41,12 +40,11 @@ from dpdist.data.protocol import (
     fingerprint_of,
     invented_like,
     kept_generators,
-    mac_of,
     seed_generators,
     seed_of,
     warn_if_standardised,
 )
-from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
+from dpdist.data.record_hashes import digests_of_input, stored_input
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -149,8 +147,8 @@ def as_records(
     Args:
         data: `(X, y)` or X, of arrays or tensors (X may be a tuple or dict of them); a map-style
             data set, a list of items or a `DataLoader`; a `datasets.Dataset`, a pandas `DataFrame`,
-            a pyarrow `Table`, a Ray Data set, a Parquet file's path; the name of a built-in data
-            set; `Records`.
+            a pyarrow `Table`, a dict of columns, a Ray Data set, the path of a Parquet, CSV or
+            JSONL file; the name of a built-in data set; `Records`.
         inputs: of named fields, the one that is the input, or several: features of a table, else a
             dict. Default: all but target and unit.
         target: of named fields, the one that a model should say: one value or tensor a record.
@@ -226,24 +224,9 @@ def _adapted(data: Any, options: Options) -> Records:
         return _of_fields(data, None, options)
     if isinstance(data, tuple) and len(data) == 2:
         return _of_fields(data[0], data, options)
-    if isinstance(data, Mapping) and any(isinstance(key, str) for key in data):
-        _refuse_columns(data, options)
+    if isinstance(data, Mapping) and data and all(isinstance(key, str) for key in data):
+        return ArrayRecords.of(*_mapping_columns(data, options), options)
     return _of_items(data, options)
-
-
-def _refuse_columns(data: Mapping[Any, Any], options: Options) -> NoReturn:
-    """Refuse a dict of columns, or what numpy.load returns of .npz, with the form that is taken."""
-    names = [name for name in options.inputs or data if name not in (options.target, options.unit)]
-    some = ", ".join(f"{name!r}: data[{name!r}]" for name in names[:3])
-    inputs = f"{{{some}{', ...' if len(names) > 3 else ''}}}"
-    if len(names) == 1:
-        inputs = f"data[{names[0]!r}]"
-    targets = "targets" if options.target is None else f"data[{options.target!r}]"
-    kind = type(data).__name__
-    options.refuse(
-        f"must be (inputs, targets), of which inputs may be a dict, got a {kind} of columns",
-        f"give ({inputs}, {targets}), or a table of pandas or pyarrow",
-    )
 
 
 # --- arrays -----------------------------------------------------------------------------------
@@ -356,8 +339,6 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         shared = array.flags.writeable and min(array.strides, default=0) >= 0
         column = torch.from_numpy(array if shared else array.copy(order="C"))
-    if column.dim() == 0:
-        options.refuse(f"field {name!r} must have one row a record", "give an array of N rows")
     if column.is_floating_point() and not bool(torch.isfinite(column).all()):
         options.refuse(
             f"field {name!r} must hold finite numbers, got NaN or Inf in some records",
@@ -368,19 +349,13 @@ def _checked(name: str, column: Any, options: Options) -> Tensor:
 
 def _check_dense(name: str, column: Tensor, options: Options) -> None:
     """Refuse a tensor whose numbers are not all there, each in a place of its own."""
-    kinds = {
-        "a nested one": column.is_nested,
-        "a sparse one": column.layout is not torch.strided,
-        "a quantized one": column.is_quantized,
-        "one on the device meta": column.is_meta,
-        f"{column.dtype}": column.is_floating_point() and column.element_size() == 1,
-    }
-    for kind, found in kinds.items():
-        if found:
-            options.refuse(
-                f"field {name!r} must be a dense tensor of numbers, got {kind}",
-                "make one first (to_padded_tensor, to_dense, dequantize, float)",
-            )
+    eighth = column.is_floating_point() and column.element_size() == 1
+    strided = column.layout is torch.strided and not (column.is_nested or column.is_quantized)
+    if eighth or not strided or column.is_meta:
+        options.refuse(
+            f"field {name!r} must be a dense tensor of numbers, got another kind",
+            "make one first (to_padded_tensor, to_dense, dequantize, float)",
+        )
 
 
 def _long(target: Tensor) -> Tensor:
@@ -524,20 +499,15 @@ def _known(names: Any) -> str:
 def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
     import pyarrow as pa
 
-    if type(frame).__name__ != "DataFrame":
-        options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
-    named = [str(name) for name in frame.columns]
     check_names([name for name in frame.columns if isinstance(name, str)], options.name)
-    unit = options.unit if isinstance(options.unit, str) else None
+    named = [str(name) for name in frame.columns]
     _check_columns(named, options)
-    used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
-    for name, dtype in zip(named, frame.dtypes, strict=True):
-        if name in used and name != unit and str(dtype) in ("object", "str", "category"):
-            _refuse_column(name, str(dtype), options)
+    used = set(named) if not options.inputs else {*options.inputs, options.target, options.unit}
     columns = [place for place, name in enumerate(named) if name in used]
-    try:
+    table = None
+    with suppress(pa.ArrowException, TypeError, ValueError):  # whose text has the value
         table = pa.Table.from_pandas(frame.iloc[:, columns], preserve_index=False)
-    except (pa.ArrowException, TypeError, ValueError):  # whose text has the value
+    if table is None:
         options.refuse("columns must hold values of one type each, got several", "convert them")
     return table.rename_columns([named[place] for place in columns])
 
@@ -553,8 +523,6 @@ def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
 
 def _of_table(table: pa.Table, options: Options, *, named: bool = True) -> Records:
     """Return records of a table. named: its names of columns are still to be checked."""
-    if not hasattr(table, "column_names"):
-        options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
     if named:
         check_names(table.column_names, options.name)
     records = ArrayRecords.of(*_table_columns(table, options), options)
@@ -572,11 +540,41 @@ def _check_columns(names: Sequence[str], options: Options) -> None:
         options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
 
 
+def _mapping_columns(data: Mapping[str, Any], options: Options) -> tuple[dict[str, Any], Any]:
+    """Return a dict of arrays, or what numpy.load returns of .npz, as columns of a table."""
+    import pyarrow as pa
+
+    def numbers(name: str, _: Collection[str]) -> Tensor:
+        return _checked(name, data[name], options)
+
+    def units(name: str) -> np.ndarray:
+        return _unit_numbers(pa.chunked_array([pa.array(np.asarray(data[name]))]), options)
+
+    check_names(list(data), options.name)
+    return _arranged(list(data), numbers, units, options)
+
+
 def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
     """Return a table's columns by name, features as one matrix, and the shape of a batch."""
-    names = table.column_names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        options.refuse(f"columns must have names of their own, got {twice[0]!r} twice", "rename it")
+    return _arranged(
+        table.column_names,
+        lambda name, fields: _array(name, table.column(name), options, fields),
+        lambda name: _unit_numbers(table.column(name), options),
+        options,
+    )
+
+
+def _arranged(
+    names: Sequence[str],
+    numbers: Callable[[str, Collection[str]], Any],
+    units: Callable[[str], np.ndarray],
+    options: Options,
+) -> tuple[dict[str, Any], Any]:
+    """Return columns by name, features as one matrix, and the shape of a batch.
+
+    numbers: returns a column of numbers, given the names of all fields. units: returns a number for
+    each record's unit.
+    """
     _check_columns(names, options)
     unit = options.unit if isinstance(options.unit, str) else None
     chosen = options.inputs or [name for name in names if name not in (options.target, unit)]
@@ -584,30 +582,28 @@ def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], A
         options.refuse("must have a column of inputs beside target and unit", _known(names))
     found: dict[str, Any] = {}
     wanted = [*chosen, *([] if options.target is None else [options.target])]
-    arrays = {name: _array(name, table.column(name), options, wanted) for name in wanted}
+    arrays = {name: numbers(name, wanted) for name in wanted}
     answers = None if options.target is None else arrays.pop(options.target)
+    shape: Any = None
     if len(chosen) == 1 and (options.single or arrays[chosen[0]].ndim > 1):
         found[INPUTS] = arrays[chosen[0]]
-        shape = None
     elif all(array.ndim == 1 for array in arrays.values()):
         _check_features(arrays, answers, options)
         found[INPUTS] = np.stack([np.asarray(arrays[n], np.float32) for n in chosen], axis=1)
-        shape = None
     else:
         found, shape = dict(arrays), dict
     if options.target is not None:
         found[options.target if shape is dict else TARGETS] = answers
     if unit is not None:
-        found[unit] = _unit_numbers(table.column(unit), options)
+        found[unit] = units(unit)
     return found, shape
 
 
-def _check_features(
-    arrays: Mapping[str, np.ndarray], answers: np.ndarray | None, options: Options
-) -> None:
+def _check_features(arrays: Mapping[str, Any], answers: Any, options: Options) -> None:
     """Refuse the answer among the features; warn of a column that may say whose a record is."""
     for name, array in arrays.items():
-        if answers is not None and answers.ndim == 1 and tells_answer(array, answers):
+        flat = answers is not None and answers.ndim == 1
+        if flat and tells_answer(np.asarray(array), np.asarray(answers)):
             options.refuse(
                 f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
                 "for the names of its values",
@@ -619,7 +615,7 @@ def _check_features(
             warnings.warn(
                 f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
                 f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
@@ -686,8 +682,8 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
     import pyarrow as pa
     import ray
 
-    if not hasattr(data, "to_arrow_refs"):
-        options.refuse(f"must be a Ray Data set, got a {type(data).__name__}", "give ray.data's")
+    if options.unit is not None and not isinstance(options.unit, str):
+        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
     blocks = ray.get(data.materialize().to_arrow_refs())
     filled = [block for block in blocks if block.num_rows]
     if not filled:
@@ -702,29 +698,25 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
             digest.update(np.ascontiguousarray(array[row]).tobytes())
         digests.append(digest.digest())
     order = sorted(range(len(digests)), key=digests.__getitem__)
-    if options.unit is not None and not isinstance(options.unit, str):
-        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
     return {name: np.asarray(column)[order] for name, column in columns.items()}, shape
 
 
 def _of_name(name: str, options: Options) -> Records:
-    """Return a built-in data set's training split, or a Parquet file's rows."""
-    from dpdist.data import BUILT_IN, DataSource, check_sources, load
+    """Return a built-in data set's training split, or a file's rows."""
+    from dpdist.data import BUILT_IN, DataSource, load
+    from dpdist.data.tables import open_table
 
     if name in BUILT_IN:
         return load(DataSource(name, BUILT_IN[name]), "train")
-    if Path(name).suffix != ".parquet" and not Path(name).exists():
+    if not Path(name).exists():
         options.refuse(
-            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a Parquet file, got {name!r}",
-            "give the file's path",
+            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a file, got {name!r}",
+            "give the path of a Parquet, CSV or JSONL file",
         )
-    reader = open_parquet(name)
-    check_sources(Path(name).resolve().parent)
-    try:
-        table = reader.read()
-    except Exception:
-        options.refuse(f"must be a readable Parquet file, got {name!r}", "write it again")
-    return _of_table(table, options)
+    file = open_table(Path(name))
+    return _of_table(
+        file.read(file.schema.names).replace_schema_metadata(file.schema.metadata), options
+    )
 
 
 # --- items ------------------------------------------------------------------------------------
@@ -809,18 +801,19 @@ class ItemRecords(Records):
             )
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield a MAC of each record's tensors, and one of its item before random transforms."""
-        options = self._options
+        """Yield MACs of each record's tensors, and of its item before random transforms."""
+        options, hidden = self._options, self._plain is self._source
         read = options.before_transform or self._plain.__getitem__
         for index, macs in enumerate(super().input_macs(key)):
             with kept_generators(self._generators):
                 named, _ = _named(self._item(read, index, _CHECK_KEY), options)
             for name in (options.target or TARGETS, options.unit):
                 named.pop(name, None) if isinstance(name, str) else None
-            try:
-                yield (*macs, mac_of(key, named))
-            except TypeError:  # an item of another kind: its tensors alone are compared
-                yield macs
+            found = {*macs}
+            for item in (named, stored_input(self._source, index, files=hidden)):
+                with suppress(TypeError):  # an item of another kind: its tensors alone are compared
+                    found |= set() if item is None else digests_of_input(key, item)
+            yield tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}
@@ -965,16 +958,12 @@ class ItemRecords(Records):
         """Raise UserError for a record of other fields, types or shapes than the first one."""
         if own == self._spec:
             return
-        if own.keys() != self._spec.keys():
-            self._options.refuse("records must have the same fields, got others", "fill them up")
-        for name, (dtype, shape) in own.items():
-            if shape != self._spec[name][1]:
+        for name, (_, shape) in own.items():
+            if name in self._spec and shape != self._spec[name][1]:
                 _refuse_ragged(name, self._options)
-            if dtype != self._spec[name][0]:
-                self._options.refuse(
-                    f"field {name!r} must have one dtype, got {self._spec[name][0]} and {dtype}",
-                    "convert it",
-                )
+        self._options.refuse(
+            "records must have the same fields of the same dtypes, got others", "convert them"
+        )
 
     def _read(self, indices: np.ndarray | slice) -> tuple[Any, Tensor]:
         """Return inputs and targets of one draw; those of the last call are kept, since both are
@@ -1070,20 +1059,27 @@ _UNCHANGED = {
 
 def without_transforms(source: Any) -> Any:
     """Return a copy of a data set whose `transform`, `target_transform` and `transforms`, as
-    torchvision names them, change nothing; of a part, with that of the whole."""
-    names = [name for name in _UNCHANGED if getattr(source, name, None) is not None]
-    inner = getattr(source, "dataset", None)
-    if not names and inner is None:
+    torchvision names them, change nothing; of a part or of several, with those of the wholes."""
+    changes: dict[str, Any] = {
+        name: unchanged for name, unchanged in _UNCHANGED.items()
+        if getattr(source, name, None) is not None
+    }  # fmt: skip
+    inner, parts = getattr(source, "dataset", None), getattr(source, "datasets", None)
+    if inner is not None and (plain := without_transforms(inner)) is not inner:
+        changes["dataset"] = plain
+    if isinstance(parts, list):
+        plain_parts = [without_transforms(part) for part in parts]
+        if any(one is not other for one, other in zip(plain_parts, parts, strict=True)):
+            changes["datasets"] = plain_parts
+    if not changes:
         return source
-    plain = copy.copy(source)
+    copied = copy.copy(source)
     try:
-        for name in names:
-            setattr(plain, name, _UNCHANGED[name])
-        if inner is not None:
-            plain.dataset = without_transforms(inner)
+        for name, value in changes.items():
+            setattr(copied, name, value)
     except AttributeError:  # a property: the data set keeps its own way
         return source
-    return plain
+    return copied
 
 
 _HUGGING_FACE = {"IterableDataset": "dataset.take(n) collected with Dataset.from_list",
@@ -1112,33 +1108,22 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
     if isinstance(source, torch_data.IterableDataset):
         _length(source, options)
     batches, sampler = loader.batch_sampler, loader.sampler
-    if batches is not None and type(batches) is not torch_data.BatchSampler:
+    own = next(
+        (
+            type(each).__name__
+            for each, known in (
+                (batches, (torch_data.BatchSampler, type(None))),
+                (sampler, (*_ORDERS, torch_data.DistributedSampler)),
+            )
+            if type(each) not in known
+        ),
+        "drop_last=True" if loader.drop_last else "",
+    )
+    if own:
         options.refuse(
-            f"the DataLoader must not bring batches of its own, got a {type(batches).__name__}",
-            f"{_DRAWN}: pass the data set itself",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if isinstance(sampler, torch_data.WeightedRandomSampler):
-        options.refuse(
-            "the DataLoader must not weight records, got a WeightedRandomSampler",
-            f"{_DRAWN}: pass the data set itself, and put weights into the loss",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if isinstance(sampler, torch_data.SubsetRandomSampler):
-        options.refuse(
-            "the DataLoader must not choose records, got a SubsetRandomSampler",
-            "pass torch.utils.data.Subset(dataset, indices)",
-        )
-    if type(sampler) not in (*_ORDERS, torch_data.DistributedSampler):
-        options.refuse(
-            f"the DataLoader must not bring a sampler of its own, got a {type(sampler).__name__}",
-            f"{_DRAWN}: pass the data set itself",
-            see="how-to/own-data.md#data-in-python",
-        )
-    if loader.drop_last:
-        options.refuse(
-            "the DataLoader must not drop records, got drop_last=True",
-            "every record may join every step: leave drop_last out",
+            f"the DataLoader must not choose, weight or drop records itself, got {own}",
+            f"{_DRAWN}: pass the data set itself, a part of it by torch.utils.data.Subset, and put "
+            "weights into the loss",
             see="how-to/own-data.md#data-in-python",
         )
     words = (
@@ -1205,384 +1190,3 @@ def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
     if options.single and options.inputs and options.inputs[0] in found:
         found.setdefault(INPUTS, found[options.inputs[0]])
     return found
-
-
-# --- documents of a language model --------------------------------------------------------------
-
-
-LEARNED_FROM = "no private document is among what the tokenizer was learned from"
-
-
-class DocumentRecords(ArrayRecords):
-    """Documents as tokens: dicts of input_ids, attention_mask and labels, int64 (B, length)."""
-
-    assumed: Sequence[str] = (LEARNED_FROM,)
-    vocabulary = 2
-
-    def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent documents of all lengths, each with a prompt of its own length."""
-        named = self._invented(count, int(next(iter(self._fields().values())).shape[1]))
-        return named, torch.zeros(count, dtype=torch.int64)
-
-    def _invented(self, count: int, length: int, seed: int = 0) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(self.vocabulary, (count, length), generator=generator)
-        sizes = torch.randint(min(2, length), length + 1, (count,), generator=generator)
-        prompts = (torch.rand(count, generator=generator) * (sizes - 1)).long()
-        places = torch.arange(length)
-        real = places < sizes[:, None]
-        labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(IGNORED))
-        tokens = tokens.where(real, torch.tensor(0))
-        return {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
-
-    def _fields(self) -> dict[str, Tensor]:
-        found = self.batch(slice(0, 1))
-        assert isinstance(found, dict)
-        return found
-
-
-def documents(
-    data: Any,
-    tokenizer: Any,
-    *,
-    length: int,
-    text: str = "text",
-    prompt: str = "prompt",
-    answer: str = "answer",
-    messages: str = "messages",
-    unit: str | Sequence[Hashable] | np.ndarray | None = None,
-    name: str = "documents",
-    bos_eos: bool = False,
-) -> DocumentRecords:
-    """Make records of documents: one document is one record, however many tokens it has.
-
-    Guarantee: a record's tensors are made of one row alone. Tokens of prompts, and all messages but
-    the assistant's, are read and not learned (label -100), and so is what fills a document up. A
-    document of more than `length` tokens is cut at its end.
-
-    Args:
-        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
-            or a pyarrow Table.
-        tokenizer: a fast tokenizer of `transformers`, or the folder of one. It must not have been
-            learned from private documents: that it was not stands on the run's card.
-        length: most tokens of a document, and the length of every record.
-        text: name of the field of a text, which is learned as a whole.
-        prompt: name of the field of a prompt, beside an answer.
-        answer: name of the field of an answer. The tokenizer's chat template shows both; where it
-            has none, they stand behind one another.
-        messages: name of the field of a conversation, a list of messages with a role and a content,
-            shown by the chat template; ShareGPT's `from` and `value` are taken for these. A row
-            with it needs no other field.
-        unit: whom each record belongs to: a field's name, or one value for each record.
-        name: name of the data in complaints and on cards.
-        bos_eos: put the tokenizer's begin and end around each text, never twice. A text that is cut
-            has no end. Prompts and messages have marks of their own.
-
-    Returns:
-        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
-        `batch(indices)` returns a dict of int64 tensors (B, length) by name, such as `input_ids`.
-
-    Raises:
-        UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.
-
-    Example:
-        >>> import dpdist, tokenizers, transformers
-        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "end": 5}
-        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
-        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        >>> tokenizer = transformers.PreTrainedTokenizerFast(
-        ...     tokenizer_object=cutter, eos_token="end"
-        ... )
-        >>> rows = [{"prompt": "2 + 2 = ", "answer": "4"}]
-        >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
-        [[-100, -100, -100, -100, 4, 5, -100, -100]]
-    """
-    cutter = _tokenizer_of(tokenizer, length, name)
-    rows = _document_rows(data, name)
-    fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
-    inputs = np.zeros((len(rows), length), dtype=np.int64)
-    real, labels = np.zeros_like(inputs), np.full_like(inputs, IGNORED)
-    for place, row in enumerate(rows):
-        try:
-            found = _document_tokens(row, cutter, fields, length, bos_eos)
-        except UserError as error:
-            raise UserError(f"{name}: record {place}: {error}") from None
-        size = len(found.ids)
-        inputs[place, :size], real[place, :size] = found.ids, 1
-        labels[place, :size] = np.where(found.learned, found.ids, IGNORED)
-    if not (labels != IGNORED).any():  # steps would be paid for, and only noise be learned
-        raise UserError(
-            f"{name}: length must leave a token of an answer in some document, got {length}, by "
-            "which all answers are cut away; give a longer length"
-        )
-    columns: dict[str, np.ndarray | Tensor] = {
-        "input_ids": inputs,
-        "attention_mask": real,
-        "labels": labels,
-    }
-    whose = [row.get(unit) for row in rows] if isinstance(unit, str) else unit
-    records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
-    assert isinstance(records, DocumentRecords)
-    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
-    records.unit_name = unit if isinstance(unit, str) else ""
-    by_template = cutter.has_template and any(row.get(text) is None for row in rows)
-    records.tokenization = {
-        "length": length, "chat": by_template, "files": cutter.files,
-        **({"bos_eos": True} if bos_eos else {}),
-    }  # fmt: skip
-    return records
-
-
-def _tokenizer_of(tokenizer: Any, length: int, name: str) -> ConversationTokenizer:
-    if not (isinstance(length, int) and length >= 2):
-        raise UserError(f"{name}: length must be a whole number of tokens >= 2, got {length!r}")
-    if isinstance(tokenizer, str | Path):
-        return ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
-    return ConversationTokenizer(tokenizer)
-
-
-def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
-    """Return how records that came as tokens were made by a tokenizer (`Records.tokenization`).
-
-    None where it is no fast tokenizer of `transformers`, or the records are no tokens. Whether its
-    chat template showed the documents nobody knows then.
-    """
-    if not (getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer")):
-        return None
-    fields = records.examples(2)[0]
-    if not (isinstance(fields, dict) and "input_ids" in fields):
-        return None
-    length = int(fields["input_ids"].shape[1])
-    return {"length": length, "chat": False, "files": ConversationTokenizer(tokenizer).files}
-
-
-def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
-    if hasattr(data, "to_pylist"):  # a Table of pyarrow
-        data = data.to_pylist()
-    elif type(data).__module__.partition(".")[0] == "pandas":
-        data = data.to_dict("records")
-    try:
-        rows = [data[place] for place in range(len(data))]
-    except (TypeError, KeyError, IndexError):
-        rows = []
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise UserError(
-            f"{name}: must be rows with named fields, such as [{{'text': '...'}}], at least one, "
-            f"got a {type(data).__name__}"
-        )
-    return rows
-
-
-def _document_tokens(
-    row: Mapping[str, Any], cutter: ConversationTokenizer, fields: Mapping[str, str], length: int,
-    bos_eos: bool,
-) -> Tokens:  # fmt: skip
-    """Return a row's tokens. Raises UserError for a row without fields that are known."""
-    if bos_eos and row.get(fields["text"]) is None:
-        raise UserError("must be a text with bos_eos=True: prompts and messages have own marks")
-    if bos_eos:
-        row = {fields["text"]: row[fields["text"]]}
-    if row.get(fields["messages"]) is not None:
-        found = cutter.conversation(messages_of(row[fields["messages"]]), length)
-    elif isinstance(row.get(fields["answer"]), str) and isinstance(row.get(fields["prompt"]), str):
-        found = cutter.answer(row[fields["prompt"]], row[fields["answer"]], length)
-    elif isinstance(row.get(fields["text"]), str):
-        found = cutter.text(row[fields["text"]], length, bos_eos)
-    else:
-        wanted = "{messages}, {prompt} and {answer}, or {text}".format(**fields)
-        raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
-    if not found.ids:
-        raise UserError("must have a token at least, has none: drop it")
-    return found
-
-
-# --- pairs of answers ---------------------------------------------------------------------------
-
-
-REFERENCE = "reference"  # the field of the reference's log-probabilities, chosen minus rejected
-PUBLIC_REFERENCE = (
-    "no private pair is among what the reference and the first weights were trained on, {}: "
-    "declared only"
-)
-UNNAMED_REFERENCE = PUBLIC_REFERENCE.format(
-    "by which the user computed each pair's reference from that pair alone"
-)
-
-
-class PreferenceRecords(DocumentRecords):
-    """Pairs of answers: input_ids and labels (B, 2 * length), chosen then rejected, and the float
-    `reference` (B,).
-    """
-
-    def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent pairs of documents of all lengths, and references of either sign."""
-        fields = self._fields()
-        length, kind = fields["input_ids"].shape[1] // 2, fields[REFERENCE].dtype
-        halves = [self._invented(count, length, seed) for seed in (0, 1)]
-        named = {name: torch.cat([each[name] for each in halves], 1)
-                 for name in ("input_ids", "labels")}  # fmt: skip
-        generator = torch.Generator().manual_seed(2)
-        named[REFERENCE] = (torch.rand(count, generator=generator) - 0.5).to(kind)
-        return named, torch.zeros(count, dtype=torch.int64)
-
-    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield MACs of the tokens alone: a pair is the same one beside another reference."""
-        every = self.batch(slice(None))
-        assert isinstance(every, dict)
-        tokens = {name: each for name, each in every.items() if name != REFERENCE}
-        yield from ArrayRecords(tokens, None, Options(self.name)).input_macs(key)
-
-
-def preference_records(
-    data: Any,
-    tokenizer: Any,
-    reference: Callable[[dict[str, Tensor]], Tensor],
-    *,
-    length: int,
-    saw: str,
-    prompt: str,
-    chosen: str,
-    rejected: str,
-    unit: str | Sequence[Hashable] | np.ndarray | None,
-    name: str,
-) -> PreferenceRecords:
-    """Make records of pairs of answers, as `dpdist.preferences` describes them.
-
-    reference: returns the difference (1,) of the log-probabilities of a pair, whose fields have one
-    row; it is called with one pair at a time, so that no pair changes another one's bits.
-    """
-    cutter = _tokenizer_of(tokenizer, length, name)
-    rows, keys, every = _document_rows(data, name), list[str](), list[dict[str, Tensor]]()
-    cut_away = 0
-    for place, row in enumerate(rows):
-        try:
-            asked, pair = _pair_tokens(row, cutter, (prompt, chosen, rejected), length)
-        except UserError as error:
-            raise UserError(f"{name}: record {place}: {error}") from None
-        fields, learns = _pair_fields(pair, length)
-        cut_away += not learns
-        keys.append(asked)
-        every.append(fields)
-    _check_pairs(keys, cut_away, length, name, prompt if unit is None else None)
-    whose: Any = unit
-    if isinstance(unit, str):
-        whose = keys if unit == prompt else [row.get(unit) for row in rows]
-    margins = torch.cat([reference(each) for each in every])
-    columns: dict[str, np.ndarray | Tensor] = {
-        "input_ids": torch.cat([each["input_ids"] for each in every]),
-        "labels": torch.cat([each["labels"] for each in every]),
-        REFERENCE: margins,
-    }
-    _check_margins(reference, every, margins, name)
-    records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
-    assert isinstance(records, PreferenceRecords)
-    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
-    records.unit_name = unit if isinstance(unit, str) else ""
-    records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(saw))
-    records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
-    return records
-
-
-def _pair_fields(pair: tuple[Tokens, Tokens], length: int) -> tuple[dict[str, Tensor], bool]:
-    """Return a pair's fields of one row, and whether each answer has a token to learn."""
-    ids = torch.zeros(1, 2 * length, dtype=torch.int64)
-    labels = torch.full_like(ids, IGNORED)
-    learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
-    for begin, half in zip((0, length), pair, strict=True):
-        there = slice(begin, begin + len(half.ids))
-        ids[0, there] = torch.tensor(half.ids)
-        learned = torch.tensor(half.learned) & learns
-        labels[0, there] = ids[0, there].where(learned, torch.tensor(IGNORED))
-    return {"input_ids": ids, "labels": labels}, learns
-
-
-def _check_pairs(
-    keys: Sequence[str], cut_away: int, length: int, name: str, prompt: str | None
-) -> None:
-    """Refuse pairs that teach nothing or share a prompt, where `prompt` is given; warn of some."""
-    if cut_away == len(keys):
-        raise UserError(
-            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
-            "which all answers are cut away; give a longer length"
-        )
-    if prompt is not None and len(set(keys)) < len(keys):
-        raise UserError(
-            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
-            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
-            "dpdist.Privacy(unit='group', ...)"
-        )
-    if cut_away:
-        warnings.warn(
-            f"{name}: of {cut_away:,} of {len(keys):,} pairs nothing is learned, since an answer "
-            f"lies behind token {length}; give a longer length, or leave them out (the count is "
-            "private)",
-            stacklevel=4,
-        )
-
-
-def _check_margins(
-    reference: Callable[[dict[str, Tensor]], Tensor],
-    every: Sequence[dict[str, Tensor]],
-    margins: Tensor,
-    name: str,
-) -> None:
-    """Raise UserError where a margin (N,) is not finite, or another one after the other pairs."""
-    if not margins.isfinite().all():
-        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
-    first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
-    again = reference(every[first])
-    if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
-        raise UserError(
-            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
-            "something else of the first one at the end: give a model that keeps no state and "
-            "draws nothing"
-        )
-
-
-def _pair_tokens(
-    row: Mapping[str, Any], cutter: ConversationTokenizer, names: tuple[str, str, str], length: int
-) -> tuple[str, tuple[Tokens, Tokens]]:
-    """Return a row's prompt, as text that is equal for equal ones, and the tokens of its answers.
-
-    Raises UserError for a row without fields that are known.
-    """
-    asked, *answers = (row.get(name) for name in names)
-    if isinstance(asked, str) and all(isinstance(answer, str) for answer in answers):
-        good, bad = (cutter.answer(asked, str(answer), length) for answer in answers)
-        return _prompt_key([{"role": "user", "content": asked}]), (good, bad)
-    if any(answer is None or isinstance(answer, str) for answer in answers) or isinstance(
-        asked, str
-    ):
-        raise UserError(
-            "must have {}, {} and {}: all texts, or all messages of a role and a content".format(
-                *names
-            )
-        )
-    wholes = [messages_of(answer) for answer in answers]
-    if asked is None:  # each answer is a whole conversation: what both begin with is the prompt
-        same = [a == b for a, b in zip(*wholes, strict=False)]
-        first = min(
-            same.index(False) if False in same else len(same), *(len(w) - 1 for w in wholes)
-        )
-        asked = wholes[0][:first]
-    else:
-        asked = messages_of(asked)
-        first, wholes = len(asked), [[*asked, *whole] for whole in wholes]
-    good, bad = (cutter.conversation(whole, length, first) for whole in wholes)
-    return _prompt_key(asked), (good, bad)
-
-
-def _prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a prompt as text that is equal for prompts that are the same to a reader.
-
-    White space, and forms of a character that Unicode calls compatible, are no difference.
-    """
-    return json.dumps(
-        [
-            {
-                "role": each["role"],
-                "content": " ".join(unicodedata.normalize("NFKC", each["content"]).split()),
-            }
-            for each in messages
-        ]
-    )

@@ -18,6 +18,7 @@ import numpy as np
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import array_to_tensor
+from dpdist.data.overlap import count_common
 from dpdist.data.protocol import GroupedRecords, Groups, Records, fingerprint_of
 from dpdist.data.record_hashes import (
     corrupt_cache_error,
@@ -305,21 +306,8 @@ class GroupedDataset(Dataset):
 class RecordHashes:
     """What comparisons need of some records. hashes: of `dpdist.data.record_hashes`."""
 
-    shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
     hashes: np.ndarray
-
-    @staticmethod
-    def from_dataset(records: Dataset) -> RecordHashes:
-        return RecordHashes(records.input_shape, records.hashes)
-
-
-def count_common_records(records: Dataset, others: Dataset | RecordHashes) -> int | None:
-    """How many of the records have an input that is among the others'; None when the shapes of the
-    inputs differ."""
-    seen = RecordHashes.from_dataset(others) if isinstance(others, Dataset) else others
-    if seen.shape != records.input_shape:
-        return None
-    return int(np.isin(records.hashes, seen.hashes).sum())
 
 
 def refuse_common_records(
@@ -329,11 +317,12 @@ def refuse_common_records(
 
     begin and why: of the complaint: "BEGIN: 3 of the 100 private records of NAME WHY".
     """
-    found = count_common_records(private, others)
-    if found:
+    if others.input_shape != private.input_shape:
+        return False
+    if found := count_common(private, others):
         some = f"{found:,} of the {len(private):,} private records of {private.name}"
         raise UserError(f"{context}: {some} {reason}")
-    return found is not None
+    return True
 
 
 def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
@@ -376,8 +365,7 @@ def check_test_records_unseen(
     """Raise UserError when a test record is among the public ones that a model learns from.
 
     is_own_dataset: whether these are the run's own data set's."""
-    both = count_common_records(public, test)
-    if both:
+    if both := count_common(public, test):
         raise UserError(
             f"{context}: {both:,} of the {len(public):,} public records of {public.name} are in "
             f"{test.name}, whose scores would then say nothing about new records; "

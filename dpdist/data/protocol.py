@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpdist.data.record_hashes import as_array, digests_of_rows, place_of_name
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -154,7 +156,7 @@ class Records(ABC):
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
         """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
 
-        Numbers of any type are compared by value.
+        Numbers of any type, layout and container are compared by value.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
@@ -166,12 +168,8 @@ class Records(ABC):
         for start in range(0, len(self), _CHUNK):
             count = min(_CHUNK, len(self) - start)
             named = fields_of(self.batch(np.arange(start, start + count)))
-            columns = {
-                name: each.detach().cpu().double().numpy() + 0.0  # 0.0 for -0.0
-                for name, each in named.items()
-            }
-            for row in range(count):
-                yield (mac_of(key, {name: each[row] for name, each in columns.items()}),)
+            columns = [as_array(named[name]) for name in sorted(named, key=place_of_name)]
+            yield from map(tuple, digests_of_rows(key, list(columns), count))
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent examples of the shapes and types of these records, and of the declared ranges.
@@ -393,14 +391,6 @@ def _mac(key: bytes) -> hashlib.blake2b:
     if len(key) < 16:
         raise ValueError(f"a fingerprint's key has at least 16 bytes, got {len(key)}")
     return hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.records")
-
-
-def mac_of(key: bytes, value: Any) -> bytes:
-    """Return a MAC of one record's input. Raises TypeError as `canonical`."""
-    mac = _mac(key)
-    for part in canonical(value):
-        mac.update(part)
-    return mac.digest()
 
 
 def fingerprint_of(key: bytes, records: Records, items: Iterator[Any]) -> str:

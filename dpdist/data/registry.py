@@ -20,13 +20,14 @@ import dpdist.data.synthetic as synthetic
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, atomic_replacement, make_private_folder
 from dpdist.data.dataset import Dataset
-from dpdist.data.parquet import Columns, load_parquet, split_files
+from dpdist.data.parquet import Columns, load_split
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
     stored_group_hashes,
     write_checksums,
     write_hashes,
 )
+from dpdist.data.tables import split_files
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def cache_folder() -> Path:
 def load(source: DataSource, split: str) -> Dataset:
     """The split "train" or "test" of a data set, decoded on first use and memory-mapped afterwards.
 
-    Raises UserError for an unknown name, a missing root, and whatever `load_parquet` finds wrong.
+    Raises UserError for an unknown name, a missing root, and whatever `load_split` finds wrong.
     """
     cache = cache_folder()
     whole = _load_all_labels(source, split, cache)
@@ -109,7 +110,10 @@ def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
     if _is_stored(source, split):
         return Dataset.open(_stored(source, split))
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
-    return load_parquet(files, name, source.classes, source.columns, cache, source.class_names)
+    first = None
+    if split == "test" and split_exists(source, "train") and not _is_stored(source, "train"):
+        first = split_files(source.root, source.name, source.train)[0]
+    return load_split(files, name, source.classes, source.columns, cache, source.class_names, first)
 
 
 def split_exists(source: DataSource, split: str) -> bool:

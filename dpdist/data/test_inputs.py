@@ -1,6 +1,6 @@
 """Find the test inputs that a model from elsewhere is certified on, and bring pictures to its size.
 
-A Parquet file that already holds inputs of the right size is read where it lies. Folders of
+A file that already holds inputs of the right size is read where it lies. Folders of
 pictures, one for each class, and pictures of other sizes are written as Parquet beside the run:
 the shorter side is resized (bilinear, antialiased) and the centre is cropped, which is stated.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,29 +22,21 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    atomic_replacement,
-    check_utf8_name,
-    error_text,
-    open_parquet,
-    read_bytes,
-)
+from dpdist.core.files import atomic_replacement, check_utf8_name
 from dpdist.data.discovery import (
     TEST,
     classes_of_column,
     feature_columns,
     image_column,
     label_column,
-    picture_schema,
 )
-from dpdist.data.parquet import (
-    FORMATS,
+from dpdist.data.parquet import FORMATS, decode_row, image_bytes, is_list
+from dpdist.data.tables import (
+    PictureFolder,
+    TableFile,
     classes_in,
-    decode_picture,
-    image_bytes,
-    is_list,
-    pictures_in,
-    read_rows,
+    open_table,
+    picture_schema,
     split_files,
 )
 
@@ -51,7 +44,6 @@ SPLIT = "test"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _GREY = ("1", "L", "LA", "F", "I", "I;16", "I;16B", "I;16L")  # modes of Pillow
 _AT_ONCE = 500
-_MOST_BYTES = 2**28  # of one picture
 
 _Size = tuple[int, ...] | None  # (C, H, W) of pictures; None: of the first input
 
@@ -83,13 +75,14 @@ class TestInputs:
 def find_test_inputs(
     path: Path, target: Path, size: tuple[int, ...] | None = None, resize: int | None = None
 ) -> TestInputs:
-    """Return the test inputs at `path`, as Parquet of inputs of one size.
+    """Return the test inputs at `path`, as files of inputs of one size.
 
     Args:
-        path: a Parquet file; a folder with test.parquet; or a folder of pictures, CLASS/*.png or
-            test/CLASS/*.png, whose classes are numbered in alphabetical order.
-        target: the folder that Parquet files are written into where `path` cannot be read as it
-            is; its parent becomes the root.
+        path: a Parquet, CSV or JSONL file; a folder with one of the test split; or a folder of
+            pictures, CLASS/*.png or test/CLASS/*.png, whose classes are numbered in alphabetical
+            order.
+        target: the folder that files are written into where `path` cannot be read as it is; its
+            parent becomes the root.
         size: the model's input shape, (C, H, W) for pictures; None: that of the first input.
         resize: what the shorter side of a picture is resized to; None: the larger of H and W,
             where pictures have another size.
@@ -101,64 +94,53 @@ def find_test_inputs(
     path = path.resolve()
     if path.is_file():
         place = (path.parent.parent, path.parent.name, path.stem)
-        return _of_parquet([path], place, target, size, resize)
+        return _found([path], place, target, size, resize)
     if not path.is_dir():
         raise UserError(f"--data: {path}: no such file or folder")
     for name in TEST:
+        files: list[Path] = []
         with suppress(UserError):
             files = split_files(path.parent, path.name, name)
-            break
-    else:
-        files = []
-    if files:
-        return _of_parquet(files, (path.parent, path.name, name), target, size, resize)
-    for folder in (*(path / name for name in TEST), path):
-        if names := classes_in(folder):
-            return _of_pictures(folder, names, target, size, resize)
+        if files:
+            return _found(files, (path.parent, path.name, name), target, size, resize)
+    if classes_in(path):
+        return _found([path], (path.parent, path.name, SPLIT), target, size, resize)
     raise UserError(
-        f"--data: {path}: must be a Parquet file, or a folder with test.parquet, CLASS/*.png or "
-        "test/CLASS/*.png"
+        f"--data: {path}: must be a Parquet, CSV or JSONL file, or a folder with test.parquet, "
+        "CLASS/*.png or test/CLASS/*.png"
     )
 
 
-# --- Parquet ----------------------------------------------------------------------------------
-
-
-def _of_parquet(
+def _found(
     files: list[Path], place: tuple[Path, str, str], target: Path, size: _Size, resize: int | None
 ) -> TestInputs:
-    """Find inputs in Parquet files. place: root, name and split by which a recipe names them."""
-    reader = open_parquet(files[0])
-    schema = reader.schema_arrow
-    inputs = sum(open_parquet(file).metadata.num_rows for file in files)
-    if not reader.metadata.num_rows:
+    """Find inputs in files. place: root, name and split by which a recipe names them."""
+    tables = [open_table(file) for file in files]
+    first = tables[0]
+    if not first.num_rows:
         raise UserError(f"--data: {files[0]}: must have rows, got none")
-    label, image = label_column(schema, files), image_column(schema)
-    classes, names = classes_of_column(schema, files, label)
-    features = () if image is not None else feature_columns(schema, label, files[0])
+    label, image = label_column(tables), image_column(first.schema)
+    classes, names, _ = classes_of_column(tables, label)
+    features = () if image is not None else feature_columns(first, label)
+    inputs = sum(table.num_rows for table in tables)
     found = TestInputs(*place, image, features, label, classes, names, (), inputs)
     if image is None:
         shape = (len(features),)
-        if is_list(schema.field(features[0]).type):
-            shape = (len(reader.read_row_group(0, [features[0]])[0][0].as_py() or ()),)
+        if is_list(first.schema.field(features[0]).type):
+            shape = (len(next(first.rows(features))[1][0][0].as_py() or ()),)
         if size not in (None, shape):
             raise UserError(
                 f"--input: must be {shape[0]}, the features of {files[0]}, got {_by(size)}"
             )
         found = replace(found, shape=shape)
         return found if _readable(found, files) else _copied(found, files, target)
-    sizes = {each for file in files for each in _sizes(_encoded(file, image), file)}
-    first = _decoded(next(_encoded(files[0], image)), files[0]).shape
-    wanted = _wanted(first, sizes, size, files[0])
-    if resize is None and sizes == {wanted}:
+    sizes = {_shape_of(raw, table, row) for table in tables for row, raw in _encoded(table, image)}
+    pixels = _pixels(next(_encoded(first, image))[1], first, 0)
+    wanted = _wanted(pixels.shape, sizes, size, files[0])
+    if resize is None and sizes == {wanted} and not isinstance(first, PictureFolder):
         found = replace(found, shape=wanted)
         return found if _readable(found, files) else _copied(found, files, target)
-    pictures = (
-        pair
-        for file in files
-        for pair in zip(_encoded(file, image), _label_numbers(file, label, names), strict=True)
-    )
-    return _written(pictures, names, classes, target, wanted, resize, str(files[0]))
+    return _written(tables, found, target, wanted, resize)
 
 
 def _readable(found: TestInputs, files: list[Path]) -> bool:
@@ -173,59 +155,37 @@ def _readable(found: TestInputs, files: list[Path]) -> bool:
 def _copied(found: TestInputs, files: list[Path], target: Path) -> TestInputs:
     target.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(files):
-        name = f"{SPLIT}.parquet" if len(files) == 1 else f"{SPLIT}-{number:05d}.parquet"
-        shutil.copyfile(file, target / name)
+        part = "" if len(files) == 1 else f"-{number:05d}"
+        shutil.copyfile(file, target / f"{SPLIT}{part}{file.suffix}")
     return replace(found, root=target.parent, name=target.name, split=SPLIT)
 
 
-def _encoded(path: Path, image: str) -> Iterator[bytes]:
-    """Yield the bytes of each picture of a column."""
-    for first, table in read_rows(path, open_parquet(path), [image]):
-        for row, raw in enumerate(
-            image_bytes(table[image].combine_chunks(), path, image).to_pylist()
-        ):
+def _encoded(table: TableFile, image: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the row and the bytes of each picture of a column."""
+    for first, some in table.rows([image]):
+        encoded = image_bytes(some[image].combine_chunks(), table, image).to_pylist()
+        for row, raw in enumerate(encoded, first):
             if raw is None:
-                raise UserError(f"{path} row {first + row}: no image")
-            yield raw
+                raise table.error("must have an image, got none", row=row, column=image)
+            yield row, raw
 
 
-def _sizes(pictures: Iterable[bytes], where: Path) -> set[tuple[int, int, int]]:
-    """The shapes of all pictures, (C, H, W), from their headers."""
-    found = set()
-    for raw in pictures:
-        try:
-            with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
-                channels = 1 if picture.mode in _GREY else 3
-                found.add((channels, picture.height, picture.width))
-        except Exception as error:  # decoders raise whatever a damaged picture leads them to
-            raise UserError(f"{where}: an image cannot be decoded: {error_text(error)}") from error
-    return found
+def _shape_of(raw: bytes, table: TableFile, row: int) -> tuple[int, int, int]:
+    """Return the shape of a picture, (C, H, W), from its header."""
+    try:
+        with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
+            return (1 if picture.mode in _GREY else 3, picture.height, picture.width)
+    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+        raise table.error("the image cannot be decoded", row=row, cause=error) from None
 
 
-def _label_numbers(path: Path, label: str, names: tuple[str, ...]) -> Iterator[int]:
+def _label_numbers(table: TableFile, label: str, names: tuple[str, ...]) -> Iterator[int]:
     number = {name: place for place, name in enumerate(names)}
-    for first, table in read_rows(path, open_parquet(path), [label]):
-        for row, value in enumerate(table[label].to_pylist()):
+    for first, some in table.rows([label]):
+        for row, value in enumerate(some[label].to_pylist(), first):
             if value is None:
-                raise UserError(f"{path} row {first + row}: no label")
-            yield number[value] if isinstance(value, str) else int(value)
-
-
-# --- pictures ---------------------------------------------------------------------------------
-
-
-def _of_pictures(
-    folder: Path, names: list[str], target: Path, size: tuple[int, ...] | None, resize: int | None
-) -> TestInputs:
-    files = [(path, place) for place, name in enumerate(names)
-             for path in pictures_in(folder / name)]  # fmt: skip
-    for path, _ in files:
-        check_utf8_name(path)
-    sizes = {s for path, _ in files for s in _sizes([read_bytes(path, _MOST_BYTES)], path)}
-    first = _decoded(read_bytes(files[0][0], _MOST_BYTES), files[0][0]).shape
-    wanted = _wanted(first, sizes, size, folder)
-    pictures = ((read_bytes(path, _MOST_BYTES), label) for path, label in files)
-    return _written(pictures, tuple(names), len(names), target, wanted, resize, str(folder))
+                raise table.error("must have a label, got none", row=row, column=label)
+            yield number[value.strip()] if isinstance(value, str) else int(value)
 
 
 def _wanted(
@@ -244,60 +204,68 @@ def _wanted(
             )
         return first
     if len(size) != 3 or size[0] not in (1, 3):
-        raise UserError(f"--input: must be channels,height,width with 1 or 3 channels for the "
-                        f"pictures of {where}, got {_by(size)}")  # fmt: skip
+        raise UserError(
+            f"--input: must be channels,height,width with 1 or 3 channels for the pictures of "
+            f"{where}, got {_by(size)}"
+        )
     return size
 
 
 def _written(
-    pictures: Iterator[tuple[bytes, int]], names: tuple[str, ...], classes: int, target: Path,
-    size: tuple[int, ...], resize: int | None, where: str,
-) -> TestInputs:  # fmt: skip
+    tables: list[TableFile],
+    found: TestInputs,
+    target: Path,
+    size: tuple[int, ...],
+    resize: int | None,
+) -> TestInputs:
     """Write pictures of the wanted size as PNG in Parquet."""
     height, width = size[1:]
     side = max(height, width) if resize is None else resize
     if side < max(height, width):
-        raise UserError(f"--resize: must be at least {max(height, width)}, the larger side of the "
-                        f"input, got {side}")  # fmt: skip
+        raise UserError(
+            f"--resize: must be at least {max(height, width)}, the larger side of the input, got "
+            f"{side}"
+        )
     target.mkdir(parents=True, exist_ok=True)
-    named = list(names) or [str(number) for number in range(classes)]
-    schema, changed, inputs = picture_schema(named), False, 0
-    rows: list[tuple[bytes, int]] = []
+    named = list(found.names) or [str(number) for number in range(found.classes)]
+    schema, changed = picture_schema(named), False
+    rows: list[dict[str, Any]] = []
     with (
         atomic_replacement(target / f"{SPLIT}.parquet") as aside,
         pq.ParquetWriter(aside, schema) as file,
     ):
-        for raw, label in pictures:
-            pixels = _decoded(raw, f"{where} picture {inputs}")
-            brought = fit_picture(pixels, size, resize)
-            changed = changed or brought is not pixels
-            rows.append((_png(Image.fromarray(_channels_last(brought))), label))
-            inputs += 1
-            if len(rows) == _AT_ONCE:
-                file.write_table(_table(rows, schema))
-                rows = []
+        for table in tables:
+            pictures = _encoded(table, str(found.image))
+            labels = _label_numbers(table, found.label, found.names)
+            for (row, raw), label in zip(pictures, labels, strict=True):
+                pixels = _pixels(raw, table, row)
+                brought = fit_picture(pixels, size, resize)
+                changed = changed or brought is not pixels
+                png = _png(Image.fromarray(_channels_last(brought)))
+                rows.append({"image": {"bytes": png, "path": None}, "label": label})
+                if len(rows) == _AT_ONCE:
+                    file.write_table(pa.Table.from_pylist(rows, schema))
+                    rows = []
         if rows:
-            file.write_table(_table(rows, schema))
-    how = ""
-    if changed:
-        how = f"shorter side resized to {side} (bilinear), centre crop {height} x {width}"
-    return TestInputs(
-        target.parent, target.name, SPLIT, "image", (), "label", classes, names, size, inputs, how
+            file.write_table(pa.Table.from_pylist(rows, schema))
+    how = f"shorter side resized to {side} (bilinear), centre crop {height} x {width}"
+    return replace(
+        found,
+        root=target.parent,
+        name=target.name,
+        split=SPLIT,
+        image="image",
+        features=(),
+        label="label",
+        shape=size,
+        resized=how if changed else "",
     )
 
 
-def _table(rows: list[tuple[bytes, int]], schema: pa.Schema) -> pa.Table:
-    image = [{"bytes": raw, "path": None} for raw, _ in rows]
-    return pa.table({"image": image, "label": [label for _, label in rows]}, schema)
-
-
-def _decoded(raw: bytes, where: object) -> np.ndarray:
-    try:
-        pixels = decode_picture(raw)
-    except ValueError as error:
-        raise UserError(f"{where}: the image cannot be decoded: {error_text(error)}") from error
+def _pixels(raw: bytes, table: TableFile, row: int) -> np.ndarray:
+    pixels = decode_row(raw, table, row)
     if pixels.dtype != np.uint8:
-        raise UserError(f"{where}: must have 8 bits a channel to be resized, got {pixels.dtype}")
+        raise table.error(f"must have 8 bits a channel to be resized, got {pixels.dtype}", row=row)
     return pixels
 
 

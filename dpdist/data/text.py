@@ -32,10 +32,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dpdist.core.errors import UserError
@@ -51,6 +52,9 @@ from dpdist.core.fields import (
 )
 from dpdist.core.files import atomic_replacement, error_text, read_bytes, read_text, write_json
 from dpdist.core.optional_imports import import_extra
+
+if TYPE_CHECKING:
+    from dpdist.data.tables import TableFile
 
 # --- texts to tokens --------------------------------------------------------------------------
 
@@ -277,6 +281,37 @@ class ConversationTokenizer:
         found = self._spans(whole, spans, False)
         return Tokens(found.ids[:length], found.learned[:length])
 
+    def document(
+        self, row: Mapping[str, Any], fields: Mapping[str, str | None], length: int,
+        bos_eos: bool = False,
+    ) -> Tokens:  # fmt: skip
+        """Return the tokens of a row: of its messages, its prompt and answer, or its text.
+
+        fields: names of the row's fields messages, prompt, answer and text; None for what it cannot
+        have. Raises UserError for a row without fields that are known, or without a token.
+        """
+        held = {kind: row.get(name) if name else None for kind, name in fields.items()}
+        if bos_eos:
+            held = {"text": held["text"]}
+            if held["text"] is None:
+                raise UserError(
+                    "must be a text with bos_eos=True: prompts and messages have own marks"
+                )
+        text, prompt, answer = (held.get(kind) for kind in ("text", "prompt", "answer"))
+        if held.get("messages") is not None:
+            found = self.conversation(messages_of(held["messages"]), length)
+        elif isinstance(answer, str) and isinstance(prompt, str):
+            found = self.answer(prompt, answer, length)
+        elif isinstance(text, str):
+            found = self.text(text, length, bos_eos)
+        else:
+            pair = " and ".join(filter(None, (fields.get("prompt"), fields.get("answer"))))
+            wanted = ", or ".join(filter(None, (fields.get("messages"), pair, fields.get("text"))))
+            raise UserError(f"must have {wanted}: texts, or messages of a role and a content")
+        if not found.ids:
+            raise UserError("must have a token at least, has none: drop it")
+        return found
+
     def _require_template(self) -> None:
         if not self.has_template:
             raise UserError(
@@ -345,12 +380,8 @@ class ConversationColumns:
 
     def tokenize(self, row: Mapping[str, Any], length: int) -> Tokens:
         """Return the tokens of a row of the table. Raises UserError for one that is not filled."""
-        if self.messages is not None:
-            return self._tokenizer.conversation(messages_of(row[self.messages]), length)
-        prompt, answer = row[str(self.prompt)], row[str(self.answer)]
-        if not (isinstance(prompt, str) and isinstance(answer, str)):
-            raise UserError("must have a prompt and an answer, both texts")
-        return self._tokenizer.answer(prompt, answer, length)
+        fields = {"messages": self.messages, "prompt": self.prompt, "answer": self.answer}
+        return self._tokenizer.document(row, fields, length)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("folder", "prompt", "answer", "messages")
@@ -584,49 +615,38 @@ class TextColumn:
         found = twice[len(alone) :] if twice.startswith(alone) else alone
         return "" if "\N{REPLACEMENT CHARACTER}" in found else found
 
-    def tokenize_table(self, table: pa.Table, context_of_row: Callable[[int], str]) -> np.ndarray:
-        """Return the rows of a table as tokens, float32 (N, length), as `tokenize_rows` does.
+    def tokenize_table(self, table: pa.Table, file: TableFile, first_row: int) -> np.ndarray:
+        """Return the rows of a table as tokens, float32 (N, length).
 
         A token t of a prompt stands there as `PROMPT` - t: it is read, and nobody learns to say it.
+        Raises UserError for what is no text, by its row in the file.
         """
-        if self.conversation is None:
-            return self.tokenize_rows(table[self.column].combine_chunks(), context_of_row)
         found = np.full((table.num_rows, self.length), PADDING, dtype=np.float32)
+        if self.conversation is None:
+            texts = table[self.column]
+            if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
+                raise file.error(f"must be text, got {texts.type}", column=self.column)
+            if (row := pc.index(texts.is_null(), True).as_py()) >= 0:
+                raise file.error("must have a text", first_row + row, self.column)
+            for place, tokens in enumerate(self._tokens(texts.to_pylist())):
+                found[place, : len(tokens)] = tokens
+            return found
         for place, row in enumerate(table.select(self.columns).to_pylist()):
             try:
                 tokens = self.conversation.tokenize(row, self.length)
             except UserError as error:
-                raise UserError(f"{context_of_row(place)}: {error}") from None
+                raise file.error(str(error), row=first_row + place) from None
             ids = np.asarray(tokens.ids, dtype=np.float32)
             found[place, : len(ids)] = np.where(tokens.learned, ids, PROMPT - ids)
         return found
 
     def hash_table(self, table: pa.Table) -> bytes:
-        """Return 16 bytes for each row, as `hash_texts` does: of all that its columns say."""
+        """Return 16 bytes for each row: a document is recognised by all that its columns say,
+        whatever reads how much of it."""
         if self.conversation is None:
-            return self.hash_texts(table[self.column])
+            return self._hashes(table[self.column].to_pylist())
         rows = table.select(self.columns).to_pylist()
         return self._hashes(json.dumps(list(row.values()), sort_keys=True) for row in rows)
-
-    def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
-        """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises
-        UserError for what is no text."""
-        if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
-            raise UserError(
-                f"{context_of_row(0)}: text column {self.column!r} is {texts.type}, must be text"
-            )
-        if texts.null_count:
-            missing = np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False))
-            raise UserError(f"{context_of_row(int(missing[0]))}: no text")
-        found = np.full((len(texts), self.length), PADDING, dtype=np.float32)
-        for row, tokens in zip(found, self._tokens(texts.to_pylist()), strict=True):
-            row[: len(tokens)] = tokens
-        return found
-
-    def hash_texts(self, texts: pa.ChunkedArray) -> bytes:
-        """16 bytes for each: a document is recognised by all of its text, whatever reads how
-        much of it."""
-        return self._hashes(texts.to_pylist())
 
     @staticmethod
     def _hashes(texts: Iterable[str]) -> bytes:
@@ -737,7 +757,7 @@ def make_docstrings(root: Path, log: Callable[[str], None] = lambda line: None) 
         found += texts
     private = [document for document in _deduplicate(found) if document.word_hash not in known]
     if not private:
-        raise UserError("data make: no docstring found: this Python has no sources")
+        raise UserError("data fetch: no docstring found: this Python has no sources")
     test = [document for document in private if _hash_position(document) < _TEST_FRACTION]
     train = [document for document in private if _hash_position(document) >= _TEST_FRACTION]
     vocabulary = _vocabulary(public)

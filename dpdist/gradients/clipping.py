@@ -37,6 +37,11 @@ def rounding_slack(dtype: torch.dtype) -> float:
 _LEAST_FLOAT32_SENSITIVITY = 2.0**-48
 
 
+def max_batch(dtype: torch.dtype) -> int:
+    """Return up to how many records of a step `sum_slack` covers."""
+    return 2**13 if dtype == torch.float64 else 2**19
+
+
 def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
@@ -86,6 +91,10 @@ def sum_slack(dtype: torch.dtype) -> float:
 
     Items 2 and 3 are 1.72e-3, all four 3.74e-3. A factor 1 + slack of at least
     (1 + 1.79e-3 + 2^-16) / (1 - 1.96e-3) = 1.00377 keeps |S' - S| <= C; 2^-8 = 3.91e-3 is more.
+
+    Where the number of records is protected, those behind the record have other positions in S and
+    S'. Both are compared under a coupling in which each record keeps its words, shard and block
+    (`dpdist.training.private_step.build_shards`), so that the same holds.
 
     In float64 the assumption is 2^-35, of a gradient with its positions summed up: 1025 * 2^-35 <=
     2^-24.99. Adding N records of a batch rounds by 2 N^2 2^-53 <= 2^-26 for N <= 2^13, whatever its

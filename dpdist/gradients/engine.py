@@ -23,36 +23,39 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
 from dpdist.gradients.clipping import (
     Clipping,
-    NoClipping,
     max_run_length,
     rounding_slack,
     sum_slack,
 )
+from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import (
+    WHOLE,
     Inputs,
     Layer,
     LayerCallback,
+    LayoutError,
     Losses,
     Objective,
     OwnLoss,
     device_of,
     each_tensor,
     example_losses,
+    find_drawing_layers,
     find_layers,
     find_shared_arguments,
     rows_of,
@@ -66,7 +69,8 @@ from dpdist.gradients.independence import (
     has_known_layers,
     largest_move,
 )
-from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
+from dpdist.gradients.layer_rules import DrawsByExample, RecurrentByExample
+from dpdist.gradients.passes import Rounding, labelled_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
     LayerCall,
@@ -75,6 +79,7 @@ from dpdist.gradients.per_example import (
     sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
+from dpdist.gradients.random_passes import Draws, DrawsOfRows, keyed_draws, mixes_draws, pass_key
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
@@ -167,7 +172,8 @@ class GradientEngine:
             it stays in evaluation mode, with statistics of public data; `validate` refuses other
             mixing, before the first sum and on no record. Its parameters are only read.
         objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-            (`dpdist.gradients.hooks.OwnLoss`).
+            (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
+            `torch.nn.CrossEntropyLoss()`.
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
             DP-SGD. It may be replaced between steps.
@@ -182,12 +188,14 @@ class GradientEngine:
             added up, and the sum is clipped once. Set it before the first sum.
         rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
             record may move a record's row, or `fixed-row`. Set it before the first sum.
-        changed_blocks: keyed blocks, of all workers, whose rows one record more changes: 1 where no
-            other record moves. Each rounds otherwise, and the clip leaves room for it.
+        shard: a number of the sum among those of a step with one draw key, such as the first record
+            of a worker's: no two passes of a step draw from one state (`random_passes`).
+        draws: what the model and its loss draw in a pass, as it was found.
         parameters: the trainable ones, in the model's order.
         size: their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
-        fallback_layers: those without a rule, left to torch.func.
+        fallback_layers: those without a rule, left to torch.func. A module around a layer that
+            hooks cannot follow joins them in `validate` and `prepare`, with a warning.
         sensitivity: largest norm one example can add to the sum.
 
     Raises:
@@ -210,7 +218,7 @@ class GradientEngine:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | nn.Module,
         *,
         clipping: Clipping,
         perturbation: Perturbation | None = None,
@@ -224,6 +232,8 @@ class GradientEngine:
         raise_malloc_thresholds()
         self.model = model
         self._modes = self._current_modes()  # in which the model was looked at
+        if isinstance(objective, nn.Module):
+            objective = OwnLoss(CriterionLoss(objective))
         self.objective = objective
         self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.isolate = blocks, isolate
@@ -234,22 +244,13 @@ class GradientEngine:
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
-        self._layers = find_layers(model)
-        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
-        # A parameter is clipped with the first layer that uses it.
-        owner: dict[int, str] = {}
-        self._shared: set[int] = set()
-        for layer in self._layers:
-            for slot in layer.parameter_indices.values():
-                if owner.setdefault(slot, layer.name) != layer.name:
-                    self._shared.add(slot)
-        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
-        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
-        clipping.check(self.layers)
+        self._alone: list[str] = []  # modules that run whole, for each example
+        self._find_layers()
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
-        self.records_per_example, self.changed_blocks = 1, 1
+        self.records_per_example = 1
         self.rounding: Rounding = "standard"
+        self.shard, self.draws = 0, Draws()
         kinds = {type(module) for module in model.modules()}
         # torch's InstanceNorm gives a single record in that format a wrong gradient.
         self._channels_last = (
@@ -261,12 +262,57 @@ class GradientEngine:
         self._screened: tuple[Inputs, Tensor] | None = None
         self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
 
+    def _find_layers(self) -> None:
+        """Find the layers to capture, and with which of them each parameter is clipped."""
+        self._layers = find_layers(self.model, self._alone)
+        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
+        # A parameter is clipped with the first layer that uses it.
+        owner: dict[int, str] = {}
+        self._shared: set[int] = set()
+        for layer in self._layers:
+            for slot in layer.parameter_indices.values():
+                if owner.setdefault(slot, layer.name) != layer.name:
+                    self._shared.add(slot)
+        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
+        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
+        self.clipping.check(self.layers)
+
+    def _settle_layouts(self, inputs: Inputs, targets: Tensor) -> None:
+        """Let the smallest module around a layer that hooks cannot follow run whole, for each
+        example, and say so once. What else fails is left to those who check."""
+        few = take(inputs, slice(2)), targets[:2]
+        while WHOLE not in self._alone:
+            find_shared_arguments(self.model, self._layers, self.objective, *few)
+            find_drawing_layers(self.model, self._layers, self.objective, *few)
+            try:
+                run_pass(
+                    self.model, self._layers, self.objective, *few, self._trainable(),
+                    lambda layer, call: None,
+                )  # fmt: skip
+                return
+            except LayoutError as error:
+                lost = error.layer
+                if lost == WHOLE:
+                    return
+                around = lost.rpartition(".")[0] or WHOLE
+            except Exception:  # whatever a user's module does
+                return
+            self._alone.append(around)
+            self._find_layers()
+            self.perturbation = self._perturbation  # noise within it is refused
+            warnings.warn(
+                f"{around}: runs by torch.func for each record, as hooks cannot follow "
+                f"{lost} in it; that takes time, and memory for the rows of a pass times "
+                "its parameters",
+                stacklevel=2,
+            )
+
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
 
     @property
-    def batch_statistics(self) -> dict[str, Tensor]:
-        """Tensors of the model that sums write to: none, where records do not mix."""
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Buffers that passes write to, by name, which a checkpoint keeps: none of this engine."""
         return {}
 
     @property
@@ -339,17 +385,18 @@ class GradientEngine:
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
         blocked = self._keyed_blocks(draw_key, record_ids)
+        self._check_draws_by_row(blocked is not None)
         run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)
         if rounds_factors(device_of(inputs)):  # float64 products never do
             run = 1
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
-        for rows, real in self.iter_passes(batch, draw_key, record_ids):
+        for label, rows, real in self._labelled_passes(batch, draw_key, record_ids):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
-                take(inputs, rows), targets[rows], draw_key, ids, perturbed, own
+                take(inputs, rows), targets[rows], draw_key, ids, perturbed, own, label
             )
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[real]
@@ -366,17 +413,51 @@ class GradientEngine:
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
         """Yield the physical passes over a batch: its rows, and which of them count; the others
         repeat one that does."""
+        for _, rows, real in self._labelled_passes(batch, draw_key, record_ids):
+            yield rows, real
+
+    def _labelled_passes(
+        self, batch: int, draw_key: bytes, record_ids: Tensor | None
+    ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
+        """Yield the passes, each behind the label of what the model draws in it."""
         blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
             step = self.micro_batch or max(1, batch)
-            yield from (
-                (rows, slice(len(rows))) for rows in torch.arange(batch).split(step) if batch
-            )
+            for number, rows in enumerate(torch.arange(batch).split(step)):
+                if batch:
+                    yield ("pass", "by position", number), rows, slice(len(rows))
             return
         rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
-        for members, real in iter_passes(blocks, draw_key, ids, rows, self.rounding):
+        for label, members, real in labelled_passes(blocks, draw_key, ids, rows, self.rounding):
             places = real if isinstance(real, slice) else torch.from_numpy(real)
-            yield torch.from_numpy(members), places
+            yield label, torch.from_numpy(members), places
+
+    def _drawing(
+        self, draw_key: bytes, label: tuple[str | int, ...]
+    ) -> AbstractContextManager[None]:
+        """Let the model draw in the block what the pass of this label draws
+        (`dpdist.gradients.random_passes`)."""
+        if not self.draws.any:
+            return nullcontext()
+        if not draw_key:
+            raise UserError(
+                "draw_key: must be 32 secret bytes, new for each step, for a model or loss that "
+                "draws random numbers (dropout), got none: they are keyed by it"
+            )
+        of_shard = ("shard", self.shard) if label[0] == "pass" else ()
+        return keyed_draws(pass_key(draw_key, *of_shard, *label), self.parameters[0].device)
+
+    def _check_draws_by_row(self, blocked: bool) -> None:
+        """Raise UserError where rows of a pass share what the layout takes to be their own."""
+        alone = self.micro_batch == 1 or self.isolate or self.perturbation.per_example
+        if self.draws.shared and not (alone or (blocked and self.rounding == "fixed-row")):
+            raise UserError(
+                f"model: must draw random numbers for each record, got {self.draws.shared[0]} for "
+                "all rows of a pass, so that one record more could move them all: set "
+                "resources.rounding: fixed-row or resources.micro_batch: 1, or draw with a "
+                "dimension of the batch",
+                see="explanation/gradients.md#random-numbers-in-a-pass",
+            )
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
         """Return examples of the shapes and types of these: those that were screened where there
@@ -455,7 +536,7 @@ class GradientEngine:
         dtype = self.precision
         if self.blocks is None:
             return rounding_slack(dtype)
-        return rounding_slack(dtype) + self.changed_blocks * sum_slack(dtype)
+        return rounding_slack(dtype) + sum_slack(dtype)
 
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""
@@ -484,13 +565,16 @@ class GradientEngine:
         record_ids: Tensor | None,
         perturbed: dict[int, dict[str, Tensor]],
         members: GroupMembers | None = None,
+        label: tuple[str | int, ...] = ("pass",),
     ) -> tuple[list[PerExampleGradient], Tensor]:
         """Sums over the draws (not yet weighted but by their shares) and over the records of a
-        group, one entry per parameter; mean losses (B,)."""
+        group, one entry per parameter; mean losses (B,). label: of the pass, for what it draws."""
         gradients = self._empty_gradients()
         if members is None:
             seen = self._laid_out(inputs)
-            total = self._add_draws(seen, targets, draw_key, record_ids, perturbed, gradients, None)
+            total = self._add_draws(
+                seen, targets, draw_key, record_ids, perturbed, gradients, None, label
+            )
             return gradients, total / self.perturbation.count
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for place in range(self.records_per_example):
@@ -498,7 +582,7 @@ class GradientEngine:
             weights = members.weights[:, place]
             losses = self._add_draws(
                 self._laid_out(record), wanted, draw_key, members.ids[:, place], perturbed,
-                gradients, weights,
+                gradients, weights, (*label, "place", place),
             )  # fmt: skip
             total += losses * weights
         return gradients, total / (self.perturbation.count * members.weights.sum(1))
@@ -512,6 +596,7 @@ class GradientEngine:
         perturbed: dict[int, dict[str, Tensor]],
         gradients: list[PerExampleGradient],
         weights: Tensor | None,
+        label: tuple[str | int, ...],
     ) -> Tensor:
         """Add the gradients of one record of each example, under every draw; summed losses (B,).
 
@@ -520,26 +605,41 @@ class GradientEngine:
         draws = self.perturbation
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for draw in range(draws.count):
-            seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
             part = None if draws.draw_weights is None else draws.draw_weights[draw]
             share = part if weights is None else weights * (1.0 if part is None else part)
-            if self.isolate or draws.per_example:
-                losses = self._isolated_pass(
-                    seen, targets, draw_key, record_ids, draw, gradients, share
+            with self._drawing(draw_key, (*label, "draw", draw)):
+                losses = self._losses_of_draw(
+                    inputs, targets, draw_key, record_ids, draw, perturbed, gradients, share
                 )
-            else:
-                values = perturbed.get(draw)
-                if values is None:
-                    values = draws.perturb_parameters(self._trainable(), draw_key, draw)
-                    if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
-                        perturbed[draw] = values
-                with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
-                    losses = run_pass(
-                        self.model, self._layers, self.objective, seen, targets, values,
-                        _collector(gradients), weights=share,
-                    )  # fmt: skip
             total += losses.double() * (1.0 if part is None else part * draws.count)
         return total
+
+    def _losses_of_draw(
+        self,
+        inputs: Inputs,
+        targets: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        draw: int,
+        perturbed: dict[int, dict[str, Tensor]],
+        gradients: list[PerExampleGradient],
+        share: Tensor | float | None,
+    ) -> Tensor:
+        """Add the gradients of one draw; losses (B,)."""
+        draws = self.perturbation
+        seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
+        if self.isolate or draws.per_example:
+            return self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients, share)
+        values = perturbed.get(draw)
+        if values is None:
+            values = draws.perturb_parameters(self._trainable(), draw_key, draw)
+            if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
+                perturbed[draw] = values
+        with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
+            return run_pass(
+                self.model, self._layers, self.objective, seen, targets, values,
+                _collector(gradients), weights=share,
+            )  # fmt: skip
 
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -553,7 +653,12 @@ class GradientEngine:
             return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the model makes of them."""
+        """Return what the model makes of them. Raises UserError where it draws."""
+        if self.draws.any:
+            raise UserError(
+                "model: must draw no random numbers for targets that it makes itself "
+                "(consistency), got dropout or the like: set its probability to 0"
+            )
         with sums_in_order(inputs.device):
             found: Tensor = self.model(inputs)
             return found
@@ -599,19 +704,30 @@ class GradientEngine:
         }
 
         def loss(
-            own: dict[str, Tensor], example: Inputs, target: Tensor, weight: Tensor | float | None
+            own: dict[str, Tensor],
+            example: Inputs,
+            target: Tensor,
+            weight: Tensor | float | None,
+            zero: Tensor | None,
         ) -> tuple[Tensor, Tensor]:
             alone, everything = take(example, None), {**own, **frozen}
-            value = example_losses(self.model, self.objective, everything, alone, target[None])[0]
+            draws = nullcontext() if zero is None else DrawsByExample(zero)
+            with draws, RecurrentByExample():
+                value = example_losses(self.model, self.objective, everything, alone, target[None])[
+                    0
+                ]
             return value if weight is None else weight * value, value.detach()
 
         each = 0 if isinstance(share, Tensor) else None
+        zeros = torch.zeros(len(targets), device=targets.device) if self.draws.any else None
         per_example = torch.func.vmap(
-            torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
+            torch.func.grad(loss, has_aux=True),
+            in_dims=(own_values, 0, 0, each, None if zeros is None else 0),
+            randomness="error" if zeros is None else "different",
         )
         losses: Tensor
         with _errors_of_isolated_models(), sums_in_order(device_of(inputs)):
-            grads, losses = per_example(values, inputs, targets, share)
+            grads, losses = per_example(values, inputs, targets, share, zeros)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
         return losses
@@ -634,8 +750,9 @@ class GradientEngine:
         """
         with _preserve_random_state(device_of(inputs)):
             if not self._checked:
+                self._settle_layouts(inputs, targets)
                 check_example_independence(
-                    self.model, self.objective, self._empty_gradients, inputs, targets
+                    self.model, self.objective, self._empty_gradients, inputs, targets, self._alone
                 )
                 return_freed_memory()
         self.prepare(inputs, targets)
@@ -657,12 +774,35 @@ class GradientEngine:
         self._checked, self._modes = True, self._current_modes()
         with _preserve_random_state(device_of(inputs)):
             if not self.isolate:
+                self._settle_layouts(inputs, targets)
                 self._kinds.clear()
                 self._find_shared(inputs, targets)
+            draws = find_drawing_layers(self.model, self._layers, self.objective, inputs, targets)
+            if draws is None:
+                raise UserError(
+                    "the model must run on two and on three copies of an example, got an error for "
+                    "each: mend it, or give examples that it takes to validate()"
+                )
+            self.draws = draws
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+            if draws.any and not (draws.shared or self.isolate):
+                self._find_mixed_draws(inputs, targets)
+        self._check_draws_by_row(True)
+
+    def _find_mixed_draws(self, inputs: Inputs, targets: Tensor) -> None:
+        """Note where a row's loss follows from what other rows draw."""
+
+        def run(number: int, rows: list[int]) -> Tensor:
+            label, ids = ("pass", "tried", number), torch.tensor(rows)
+            return self._per_example_gradients(
+                take(inputs, rows), targets[rows], SYNTHETIC_KEY, ids, {}, None, label
+            )[1]
+
+        if mixes_draws(run):
+            self.draws = replace(self.draws, shared=("numbers that are put in relation",))
 
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
         """Return by how much clipped gradients changed at most, in units of the sensitivity, when
@@ -687,15 +827,16 @@ class GradientEngine:
                 some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
                 labels = torch.stack([labels] * count, 1)
             gradients, _ = self._per_example_gradients(
-                some, labels, SYNTHETIC_KEY, ids, {}, members
+                some, labels, SYNTHETIC_KEY, ids, {}, members, ("pass", *rows)
             )
             table = self._squared_norms(gradients)
             if table is None:
                 table = torch.zeros(len(self.layers), len(rows), dtype=torch.float64)
             return gradients, self._factors(table)[self._row]
 
+        moved = DrawsOfRows(run) if self.draws.any else run
         with _preserve_random_state(device_of(inputs)):
-            found = largest_move(run, len(targets), self.rows_per_pass(blocks))
+            found = largest_move(moved, len(targets), self.rows_per_pass(blocks))
         return found / self.sensitivity
 
     def _current_modes(self) -> list[bool]:
@@ -789,78 +930,6 @@ class GradientEngine:
         return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
 
 
-class WholeBatchEngine(GradientEngine):
-    """Sum the gradient of a whole batch in one pass, BatchNorm included: NOT PRIVATE.
-
-    For runs that prove nothing. BatchNorm normalises by the batch, so one record changes every
-    record's gradient, and its statistics are written without noise.
-
-    Raises:
-        UserError: there is a clip, which speaks of single records.
-    """
-
-    def __init__(self, model: nn.Module, objective: Objective, *, clipping: Clipping) -> None:
-        if not isinstance(clipping, NoClipping):
-            raise UserError(
-                "privacy.clipping: must be none for a model with BatchNorm, which mixes records"
-            )
-        super().__init__(model, objective, clipping=clipping, micro_batch=1)
-        self._checked, self._channels_last = True, False  # nothing to look for
-
-    def _refuse_layers(self, model: nn.Module) -> None:
-        """Take BatchNorm."""
-
-    @property
-    def batch_statistics(self) -> dict[str, Tensor]:
-        """Running means, variances and numbers of batches, by the names of their buffers."""
-        return {
-            f"{name}.{key}": buffer
-            for name, module in self.model.named_modules()
-            if isinstance(module, _BatchNorm)
-            for key, buffer in module.named_buffers(recurse=False)
-        }
-
-    def validate(self, inputs: Inputs, targets: Tensor) -> None:
-        """Check nothing: records are allowed to mix."""
-
-    def clipped_sum(
-        self,
-        inputs: Inputs,
-        targets: Tensor,
-        *,
-        draw_key: bytes = b"",
-        record_ids: Tensor | None = None,
-        out: Tensor | None = None,
-        members: GroupMembers | None = None,
-    ) -> ClippedSum:
-        """Return the sum of the batch's gradients, unclipped; arguments as in `GradientEngine`."""
-        draws, batch = self.perturbation, rows_of(inputs)
-        if members is not None or draws.count > 1 or draws.per_example:
-            raise UserError("a model with BatchNorm: must have one draw, and no groups")
-        flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
-        if not batch:
-            return ClippedSum(flat, 0, 0, 0.0)
-        seen = self.perturb_inputs(inputs, record_ids, draw_key, 0)
-        values = {
-            name: value.detach().requires_grad_()
-            for name, value in draws.perturb_parameters(self._trainable(), draw_key, 0).items()
-        }
-        before = self.model.training
-        self.model.train()
-        try:
-            with (
-                override_outputs(self.model, self._hidden_noise(record_ids, draw_key, 0)),
-                torch.enable_grad(),
-                sums_in_order(device_of(inputs)),
-            ):
-                losses = example_losses(self.model, self.objective, values, seen, targets)
-                found = torch.autograd.grad(losses.sum(), [values[name] for name in self._named])
-        finally:
-            self.model.train(before)
-        flat += torch.cat([each.reshape(-1) for each in found]).double() * draws.gradient_weight
-        return ClippedSum(flat, batch, 0, float(losses.detach().double().sum()))
-
-
 def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError for a trained parameter whose imaginary part the sum would drop."""
     for name, parameter in named.items():
@@ -881,7 +950,7 @@ def _errors_of_isolated_models() -> Iterator[None]:
     except Exception as error:
         raise UserError(
             "the model must run on each record alone under torch.func.vmap (model.isolate), "
-            "without random numbers and without branches on values: "
+            "without branches on values: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
 

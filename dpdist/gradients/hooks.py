@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.layer_rules import (
     POSITIONWISE,
     Rule,
+    call_for_each_example,
     call_with_values,
     embedding,
     find_rule,
     per_example_vjp,
 )
 from dpdist.gradients.per_example import LayerCall, sums_in_order
+from dpdist.gradients.random_passes import Draws, States, find_draws, random_states
 
 # --- losses and batches -----------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ def device_of(inputs: Inputs) -> torch.device:
 # --- layers -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Layer:
     """A module that owns trainable parameters.
 
@@ -159,7 +162,9 @@ class Layer:
     that is looked up, from the number of a call in its pass and the form of its arguments to the
     shapes of those that belong to no example, by their places (`find_shared_arguments`). lengths:
     of a layer that treats positions alone, from the number of a call to its output's number of
-    dimensions and what is as long as it.
+    dimensions and what is as long as it. draws: whether its rule runs it again and it draws random
+    numbers; without a rule it then runs by torch.func in the forward pass too.
+    alone: whether it does so because hooks cannot follow a layer in it.
     """
 
     name: str
@@ -170,10 +175,17 @@ class Layer:
     fallback: bool
     shared: dict[tuple[int, str], dict[int, torch.Size]] = field(default_factory=dict)
     lengths: dict[int, tuple[int, Beginnings]] = field(default_factory=dict)
+    draws: bool = False
+    alone: bool = False
 
     @property
     def may_share(self) -> bool:
         return self.fallback or self.rule is embedding
+
+    @property
+    def runs_again(self) -> bool:
+        """Return whether its rule runs it a second time."""
+        return self.fallback or isinstance(self.module, nn.RNNBase)
 
 
 # (input, its first dimensions) that have so many positions as something else
@@ -184,8 +196,19 @@ _HALF = (torch.float16, torch.bfloat16)
 LayerCallback = Callable[[Layer, LayerCall], None]
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers to capture, in the model's order; slots number the trainable parameters."""
+class LayoutError(UserError):
+    """A layer whose output does not have the examples where hooks look for them."""
+
+    def __init__(self, layer: str, said: str) -> None:
+        super().__init__(said)
+        self.layer = layer
+
+
+def find_layers(model: nn.Module, alone: Collection[str] = ()) -> list[Layer]:
+    """Return the layers to capture, in the model's order; slots number the trainable parameters.
+
+    alone: names of modules that run whole, for each example.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     index = {id(parameter): slot for slot, parameter in enumerate(trainable)}
     full_name = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -193,10 +216,13 @@ def find_layers(model: nn.Module) -> list[Layer]:
     claimed: set[int] = set()
     for name, module in model.named_modules():
         own, holders = _own_parameters(module)
+        whole = (name or WHOLE) in alone
+        if whole:
+            own = dict(module.named_parameters())
         if id(module) in claimed or not any(id(p) in index for p in own.values()):
             continue
         claimed.update(id(holder) for holder in holders)
-        rule = find_rule(module)
+        rule = None if whole else find_rule(module)
         fallback = rule is None
         if rule is None:
             # Differentiated as a whole: its submodules may be used in ways hooks do not see.
@@ -205,8 +231,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
             own = dict(module.named_parameters())
         slots = {local: index[id(p)] for local, p in own.items() if id(p) in index}
         names = {local: full_name[id(p)] for local, p in own.items()}
-        layers.append(Layer(name or "(the model itself)", module, rule, slots, names, fallback))
+        layers.append(Layer(name or WHOLE, module, rule, slots, names, fallback, alone=whole))
     return layers
+
+
+WHOLE = "(the model itself)"
+
+
+def _twins(model: nn.Module, layers: list[Layer]) -> list[Layer]:
+    """Return the layers of a copy of the model."""
+    return find_layers(model, [layer.name for layer in layers if layer.alone])
 
 
 # never called on examples: they are their module's own
@@ -240,6 +274,8 @@ class _PassState:
     in_rule: bool = False
     calls: Counter[str] = field(default_factory=Counter)  # by layer
     shapes: Sequence[torch.Size] = ()  # of the inputs
+    # Of layers that draw: generators when the call began, and the arguments that are shared.
+    entered: dict[str, list[tuple[States, frozenset[int]]]] = field(default_factory=dict)
 
     def beginnings(self, length: int) -> Beginnings:
         """Return of which inputs which first dimensions have so many positions."""
@@ -283,6 +319,7 @@ class _PassState:
         kwargs: dict[str, Any],
         output_gradients: list[Tensor],
         shared: frozenset[int] = frozenset(),
+        states: States | None = None,
     ) -> None:
         parameters = {local: self.values[name] for local, name in layer.parameter_names.items()}
         if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, output_gradients))):
@@ -290,7 +327,7 @@ class _PassState:
             args, kwargs, output_gradients = pytree.tree_map_only(
                 Tensor, _at_least_float32, (args, kwargs, output_gradients)
             )
-            if layer.fallback or isinstance(layer.module, nn.RNNBase):  # runs again, with these
+            if layer.runs_again:  # with these
                 parameters = {name: _at_least_float32(p) for name, p in parameters.items()}
         call = LayerCall(
             layer.module,
@@ -300,6 +337,7 @@ class _PassState:
             parameters,
             frozenset(layer.parameter_indices),
             shared,
+            states,
         )
         self.in_rule = True
         try:
@@ -308,8 +346,7 @@ class _PassState:
             if layer.fallback and not isinstance(error, UserError):
                 error.add_note(
                     f"(layer {layer.name} has no rule, so torch.func runs it for each example "
-                    "alone: it must take and return the examples on dimension 0, also one, and "
-                    "draw no random numbers, as dropout inside it does)"
+                    "alone: it must take and return the examples on dimension 0, also one)"
                 )
             raise
         finally:
@@ -323,6 +360,7 @@ class _DeferredCall:
     outputs: list[Tensor]
     output_gradients: list[Tensor | None]
     shared: frozenset[int]
+    states: States | None
 
 
 def _is_half(leaf: object) -> bool:
@@ -385,7 +423,9 @@ def run_pass(
                         torch.zeros_like(output) if signal is None else signal
                         for output, signal in zip(call.outputs, call.output_gradients, strict=True)
                     ]
-                    current.deliver(layer, call.args, call.kwargs, signals, call.shared)
+                    current.deliver(
+                        layer, call.args, call.kwargs, signals, call.shared, call.states
+                    )
     return losses.detach()
 
 
@@ -502,7 +542,7 @@ def _argument_shapes(
 
     handles = [
         each.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
-        for each, layer in zip(find_layers(model), layers, strict=True)
+        for each, layer in zip(_twins(model, layers), layers, strict=True)
         if _is_watched(layer)
     ]
     try:
@@ -553,7 +593,8 @@ def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
             hook = _forward_hook(layer, current)
             # Before all others: noise that somebody puts on the output is none of the layer's.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        yield
+        with _drawing_layers(layers, current):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -570,7 +611,11 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         if current.in_rule:  # torch.func is replaying this layer
             return None
         args, kwargs = _detach_arguments(args, kwargs)
-        shared = current.shared_arguments(layer, (args, kwargs))
+        states = None
+        if layer.draws:
+            states, shared = current.entered[layer.name].pop()
+        else:
+            shared = current.shared_arguments(layer, (args, kwargs))
         if layer.rule is embedding and isinstance(output, Tensor):
             args, kwargs, output = _for_each_example(current.batch, shared, args, kwargs, output)
             shared = frozenset()
@@ -599,18 +644,121 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
                 args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
             leaves[wanted[0]].register_hook(
                 lambda signal: current.deliver(
-                    layer, args, kwargs, [by_example(signal) if flat else signal], shared
+                    layer, args, kwargs, [by_example(signal) if flat else signal], shared, states
                 )
             )
         else:
             outputs = [leaves[position].detach() for position in wanted]
-            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted), shared)
+            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted), shared, states)
             current.pending.append((layer, call))
             for order, position in enumerate(wanted):
                 leaves[position].register_hook(_store(call.output_gradients, order))
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
+
+
+@contextmanager
+def _drawing_layers(layers: list[Layer], current: _PassState) -> Iterator[None]:
+    """Have layers that draw and run again draw the same numbers both times, until the block ends:
+    those without a rule run for each example alone from the beginning."""
+    device, replaced = current.anchor.device, []
+
+    def drawing(layer: Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if current.in_rule:
+                return forward(*args, **kwargs)
+            shared = current.shared_arguments(layer, (args, kwargs))
+            current.entered.setdefault(layer.name, []).append((random_states(device), shared))
+            if not layer.fallback:
+                return forward(*args, **kwargs)
+            given = [
+                each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            ]
+            if not any(each.shape[:1] == (current.batch,) for each in given):
+                raise LayoutError(
+                    layer.name,
+                    f"layer {layer.name} must take the examples on dimension 0, got shapes "
+                    f"{[tuple(each.shape) for each in given]} for a batch of {current.batch}",
+                )
+            return call_for_each_example(forward, args, kwargs, current.batch, shared)
+
+        return run
+
+    try:
+        for layer in layers:
+            if layer.draws:
+                module: Any = layer.module
+                replaced.append((module, vars(module).get("forward")))
+                module.forward = drawing(layer, module.forward)
+        yield
+    finally:
+        for module, before in replaced:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+
+@contextmanager
+def drawing_as_in_passes(layers: list[Layer], inputs: Inputs) -> Iterator[None]:
+    """Let a plain forward and backward pass in the block draw what `run_pass` draws."""
+    anchor = torch.zeros(0, device=device_of(inputs))
+    state = _PassState(rows_of(inputs), {}, anchor, lambda layer, call: None)
+    with _drawing_layers(layers, state):
+        yield
+
+
+def find_drawing_layers(
+    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
+) -> Draws | None:
+    """Find what a pass draws, and keep in the layers which of them draw in a call that runs again.
+
+    A copy of the model is asked, in passes of two and of three rows. The generators move.
+
+    Args:
+        layers: from `find_layers(model)`.
+        inputs, targets: (B, ...), B >= 1, of which the first that runs is repeated: public or
+            invented.
+
+    Returns:
+        What is drawn; None where no such pass runs.
+
+    Raises:
+        UserError: numbers come from another generator than torch's global ones.
+    """
+    copied = _copy_of(model)
+    twins = [
+        (each.module, layer.name)
+        for each, layer in zip(_twins(copied, layers), layers, strict=True)
+        if layer.runs_again
+    ]
+
+    def run(example: int, rows: int, inside: list[str]) -> None:
+        handles = []
+        try:
+            for module, name in twins:
+                enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+                leave = module.register_forward_hook(lambda *_: inside.pop() and None)
+                handles += [enter, leave]
+            some = take(inputs, [example] * rows), targets[[example] * rows]
+            example_losses(copied, objective, {}, *some)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    for example in range(len(targets)):
+        try:
+            found = find_draws(partial(run, example), device_of(inputs))
+            break
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # whatever a user's module does with numbers that are not finite
+            continue
+    else:
+        return None
+    for layer in layers:
+        layer.draws = layer.alone or layer.name in found.inside
+    return found
 
 
 def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
@@ -700,7 +848,8 @@ def _check_batch_dimension(layer: Layer, batch: int, outputs: list[Tensor]) -> N
             f"of a packed or an unbatched one it returned shape {shape} for a batch of {batch}"
         )
     if len(shape) <= dimension or shape[dimension] != batch:
-        raise UserError(
+        raise LayoutError(
+            layer.name,
             f"layer {layer.name} returned shape {shape} for a batch of {batch}: its output must "
-            f"keep the examples on dimension {dimension}"
+            f"keep the examples on dimension {dimension}",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,14 +26,17 @@ from dpdist.gradients.hooks import (
     Objective,
     OwnLoss,
     device_of,
+    drawing_as_in_passes,
     each_tensor,
     example_losses,
+    find_drawing_layers,
     find_layers,
     find_shared_arguments,
     run_pass,
     take,
 )
 from dpdist.gradients.per_example import LayerCall, PerExampleGradient
+from dpdist.gradients.random_passes import States, random_states, restore_states
 from dpdist.gradients.validation import (
     describe_layout,
     normalises_over_batch,
@@ -88,7 +91,6 @@ _MIXES = (
     "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
     "the batch"
 )
-_RandomStates = tuple[Tensor, Tensor]  # of torch's generators, on the CPU and where the model lies
 
 
 def check_example_independence(
@@ -97,6 +99,7 @@ def check_example_independence(
     make_gradients: Callable[[], list[PerExampleGradient]],
     inputs: Inputs,
     targets: Tensor,
+    alone: Collection[str] = (),
 ) -> None:
     """Check on examples that they do not mix and that no parameter's gradient is missed.
 
@@ -113,6 +116,7 @@ def check_example_independence(
         make_gradients: makes empty ones, one per parameter.
         inputs: (B, ...), public or invented, two at least with finite gradients.
         targets: (B, ...), as the objective takes them.
+        alone: names of modules that run whole, for each example.
 
     Raises:
         UserError: the check failed, or too few gradients are finite.
@@ -122,13 +126,13 @@ def check_example_independence(
     if wide is not None:
         widened = each_tensor(_to_float64, inputs), _to_float64(targets)
         try:
-            return _Screening(wide, objective, make_gradients, *widened, _EXACT).run()
+            return _Screening(wide, objective, make_gradients, *widened, _EXACT, alone).run()
         except UserError:
             raise
         except Exception:  # a model with constants of its own precision
             pass
     try:
-        _Screening(model, objective, make_gradients, inputs, targets, _OWN).run()
+        _Screening(model, objective, make_gradients, inputs, targets, _OWN, alone).run()
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a user's module does
@@ -159,10 +163,11 @@ class _Screening:
         inputs: Inputs,
         targets: Tensor,
         tolerances: tuple[float, float, float],
+        alone: Collection[str],
     ) -> None:
         self.model, self.objective, self.make_gradients = model, objective, make_gradients
         self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
-        self.layers = find_layers(model)
+        self.layers = find_layers(model, alone)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.tolerance, self.absolute_tolerance, self.last_digits = tolerances
@@ -171,9 +176,10 @@ class _Screening:
     def run(self) -> None:
         before = _marks(self.model)
         find_shared_arguments(self.model, self.layers, self.objective, self.inputs, self.targets)
-        start = self._random_states()
+        drawn = find_drawing_layers(
+            self.model, self.layers, self.objective, self.inputs, self.targets
+        )
         among = torch.cat([self._sizes(rows) for rows in self._companies()])
-        drawn = not all(map(torch.equal, start, self._random_states()))
         finite = among.isfinite().all(1).nonzero().flatten().tolist()
         if len(finite) < 2:
             raise UserError(
@@ -184,7 +190,7 @@ class _Screening:
         self._check_nothing_is_remembered(finite[0])
         few = finite[:_FEW]
         self._check_no_gradient_is_missed(take(self.inputs, few), self.targets[few])
-        if drawn:
+        if drawn is not None and drawn.any:
             self._compare_with_copies(finite)
         else:
             for row in finite:
@@ -234,9 +240,9 @@ class _Screening:
         return [zero if each is None else each.double() for each in found]
 
     def _check_nothing_is_remembered(self, row: int) -> None:
-        states = self._random_states()
+        states = random_states(self.device)
         first = self._sizes([row])[0]
-        self._restore(states)
+        restore_states(states, self.device)
         again = self._sizes([row])[0]
         if bool(((again - first).abs() > self._allowed(first)).any()):
             raise UserError(
@@ -250,13 +256,13 @@ class _Screening:
 
         What a random layer draws depends on the number of rows.
         """
-        states, count = self._random_states(), len(self.targets)
+        states, count = random_states(self.device), len(self.targets)
         for row in finite[:2]:
             place = min(count, _TOGETHER) // 2
             company = [(row + step - place) % count for step in range(min(count, _TOGETHER))]
-            self._restore(states)
+            restore_states(states, self.device)
             copies = self._sizes([row] * len(company))[place]
-            self._restore(states)
+            restore_states(states, self.device)
             among = self._sizes(company)[place]
             self._compare(copies, among, [row] * len(company), place, states)
 
@@ -266,7 +272,7 @@ class _Screening:
         among: Tensor,
         rows: list[int],
         place: int,
-        states: _RandomStates | None = None,
+        states: States | None = None,
     ) -> None:
         """Raise UserError where an example's sizes are other ones among others.
 
@@ -278,7 +284,7 @@ class _Screening:
         if bool((difference <= allowed).all()):
             return
         if states is not None:
-            self._restore(states)
+            restore_states(states, self.device)
         moved = (self._sizes(rows, self._changed_last_digits())[place] - alone).abs()
         if bool((difference <= allowed + 4 * moved.nan_to_num(0.0, 0.0, 0.0)).all()):
             return
@@ -302,16 +308,6 @@ class _Screening:
             found[name] = value * places.cos_().mul_(self.last_digits).add_(1).view_as(value)
         return found
 
-    def _random_states(self) -> _RandomStates:
-        on_device = self.device.type == "cuda"
-        state = torch.get_rng_state()
-        return state, torch.cuda.get_rng_state(self.device) if on_device else state
-
-    def _restore(self, states: _RandomStates) -> None:
-        torch.set_rng_state(states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self.device)
-
     # --- what autograd says
 
     def _check_no_gradient_is_missed(self, inputs: Inputs, targets: Tensor) -> None:
@@ -321,10 +317,10 @@ class _Screening:
         against the whole gradient: of a parameter without effect (a bias before a normalisation)
         both ways leave rounding only.
         """
-        states = self._random_states()
+        states = random_states(self.device)
         _, gradients = self._gradients(inputs, targets)
-        self._restore(states)
-        with torch.enable_grad():
+        restore_states(states, self.device)
+        with torch.enable_grad(), drawing_as_in_passes(self.layers, inputs):
             total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
         norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
         whole, largest = math.hypot(*norms), 0.0

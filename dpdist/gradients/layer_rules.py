@@ -3,8 +3,7 @@
 A rule takes a captured layer call and yields (local parameter name, contribution) for the
 trainable parameters. `find_rule` finds it; None means that the layer is left to `torch.func`: one
 vmapped backward of that layer, with memory of (micro-batch x the layer's parameters). Such a layer
-must treat dimension 0 of its tensor inputs and outputs as the batch, must not be random and must
-not update buffers.
+must treat dimension 0 of its tensor inputs and outputs as the batch, and must not update buffers.
 
 Covered are Linear (any leading dimensions) and Embedding; Conv1d, Conv2d and ConvTranspose2d with
 any stride, padding, dilation and groups; normalisation of one example at a time; RNN, LSTM and
@@ -16,14 +15,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpdist.gradients.per_example import (
@@ -33,6 +35,7 @@ from dpdist.gradients.per_example import (
     LayerCall,
     OuterProductGradient,
 )
+from dpdist.gradients.random_passes import draws_again
 
 # --- Linear and Embedding ---------------------------------------------------------------------
 
@@ -241,9 +244,11 @@ _Gates = list[tuple[Tensor, Tensor]]  # per time step: pre-activations from the 
 
 
 def replayable(module: nn.Module) -> bool:
-    """False for what the replay does not cover: projections, and dropout between layers."""
+    """False for what the replay does not cover: projections, and cuDNN's dropout between layers,
+    which draws from a state of its own."""
     assert isinstance(module, nn.RNNBase)
-    return module.proj_size == 0 and (module.dropout == 0 or module.num_layers == 1)
+    draws = module.dropout > 0 and module.num_layers > 1
+    return module.proj_size == 0 and not (draws and module.weight_ih_l0.device.type != "cpu")
 
 
 def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
@@ -257,7 +262,8 @@ def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         for layer in range(module.num_layers)
         for direction in range(1 + module.bidirectional)
     ]
-    with torch.enable_grad():
+    again = nullcontext() if call.states is None else draws_again(call.states, inputs.device)
+    with again, torch.enable_grad():
         outputs, gates, pairs = _replay(module, call.parameters, inputs, state, suffixes)
     wanted = [tensor for steps in gates for pair in steps for tensor in pair]
     grads = iter(torch.autograd.grad(outputs, wanted, call.output_gradients, allow_unused=True))
@@ -321,6 +327,9 @@ def _replay(
             last_hidden.append(hidden)
             last_cell.append(cell)
         below = [torch.cat(step, dim=-1) for step in zip(*outputs, strict=True)]
+        if module.dropout and module.training and layer < module.num_layers - 1:
+            # In the layout in which the layer itself draws.
+            below = list(F.dropout(torch.stack(below), module.dropout))
     result = torch.stack(below, dim=1 if module.batch_first else 0)
     if not module.batch_first:
         result = torch.stack(below, dim=0)
@@ -364,34 +373,149 @@ def _cell(
 def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """Vector-Jacobian products of the layer for each example alone (a batch of one)."""
     batch = call.output_gradients[0].shape[0]
-    leaves, spec = pytree.tree_flatten((call.inputs, call.kwargs))
-    batched = [
-        isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) and place not in call.shared
-        for place, leaf in enumerate(leaves)
-    ]
+    tensors, filled = _cut((call.inputs, call.kwargs), batch, call.shared)
     wanted = {name: call.parameters[name] for name in sorted(call.trainable)}
     fixed = {name: value for name, value in call.parameters.items() if name not in wanted}
 
-    def one_example(tensors: list[Tensor], signals: list[Tensor]) -> dict[str, Tensor]:
-        given = iter(tensors)
-        filled = [
-            next(given).unsqueeze(0) if is_batched else leaf
-            for leaf, is_batched in zip(leaves, batched, strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(filled, spec)
+    def one_example(
+        tensors: list[Tensor], signals: list[Tensor], zero: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        args, kwargs = filled(tensors)
 
         def outputs(values: dict[str, Tensor]) -> list[Tensor]:
-            result = call_with_values(call.module, {**values, **fixed}, args, kwargs)
+            draws = nullcontext() if zero is None else DrawsByExample(zero)
+            with draws, RecurrentByExample():
+                result = call_with_values(call.module, {**values, **fixed}, args, kwargs)
             return float_tensors(result)
 
         pullback = torch.func.vjp(outputs, wanted)[1]
         answer: dict[str, Tensor] = pullback([signal.unsqueeze(0) for signal in signals])[0]
         return answer
 
-    tensors = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
-    grads = torch.func.vmap(one_example)(tensors, list(call.output_gradients))
+    signals = list(call.output_gradients)
+    if call.states is None:
+        grads = torch.func.vmap(one_example)(tensors, signals)
+    else:
+        by_example = torch.func.vmap(one_example, randomness="different")
+        with draws_again(call.states, signals[0].device):
+            grads = by_example(tensors, signals, signals[0].new_zeros(batch))
     for name, values in grads.items():
         yield name, DenseGradient(values)
+
+
+def call_for_each_example(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: int,
+    shared: frozenset[int],
+) -> Any:
+    """Call a layer for each example alone, a batch of one, so that each draws numbers of its own.
+
+    `per_example_vjp` draws the same ones from the same state: it makes the same calls in the same
+    order.
+    """
+    tensors, filled = _cut((args, kwargs), batch, shared)
+    kept: list[Any] = []
+
+    def one_example(tensors: list[Tensor], zero: Tensor) -> list[Tensor]:
+        args, kwargs = filled(tensors)
+        with DrawsByExample(zero), RecurrentByExample():
+            leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
+        made = [isinstance(leaf, Tensor) for leaf in leaves]
+        kept[:] = (
+            made,
+            [None if own else leaf for own, leaf in zip(made, leaves, strict=True)],
+            spec,
+        )
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    zeros = torch.zeros(batch, device=tensors[0].device)
+    found = torch.func.vmap(one_example, randomness="different")(tensors, zeros)
+    made, others, spec = kept
+    rows = iter(each.flatten(0, 1) if each.dim() > 1 else each for each in found)
+    filled_in = [next(rows) if own else other for own, other in zip(made, others, strict=True)]
+    return pytree.tree_unflatten(filled_in, spec)
+
+
+def _cut(
+    arguments: Any, batch: int, shared: Collection[int]
+) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """Return the tensors among arguments that belong to examples, and what puts an example's own
+    in their places, as a batch of one."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    batched = [
+        isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) and place not in shared
+        for place, leaf in enumerate(leaves)
+    ]
+
+    def filled(tensors: list[Tensor]) -> Any:
+        given = iter(tensors)
+        alone = [
+            next(given).unsqueeze(0) if is_batched else leaf
+            for leaf, is_batched in zip(leaves, batched, strict=True)
+        ]
+        return pytree.tree_unflatten(alone, spec)
+
+    return [leaf for leaf, own in zip(leaves, batched, strict=True) if own], filled
+
+
+class DrawsByExample(TorchFunctionMode):
+    """Let each example of `torch.func.vmap` have tensors of its own to draw into.
+
+    zero: a number 0 of each example. `torch.empty(...).bernoulli_(p)` would be one tensor of all.
+    """
+
+    def __init__(self, zero: Tensor) -> None:
+        super().__init__()
+        self._zero = zero
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _MAKES and isinstance(found, Tensor) and found.is_floating_point():
+            return found + self._zero.to(found)
+        return found
+
+
+class RecurrentByExample(TorchFunctionMode):
+    """Run RNN, LSTM and GRU step by step, which `torch.func.vmap` cannot run whole."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        by_step = _RECURRENT.get(name) if func is getattr(torch, name, None) else None
+        if by_step is None or len(args) != 9:  # packed sequences have 8
+            return func(*args, **(kwargs or {}))
+        return by_step(*args)
+
+
+def _lstm_by_step(
+    inputs: Tensor, states: tuple[Tensor, Tensor], weights: list[Tensor], biases: bool, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run torch's decomposition of an LSTM, which would call a fused kernel on a CPU."""
+    hidden, cells = states
+    torchs: Any = decompositions
+    by_layer = torchs.gather_params(weights, biases, hidden.shape[2] != cells.shape[2])
+    found, last = torchs._rnn_helper(
+        inputs, list(zip(hidden, cells, strict=True)), by_layer, biases, *rest,
+        decompositions.one_layer_lstm,
+    )  # fmt: skip
+    return found, torch.stack([h for h, _ in last]), torch.stack([c for _, c in last])
+
+
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    "lstm": _lstm_by_step,
+    "gru": decompositions.gru_impl,
+    "rnn_tanh": decompositions.rnn_tanh_input,
+    "rnn_relu": decompositions.rnn_relu_input,
+}
+_MAKES = {
+    torch.empty, torch.zeros, torch.ones, torch.empty_like, torch.zeros_like, torch.ones_like,
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
+}  # fmt: skip
 
 
 def call_with_values(

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.core.errors import UserError
+from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.hooks import Inputs, Losses, Objective, OwnLoss, example_losses
 
@@ -80,20 +81,23 @@ LOSSES: dict[str, Losses] = {
 }
 
 
-def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
+def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> Objective:
     """Return the objective that a gradient engine learns.
 
     Args:
-        loss: a name of `LOSSES`, or a function of the module and a batch that runs the forward
-            passes and returns one value a record, shape (B,). The batch is `(inputs, targets)`,
-            `(*inputs, targets)` where a record has several inputs, or a dict of its fields.
+        loss: a name of `LOSSES`; a criterion object, such as
+            `torch.nn.CrossEntropyLoss(label_smoothing=0.1)` (`dpdist.gradients.criterion`); or a
+            function of the module and a batch that runs the forward passes and returns one value
+            per record, shape (B,). The batch is `(inputs, targets)`, `(*inputs, targets)` where a
+            record has several inputs, or a dict of its fields.
 
     Returns:
         An objective for `GradientEngine`, whose screening refuses a loss that returns a mean over
         the batch, or that lets one record's value depend on another record.
 
     Raises:
-        UserError: no loss has that name, or it is a loss of outputs and targets, such as torch's.
+        UserError: no loss has that name, or it is a function of outputs and targets, such as
+            torch's.
 
     Example:
         >>> import torch
@@ -103,28 +107,33 @@ def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
     if isinstance(loss, str):
         if loss not in LOSSES:
             raise UserError(
-                f"loss: must be {', '.join(LOSSES)} or a function of module and batch, got {loss!r}"
+                f"loss: must be {', '.join(LOSSES)}, a criterion object such as "
+                f"torch.nn.L1Loss() or a function of module and batch, got {loss!r}"
             )
         return LOSSES[loss]
     if isinstance(loss, nn.Module):
-        name = type(loss).__name__
-        own = {key: value for key, value in vars(loss).items() if key in _SETTINGS}
-        changed = [key for key, value in own.items() if value != _SETTINGS[key]]
-        changed += [key for key, _ in loss.named_buffers()]
-        got = f"{name} with {', '.join(changed)}" if changed else name
-        raise _other_form(f"a {got}", None if changed else _NAMES.get(name))
+        return OwnLoss(CriterionLoss(loss))
     if not callable(loss):
         raise UserError(
-            f"loss: must be a name or a function of module and batch, got a {type(loss).__name__}"
+            "loss: must be a name, a criterion object or a function of module and batch, got a "
+            f"{type(loss).__name__}"
         )
     kind: Any = loss
     if isinstance(kind, type) and issubclass(kind, nn.Module):
-        raise _other_form(f"the class {kind.__name__}", _NAMES.get(kind.__name__))
+        raise UserError(
+            f"loss: must be a name, a criterion object or a function of module and batch, got the "
+            f"class {kind.__name__}; make one, {kind.__name__}()"
+        )
     inner: Any = loss.func if isinstance(loss, partial) else loss
     if str(getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
         name = getattr(inner, "__name__", type(inner).__name__)
         plain = getattr(loss, "keywords", {}).keys() <= {"reduction"}
-        raise _other_form(f"torch's {name}", _FUNCTIONS.get(name) if plain else None, name)
+        known = _FUNCTIONS.get(name) if plain else None
+        take = _FORM.format(name) if known is None else repr(known)
+        raise UserError(
+            f"loss: must be a name, a criterion object or a function of module and batch, got "
+            f"torch's {name}; take {take}"
+        )
     try:
         inspect.signature(loss).bind(None, None)
     except TypeError as error:
@@ -177,30 +186,10 @@ _FORM = (
 _SHOWN = 300  # letters of an error
 
 
-def _other_form(got: str, name: str | None, function: str = "") -> UserError:
-    """Return the complaint about a loss of outputs and targets, which may have a name here."""
-    if name is not None:
-        take = repr(name)
-    elif function:
-        take = _FORM.format(function)
-    else:
-        take = (
-            "a function of module and batch: torch.nn.functional's of module(batch[0]) and "
-            "batch[1], with reduction='none'"
-        )
-    return UserError(
-        f"loss: must be a name or a function of module and batch, got {got}; take {take}"
-    )
-
-
 def _name_of(loss: Any) -> str:
     return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
 
 
-# Settings of torch's losses that a name cannot have, with their defaults.
-_SETTINGS = {"ignore_index": -100, "label_smoothing": 0.0, "delta": 1.0}
-_NAMES = {"CrossEntropyLoss": "cross-entropy", "BCEWithLogitsLoss": "bce", "MSELoss": "mse",
-          "HuberLoss": "huber"}  # fmt: skip
 _FUNCTIONS = {"cross_entropy": "cross-entropy", "binary_cross_entropy_with_logits": "bce",
               "mse_loss": "mse", "huber_loss": "huber"}  # fmt: skip
 

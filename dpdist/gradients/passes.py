@@ -73,13 +73,30 @@ def iter_passes(
     Yields:
         Positions in `ids`, one for each row of the pass, and which rows count.
     """
-    for block in blocks.split(key, ids):
+    for _, members, real in labelled_passes(blocks, key, ids, rows, rounding):
+        yield members, real
+
+
+def labelled_passes(
+    blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
+) -> Iterator[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]:
+    """Yield the passes over a batch as `iter_passes` does, each behind a label.
+
+    It keys what a model draws in the pass (`dpdist.gradients.random_passes`). That of a pass of one
+    row is its record, that of `fixed-row` one for all passes, that of `standard` block and number.
+    """
+    label: tuple[str | int, ...]
+    for name, block in blocks.labelled(key, ids):
         if rounding == "standard":
-            for start in range(0, len(block), rows):
+            for number, start in enumerate(range(0, len(block), rows)):
                 members = block[start : start + rows]
-                yield members, slice(len(members))
+                alone = rows == 1
+                label = ("record", int(ids[members[0]])) if alone else ("pass", name, number)
+                yield label, members, slice(len(members))
         else:
-            yield from _fixed_row_passes(block, hash_rows(key, ids[block]), rows)
+            for members, real in _fixed_row_passes(block, hash_rows(key, ids[block]), rows):
+                label = ("record", int(ids[members[0]])) if rows == 1 else ("step",)
+                yield label, members, real
 
 
 def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.torch_settings import DETERMINISTIC
+from dpdist.gradients.random_passes import States
 
 # --- three forms ------------------------------------------------------------------------------
 
@@ -615,7 +616,8 @@ class PerExampleGradient:
         """out += sum over examples of factors[b] * gradient[b], in float64.
 
         factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run_length: how
-        many per-example gradients may be added in their own precision first (`clipping.short_run`).
+        many per-example gradients may be added in their own precision first
+        (`clipping.max_run_length`).
         Sums over positions are float64 always: positions that cancel leave nothing but rounding.
         """
         total = out
@@ -672,7 +674,8 @@ class LayerCall:
     belong to no example, although one may be as long as the batch. output_gradients: the gradient
     of the summed loss with respect to every tensor of the (flattened) output, zeros where it was
     not used. parameters: the values used in this call by local name (perturbed ones under
-    parameter draws). trainable: the local names whose gradients are wanted.
+    parameter draws). trainable: the local names whose gradients are wanted. states: of torch's
+    generators when the call began, where the layer draws and its rule runs it again.
     """
 
     module: nn.Module
@@ -682,6 +685,7 @@ class LayerCall:
     parameters: dict[str, Tensor]
     trainable: frozenset[str]
     shared: frozenset[int] = frozenset()
+    states: States | None = None
 
     @property
     def input(self) -> Tensor:

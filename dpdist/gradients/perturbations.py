@@ -312,21 +312,3 @@ class ModulePerturbation(Perturbation):
         normals = _per_record_noise(output, record_ids, draw_key, f"draws/block/{module}", draw)
         std = self.location.stds[self.hidden_modules[module]]
         return perturb_output(output, normals, std, self.location.mode, self.location.floor)
-
-
-class FixedHiddenPerturbation(Perturbation):
-    """h + one fixed noise, the same for every record and in every step (Secure-SGD, Algorithm 1).
-
-    run_key: 32 bytes that choose it; the same for the whole run.
-    """
-
-    def __init__(self, module: str, std: Tensor, run_key: bytes) -> None:
-        super().__init__()
-        self.hidden_modules = (module,)
-        normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
-        self.noise = std * normals.view_as(std).to(std)
-
-    def perturb_output(
-        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
-    ) -> Tensor:
-        return output + self.noise.to(output)

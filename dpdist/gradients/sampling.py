@@ -125,22 +125,29 @@ class Blocks:
 
         Within a block the order is the hash's, so it does not depend on the order of `ids` either.
         """
+        return [block for _, block in self.labelled(key, ids)]
+
+    def labelled(self, key: bytes, ids: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """Return the blocks as `split` does, each with its name: the hashes that it is for.
+
+        A block of one name has the same records, but for one, where one record more joins.
+        """
         hashes = keyed_hash(derive_key(key, "blocks"), ids)
         order = np.argsort(hashes, kind="stable")
         ordered = hashes[order]
         edges = [(i << 64) // self.count for i in range(self.count + 1)]
         return [
-            order[first:last]
+            (name, order[first:last])
             for low, high in pairwise(edges)
-            for first, last in self._halved(ordered, low, high)
+            for name, first, last in self._halved(ordered, low, high)
         ]
 
-    def _halved(self, ordered: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int]]:
+    def _halved(self, ordered: np.ndarray, low: int, high: int) -> Iterator[tuple[str, int, int]]:
         first, last = _place(ordered, low), _place(ordered, high)
         if first == last:
             return
         if last - first <= self.capacity or high - low == 1:
-            yield first, last
+            yield f"{low:x}-{high:x}", first, last
             return
         middle = (low + high) // 2
         yield from self._halved(ordered, low, middle)

@@ -30,14 +30,15 @@ def refuse_mixing_layers(model: nn.Module) -> None:
         if normalises_over_batch(module):
             raise UserError(
                 f"{where} normalises over the batch, so one record would change every record's "
-                "gradient: use torch.nn.GroupNorm instead or, where its statistics are of public "
-                "data, call its eval(), also after model.train()",
+                "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm, or if "
+                "its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
+                "which stays fixed also after model.train()",
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
-                f"{where} keeps running statistics of private data: set track_running_stats=False "
-                "or use torch.nn.GroupNorm",
+                f"{where} keeps running statistics of private data: take model = "
+                "dpdist.prepare(model), or set track_running_stats=False",
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
@@ -45,7 +46,7 @@ def refuse_mixing_layers(model: nn.Module) -> None:
         ):
             raise UserError(
                 f"{where}: scale_grad_by_freq counts tokens over the batch and max_norm rewrites "
-                "weights in the forward pass: switch both off"
+                "weights in the forward pass: switch both off, as dpdist.prepare(model) does"
             )
         _refuse_coupled_experts(where, getattr(module, "config", None))
 
@@ -170,6 +171,7 @@ def refuse_recurrent_layers(model: nn.Module) -> None:
         module, kind = layer.module, type(layer.module)
         own = kind.forward not in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
         if isinstance(module, nn.RNNBase) and layer.fallback and not own:
+            # cuDNN's dropout draws from a state of its own, which cannot be replayed.
             inside = "proj_size" if module.proj_size else "dropout"
             then = "Linear" if module.proj_size else "Dropout"
             raise UserError(

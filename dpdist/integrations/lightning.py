@@ -20,11 +20,11 @@ from torch.utils import data as torch_data
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
+from dpdist.data.overlap import count_common
 from dpdist.integrations import kept_modes, refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.runs.folder import RunFolder
-from dpdist.training.private_score import count_common
 
 pytorch: Any = import_extra("lightning.pytorch", "lightning", "PrivateModule")
 _overriding: Any = import_extra(
@@ -35,30 +35,13 @@ _overriding: Any = import_extra(
 
 
 _PAID_SCORES = "take scores that the plan pays for: the option score of PrivateModule"
-_CALLBACKS = {  # of Lightning, which may see what there is: released values and public metrics
-    "ProgressBar", "TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary",
-    "Timer", "LambdaCallback", "EarlyStopping", "Callback",
-}  # fmt: skip
-_LOGGERS = ("CSVLogger", "TensorBoardLogger")
-_INSTEAD = {
-    "LearningRateFinder": "it takes steps that nobody pays for; take dpdist.tune",
-    "BatchSizeFinder": "the expected batch is a term of the guarantee; bound the memory by "
-    'resources={"micro_batch": ...}',
-    "ModelCheckpoint": "the run keeps checkpoints of its own in private/ and continues from them; "
-    "give Trainer(enable_checkpointing=False)",
-    "GradientAccumulationScheduler": "batch_size is the whole expected batch of a step",
-    "StochasticWeightAveraging": "average the released weights in a loop of your own "
-    "(dpdist.PrivateTraining)",
-}
-_UNREAD = "no one has said what it would mean with privacy; leave it out"
 
 
-def check_trainer(trainer: Any, *, public_eval: bool) -> None:
+def check_trainer(trainer: Any) -> None:
     """Raise UserError for settings of Lightning's Trainer that private steps do not honour.
 
     Args:
         trainer: a `lightning.pytorch.Trainer` that is about to run.
-        public_eval: whether its validation data were said to be public.
 
     Raises:
         UserError: one line for the first setting that is refused, with what to do instead.
@@ -75,59 +58,11 @@ def check_trainer(trainer: Any, *, public_eval: bool) -> None:
             "trainer.devices", "be 1, without a strategy of several", f"{count} ({kind})",
             "give Trainer(devices=1), or take dpdist.PrivateTraining for several workers",
         )  # fmt: skip
-    batch = "batch_size is the whole expected batch of a step; split its passes by "
-    batch += 'resources={"micro_batch": ...}'
-    for key, usual, got, then in (
-        ("precision", "32-true", trainer.precision, "autocast and scalers are not used, since a "
-         "scale that follows overflows would tell of private records"),
-        ("accumulate_grad_batches", 1, trainer.accumulate_grad_batches, batch),
-        ("gradient_clip_val", None, trainer.gradient_clip_val or None,
-         "each record's gradient is clipped, never the batch's; give privacy.clip_norm"),
-        ("fast_dev_run", False, trainer.fast_dev_run, "each step is released and paid for; give "
-         "PrivateModule invented records to try a script"),
-        ("max_steps", -1, trainer.max_steps, "give steps= or epochs= to PrivateModule, whose plan "
-         "is paid for"),
-        ("overfit_batches", 0, trainer.overfit_batches, "each step draws its own sample"),
-        ("profiler", "PassThroughProfiler", type(trainer.profiler).__name__,
-         "times and memory of a step tell of its private sample"),
-    ):  # fmt: skip
-        if got != usual:
-            refuse(f"trainer.{key}", f"be {usual}", got, then)
-    if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
+    if trainer.precision != "32-true":
         refuse(
-            "trainer.limit_train_batches", "be 1.0", trainer.limit_train_batches,
-            "a step draws its own sample; leave it out",
-        )  # fmt: skip
-    for each in trainer.callbacks:
-        _check_callback(each, public_eval)
-    for each in trainer.loggers:
-        if type(each).__name__ not in _LOGGERS:
-            refuse(
-                "trainer.logger", f"be {' or '.join(_LOGGERS)} or False", type(each).__name__,
-                "others may watch gradients; send what a callback of your own finds in "
-                "trainer.callback_metrics, which is released or public",
-            )  # fmt: skip
-
-
-def _check_callback(callback: Any, public_eval: bool) -> None:
-    """Raise UserError for a callback of Lightning that trains, saves or reads metrics."""
-    kind = type(callback)
-    parents = {each.__name__ for each in kind.__mro__}
-    foreign = {
-        each.__name__
-        for each in kind.__mro__
-        if each.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-    }
-    if found := [name for name in _INSTEAD if name in parents]:
-        refuse("trainer.callbacks", f"be without a {found[0]}", kind.__name__, _INSTEAD[found[0]])
-    if foreign - _CALLBACKS:
-        refuse("trainer.callbacks", "be yours", kind.__name__, _UNREAD)
-    monitor = getattr(callback, "monitor", None)
-    if "EarlyStopping" in parents and monitor != "score" and not public_eval:
-        refuse(
-            "trainer.callbacks", "stop by a score or by public records",
-            f"EarlyStopping({monitor})",
-            f"{_PAID_SCORES}, and monitor='score'; or say public_eval=True",
+            "trainer.precision", "be 32-true", trainer.precision,
+            "autocast and scalers are not used, since a scale that follows overflows would tell of "
+            "private records",
         )  # fmt: skip
 
 
@@ -219,26 +154,7 @@ class _StepNumbers(torch_data.Dataset[int]):
 PUBLIC_VALIDATION = (
     "the Trainer's validation data are public: no private record, and nothing made of one, is there"
 )
-_OPTIONS = (
-    "resources", "factory", "isolate", "certify", "reproducible", "held_out", "rates",
-    "class_counts", "importance_weights", "began_with",
-)  # fmt: skip
-_SCORE = {"held_out", "every", "noise", "value"}
 _MODULE: Any = pytorch.LightningModule
-
-
-def _check_given(batch_size: Any, score: Any) -> None:
-    """Raise UserError for a batch size or arguments of a score that are none."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        refuse(
-            "batch_size", "be a whole number >= 1", repr(batch_size),
-            "it is the expected number of records in a step",
-        )  # fmt: skip
-    if score is not None and not (isinstance(score, Mapping) and set(score) <= _SCORE):
-        refuse(
-            "score", f"be a dict of {', '.join(sorted(_SCORE))}", repr(score),
-            "they are the arguments of PrivateTraining.score",
-        )  # fmt: skip
 
 
 class PrivateModule(_MODULE):  # type: ignore[misc]
@@ -321,9 +237,6 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         _check_module(module)
-        for name in options:
-            if name not in _OPTIONS:
-                refuse("options", f"be {', '.join(_OPTIONS)}", name, "leave it out")
         self.automatic_optimization = False
         self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch
         if data is None and not _overriding.is_overridden(
@@ -333,7 +246,6 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 "data", "be the private records", None,
                 "give (X, y), a data set, or a module with a train_dataloader",
             )  # fmt: skip
-        _check_given(batch_size, score)
         self._records = as_records(module.train_dataloader() if data is None else data)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)
@@ -389,7 +301,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
 
     def configure_callbacks(self) -> list[Any]:
         """Return no callbacks; the Trainer asks before anything is set up, and is checked."""
-        check_trainer(self.trainer, public_eval=self._public_eval)
+        check_trainer(self.trainer)
         for name in ("training_step", "train_dataloader", "on_validation_start", "log_dict"):
             if getattr(type(self), name) is not getattr(PrivateModule, name):
                 refuse(

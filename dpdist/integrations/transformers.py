@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,10 @@ from dpdist.data.adapters import (
     Options,
     RecordError,
     begin_again,
-    tokenization_of,
     without_transforms,
 )
+from dpdist.data.documents import tokenization_of
+from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import kept_modes, raise_all, refusal, refuse
@@ -43,7 +44,6 @@ from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
 from dpdist.runs.folder import RunFolder
-from dpdist.training.private_score import count_common
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
     transformers: Any = import_extra("transformers", "hf", "PrivateTrainer")
@@ -68,42 +68,22 @@ _OWN_CHECKPOINTS = (
     "the run keeps checkpoints of its own in private/, every resources.checkpoint_seconds, and "
     "continues from them; leave it out"
 )
-_ONE_DRAW = "each record joins a step by the plan's own draw; leave it out"
 # Arguments that people set, and what to do instead; all others have one line in common.
+_MICRO_BATCH = (
+    "per_device_train_batch_size is the whole expected batch of a step; split its passes by "
+    'training_options={"resources": {"micro_batch": ...}}'
+)
 _INSTEAD = {
-    "load_best_model_at_end": "losses of a private or public part would choose the model after the "
-    "fact; take scores that the plan pays for: trainer.training.score(...)",
-    "metric_for_best_model": "no checkpoint is chosen by a metric; leave it out",
-    "greater_is_better": "no checkpoint is chosen by a metric; leave it out",
-    "train_sampling_strategy": _ONE_DRAW,
-    "length_column_name": _ONE_DRAW,
-    "dataloader_drop_last": _ONE_DRAW,
-    "data_seed": _ONE_DRAW,
-    "auto_find_batch_size": "the expected batch is a term of the guarantee; bound the memory by "
-    'training_options={"resources": {"micro_batch": ...}}',
-    "gradient_accumulation_steps": "per_device_train_batch_size is the whole expected batch of a "
-    'step; split its passes by training_options={"resources": {"micro_batch": ...}}',
+    "load_best_model_at_end": "take scores that the plan pays for: trainer.training.score(...)",
+    "auto_find_batch_size": _MICRO_BATCH,
+    "gradient_accumulation_steps": _MICRO_BATCH,
     "max_grad_norm": "each record's gradient is clipped, never the batch's; give privacy.clip_norm",
     "label_smoothing_factor": "the Trainer smooths a loss over the batch; give loss=, a function "
     "of module and batch that returns one value a record",
-    "average_tokens_across_devices": "a record's loss is the mean over its own tokens, never over "
-    "those of others (num_items_in_batch); leave it out",
     "fp16": "a scaler that follows overflows would tell of private records; leave it out",
     "bf16": "sums are float64 and autocast is not used; load the model's base in bfloat16 instead",
-    "push_to_hub": "nothing is uploaded; `dpdist release` writes what may be published",
-    "hub_token": "nothing is uploaded; leave it out",
-    "hub_model_id": "nothing is uploaded; `dpdist release` writes what may be published",
     "report_to": "trackers may log losses and gradients of private records; leave it out, and send "
     "what on_log of a callback of your own receives, which is released values",
-    "save_steps": _OWN_CHECKPOINTS,
-    "save_total_limit": _OWN_CHECKPOINTS,
-    "save_only_model": _OWN_CHECKPOINTS,
-    "enable_jit_checkpoint": _OWN_CHECKPOINTS,
-    "resume_from_checkpoint": "the run continues from its own checkpoints; leave it out",
-    "include_num_input_tokens_seen": "how many tokens a step saw tells of its private sample; "
-    "leave it out",
-    "skip_memory_metrics": "memory of a step tells of its private sample; leave it out",
-    "neftune_noise_alpha": "its noise is not keyed by record; leave it out",
 }
 _UNREAD = "the private step does not read it, and no one has said what it would mean; leave it out"
 
@@ -167,8 +147,7 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
             "(CUDA_VISIBLE_DEVICES)",
         )  # fmt: skip
     yield from _refused_checkpoints(args)
-    fields = [each.name for each in dataclasses.fields(kind)]
-    for name in sorted(fields, key=lambda each: [*_INSTEAD, each].index(each)):  # usual ones first
+    for name in (each.name for each in dataclasses.fields(kind)):
         value, default = getattr(args, name), getattr(usual, name)
         if name not in _READ and value != default and not _is_unset(name, value, args):
             then = _INSTEAD.get(name, _UNREAD)
@@ -245,13 +224,8 @@ def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
 
 
 def _refused_model_and_schedule(model: Any, schedule: Any) -> Iterator[UserError]:
-    """Yield why a model that is none, or a schedule that follows losses, is refused."""
-    if not isinstance(model, nn.Module):
-        yield refusal(
-            "model", "be a torch.nn.Module", type(model).__name__,
-            "load it first, such as by AutoModelForCausalLM.from_pretrained(folder)",
-        )  # fmt: skip
-    for each in model.modules() if isinstance(model, nn.Module) else ():
+    """Yield why reentrant checkpoints, or a schedule that follows losses, are refused."""
+    for each in model.modules():
         if getattr(each, "gradient_checkpointing", False) is True:
             run: Any = getattr(each, "_gradient_checkpointing_func", None)
             if getattr(run, "keywords", {}).get("use_reentrant") is not False:
@@ -265,10 +239,7 @@ def _refused_model_and_schedule(model: Any, schedule: Any) -> Iterator[UserError
 
 
 # What a subclass may not change, since the private step would not call it, or must not.
-_OVERRIDES = (
-    "compute_loss", "training_step", "train", "log", "evaluate", "predict", "_inner_training_loop",
-    "_run_epoch", "_save_checkpoint", "save_model", "get_train_dataloader",
-)  # fmt: skip
+_OVERRIDES = ("compute_loss", "training_step", "train")
 
 
 # --- records and losses -----------------------------------------------------------------------
@@ -504,32 +475,6 @@ class _InputsAlone(Records):
         return ((*inputs, *items) for inputs, items in both)
 
 
-class ScheduleArguments:
-    """Keep in a checkpoint the arguments of a schedule, which its own state leaves out.
-
-    Args:
-        args: the Trainer's arguments.
-    """
-
-    def __init__(self, args: Any) -> None:
-        kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        self._now = {"lr_scheduler_type": kind, "warmup_steps": float(args.warmup_steps),
-                     "lr_scheduler_kwargs": repr(args.lr_scheduler_kwargs)}  # fmt: skip
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the arguments."""
-        return dict(self._now)
-
-    def load_state_dict(self, begun: Mapping[str, Any]) -> None:
-        """Raise UserError where the run began with other arguments."""
-        for name, now in self._now.items():
-            if begun.get(name) != now:
-                refuse(
-                    f"args.{name}", f"be {begun.get(name)!r} as when the run began", repr(now),
-                    "give the old value, or another output_dir",
-                )  # fmt: skip
-
-
 # --- adapters ---------------------------------------------------------------------------------
 
 
@@ -617,15 +562,9 @@ _NOT_TAKEN = {
     "function of module and batch that returns one value a record",
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
 }
-_OPTIONS = (
-    "resources", "factory", "isolate", "certify", "reproducible", "rates", "class_counts",
-    "importance_weights", "began_with",
-)  # fmt: skip
 
 
-def _refused_options(
-    trainer: type, others: Mapping[str, Any], options: Mapping[str, Any], dataset: Any
-) -> Iterator[UserError]:
+def _refused_options(trainer: type, others: Mapping[str, Any], dataset: Any) -> Iterator[UserError]:
     """Yield why a trainer's own overrides, unknown arguments or missing records are refused."""
     if dataset is None:
         yield refusal("train_dataset", "be the private records", None, "give a map-style data set")
@@ -636,9 +575,6 @@ def _refused_options(
     for name in others:
         then = _NOT_TAKEN.get(name, "it is not read here")
         yield refusal(name, "be left out", "a value", then)
-    for name in options:
-        if name not in _OPTIONS:
-            yield refusal("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
 
 
 class PrivateTrainer(_TRAINER):  # type: ignore[misc]
@@ -651,8 +587,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     scores, never a loss. `args.output_dir` is the run's folder; the same script continues it.
 
     Args:
-        model: of `transformers`, or a `peft` model of one, in the mode in which it is trained: a
-            model with dropout is given in `eval()` mode, or its probability is 0.
+        model: of `transformers`, or a `peft` model of one, in the mode in which it is trained.
         args: `transformers.TrainingArguments`. `per_device_train_batch_size` is the expected batch;
             arguments that the private step does not read are refused.
         train_dataset: the PRIVATE records: a map-style data set of dicts of fields, as the Trainer
@@ -727,7 +662,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         raise_all(
             [
                 *_refused_model_and_schedule(model, optimizers[1]),
-                *_refused_options(type(self), others, training_options or {}, train_dataset),
+                *_refused_options(type(self), others, train_dataset),
                 *_refused_callbacks(callbacks),
                 *_refused_arguments(args),
             ]
@@ -813,7 +748,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         return PrivateTraining(
             self.model, self.optimizer, self._records, loss=self._loss, privacy=privacy,
             batch_size=batch, steps=max(1, steps), folder=args.output_dir,
-            state=[self.lr_scheduler, ScheduleArguments(args)], **options,
+            state=[self.lr_scheduler], **options,
         )  # fmt: skip
 
     # --- public records
@@ -979,34 +914,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     _globalstep_last_logged = 0
 
-    # --- what the Trainer would do without privacy
-
     def add_callback(self, callback: Any) -> None:
         """Add a callback of your own. Raises UserError for those that report or choose."""
         raise_all(_refused_callbacks([callback]))
         super().add_callback(callback)
-
-    def training_step(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse the Trainer's own step, whose gradient is that of a batch."""
-        self._not_private("training_step")
-
-    def get_train_dataloader(self) -> NoReturn:
-        """Refuse batches of private records."""
-        self._not_private("get_train_dataloader")
-
-    def _inner_training_loop(self, *given: Any, **named: Any) -> NoReturn:
-        self._not_private("_inner_training_loop")
-
-    def _run_epoch(self, *given: Any, **named: Any) -> NoReturn:
-        self._not_private("_run_epoch")
-
-    def _save_checkpoint(self, *given: Any, **named: Any) -> NoReturn:
-        self._not_private("_save_checkpoint")
-
-    def save_model(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse weights without their guarantee."""
-        then = "save_adapter(folder) writes an adapter with its card, `dpdist release` a model"
-        refuse("save_model", "be left out", "a call", then)
 
     def save_adapter(
         self, folder: str | Path, *, base_name: str | None = None, not_private: bool = False
@@ -1014,26 +925,3 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         """Write the trained adapter with its card, as `peft` loads it (`save_adapter`)."""
         run = self.training.run
         return save_adapter(self.model, run, folder, base_name=base_name, not_private=not_private)
-
-    def save_state(self) -> NoReturn:
-        """Refuse a checkpoint outside of private/."""
-        self._not_private("save_state")
-
-    def hyperparameter_search(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse a search whose trials nobody pays for."""
-        refuse("hyperparameter_search", "be left out", "a call", _NOT_TAKEN["model_init"])
-
-    def push_to_hub(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse an upload."""
-        refuse("push_to_hub", "be left out", "a call", _INSTEAD["push_to_hub"])
-
-    def create_model_card(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse a card without the guarantee."""
-        refuse("create_model_card", "be left out", "a call", _INSTEAD["push_to_hub"])
-
-    def _not_private(self, name: str) -> NoReturn:
-        refuse(
-            name, "not be called", "a call",
-            "it would read private records without clip and noise; call train(), or take "
-            "trainer.training.step() in a loop of your own",
-        )  # fmt: skip

@@ -236,9 +236,9 @@ class Method(Section):
         return []
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
-        """Return name and value of results of `Execution.learn` for summary, report and card.
+        """Return name and value of results of `Execution.measure` for summary, report and card.
 
-        `learn` left them in the run's private folder. They are published, so that they may
+        `measure` left them in the run's private folder. They are published, so that they may
         depend on public data and released parameters alone.
         """
         return []
@@ -278,9 +278,9 @@ class Execution(Generic[M]):
     """The hooks of a training. The defaults are plain DP-SGD's.
 
     Most methods override one to four: `prepare_state` before the first step, `perturbation` in a
-    step, `project_parameters` after it, `finalize` after the last. `train`, `learn` and `answer`
-    are for methods that do more than take plain gradient steps. Scales come from public
-    hyper-parameters only, and every reading of private records is in `Method.cost`.
+    step, `project_parameters` after it, `finalize` after the last. `train`, `own_steps`, `measure`
+    and `answer` are for methods that do more than take plain gradient steps. Scales come from
+    public hyper-parameters only, and every reading of private records is in `Method.cost`.
 
     Args:
         method: the options.
@@ -360,20 +360,22 @@ class Execution(Generic[M]):
         """
         return records
 
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint keeps for `learn` besides parameters, before step 0.
-
-        `learn` finds them in the worker's `slots`.
-        """
-        return {}
-
     def train(self, run: TrainingDriver) -> None:
         """Train, on the driver: work of one's own in bulk comes before the workers."""
         run.run_workers()
 
-    def learn(self, worker: Worker) -> None:
-        """Train, on each worker at once, from its newest checkpoint on."""
-        worker.steps()
+    def own_steps(self, given: WorkerInputs) -> OwnSteps | None:
+        """Return the steps, on each worker, of a method that releases sums of its own.
+
+        By default None: the steps are those of clipped gradients.
+        """
+        return None
+
+    def measure(self, given: WorkerInputs, stage: str) -> None:
+        """Measure the model on public data, on each worker, and keep what is found in private/.
+
+        stage: "before" the first step, or "after" the last one, as the model is published.
+        """
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
         """Return one answer of withheld models that the plan pays for, float64 (classes,).
@@ -471,16 +473,67 @@ class TrainingDriver(Protocol):
         """Sum up a training that had no workers."""
 
 
-class Worker(Protocol):
-    """A training in the hands of one worker, from its newest checkpoint on.
+@dataclass(frozen=True)
+class WorkerInputs:
+    """What a method's own steps are made of, on one worker. No release can be made with it.
 
-    It is `dpdist.training.worker.Loop`, whose other parts (step, model, fixed, flat, save) are
-    there for methods that make releases of their own: `step` is the `PrivateStep`. Those with many
-    steps take them by `numbers` and end each by `end_step`, which hears of pre-emption.
+    Args:
+        recipe: the whole recipe.
+        plan: the plan that is executed.
+        model: the worker's copy of the model.
+        state: what was made once.
+        parameters: the trained ones, in the order of a sum's numbers.
+        records: the private ones, as `Execution.transform_records` returned them.
+        shards: the worker's part of them (`dpdist.training.collectives.Shards`).
+        canaries: of an audit (`dpdist.training.canaries.Canaries`); `inputs_for` and `labels_for`
+            say what stands at a position.
+        rank: number of the worker.
+        draw_key: the key of a step's draws, from its number and further labels.
+        public_test: loads the public test records.
+        private_folder: the run's.
+        shared_cache: of trainings that differ in nothing but their keys.
     """
 
-    def steps(self) -> None:
-        """Take the plan's steps that are left."""
+    recipe: BaseRecipe
+    plan: PrivacyPlan
+    model: nn.Module
+    state: MethodState
+    parameters: Sequence[Tensor]
+    records: Any
+    shards: Any
+    canaries: Any
+    rank: int
+    draw_key: Callable[..., bytes]
+    public_test: Callable[[], Dataset]
+    private_folder: Path
+    shared_cache: dict[Any, Any] | None = None
+
+    def sum_rows(self, size: int) -> Tensor:
+        """Return zeros for a step's sums, float64 (rows, size)."""
+        import torch
+
+        device = self.parameters[0].device
+        return torch.zeros(self.shards.num_rows, size, dtype=torch.float64, device=device)
+
+
+class OwnSteps(Protocol):
+    """Steps that release sums of a method's own: two functions of a step's number.
+
+    save_every: steps from one checkpoint to the next. slots: what a checkpoint keeps besides the
+    parameters, by name; written in place.
+    """
+
+    save_every: int
+    slots: Mapping[str, Tensor]
+
+    def sums(self, number: int) -> Tensor:
+        """Return this worker's part of a step's sum, float64 (rows, size): PRIVATE."""
+
+    def update(self, number: int, released: Tensor) -> Tensor | None:
+        """Return the gradient (size,) that follows from a released sum, for the optimizer.
+
+        None: the parameters were set from it; those of worker 0 count.
+        """
 
 
 # --- a declared number of records -------------------------------------------------------------

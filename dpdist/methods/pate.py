@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -372,7 +373,7 @@ class PATE(Method):
         )  # fmt: skip
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        from dpdist.privacy.claims import Claim, pate_claim
+        from dpdist.privacy.claims import Claim
 
         votes = _votes_phase(plan)
         if votes.noise_multiplier == 0:
@@ -516,6 +517,26 @@ class PATEExecution(Execution[PATE]):
 
         smooth = self.method.smoothing
         return Perturbation() if smooth is None else ParameterPerturbation(smooth.draws, smooth.std)
+
+
+def pate_claim(
+    queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
+) -> Guarantee:
+    """Return Confident-GNMax's epsilon by Renyi bounds that do not look at votes.
+
+    epsilon = rho + 2 sqrt(rho ln(1/delta)), rho = Q / 2 s1^2 + A / s2^2. Source: Papernot et
+    al. 2018.
+    """
+    rho = queries / (2 * threshold_std**2) + answers / vote_std**2
+    from dpdist.privacy.claims import claimed_guarantee
+
+    return claimed_guarantee(
+        rho + 2 * math.sqrt(rho * math.log(1 / delta)),
+        delta,
+        "add-or-remove-one",
+        "Confident-GNMax, Renyi bounds independent of the data",
+        (f"at most {queries} queries and {answers} answers, fixed beforehand",),
+    )
 
 
 def _votes_phase(plan: PrivacyPlan) -> Any:

@@ -18,7 +18,6 @@ from dpdist.core.fields import validate_section
 from dpdist.core.files import error_text, quoted
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD, DPlis, InputNoiseMethod
-from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
 from dpdist.methods.imported import Imported
 from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.methods.pate import PATE
@@ -28,9 +27,6 @@ METHODS: tuple[type[Method], ...] = (
     DPSGD,
     DPlis,
     InputNoiseMethod,
-    PixelDP,
-    HGMPixelDP,
-    SecureSGD,
     PrivatePrediction,
     NoisyRecordsMethod,
     PATE,

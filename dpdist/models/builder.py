@@ -29,13 +29,13 @@ from dpdist.models.outputs import NextTokenLogits, ViewAverage, check_views
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
-    ZOO,
     ModelSpec,
     check_name,
     check_trusted,
     import_factory,
     is_base_model,
     load_base_weights,
+    named_networks,
     read_factory_code,
     read_spec,
 )
@@ -155,7 +155,7 @@ def _check_size(
 
 def _factory(name: str) -> Callable[..., Any]:
     """`import_factory`, and its code as it is when it is imported. Raises UserError."""
-    if name in ZOO:
+    if name in named_networks():
         return import_factory(name)
     check_name(name)
     code = source_digests(name)
@@ -215,7 +215,7 @@ def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
 
 
 def _positional_arguments(factory: Callable[..., Any], spec: ModelSpec) -> tuple[Any, ...]:
-    shaped = spec.name in ZOO or takes_shape(factory, spec.options)
+    shaped = spec.name in named_networks() or takes_shape(factory, spec.options)
     return (tuple(spec.input_shape), spec.classes) if shaped else ()
 
 
@@ -233,7 +233,7 @@ def _refuses_call(factory: Callable[..., Any], spec: ModelSpec) -> bool:
 def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
     factory = _factory(spec.name)
     try:
-        if spec.name in ZOO:
+        if spec.name in named_networks():
             _check_size(spec, factory, max_parameters)
         network: nn.Module = _called(factory, spec)
     except UserError:
@@ -241,7 +241,7 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
     except Exception as error:  # whatever a user's factory does
         reason = f"{type(error).__name__}: {_first_line(error)}"
         refused = f"model {spec.name!r} cannot be built: {reason}"
-        if spec.name in ZOO or not _refuses_call(factory, spec):
+        if spec.name in named_networks() or not _refuses_call(factory, spec):
             raise UserError(refused) from error
         raise UserError(
             f"{refused}; write a function of input_shape and num_classes that builds it, and name "
@@ -252,7 +252,7 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
         raise UserError(
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
         )
-    if spec.following and spec.name not in ZOO:
+    if spec.following and spec.name not in named_networks():
         network = NextTokenLogits.around(network) or network
     if spec.mean or spec.std:
         network = normalised(network, spec.input_shape, spec.mean or (0.0,), spec.std or (1.0,))
@@ -276,12 +276,12 @@ def normalised(
     return NormalisedNetwork(network, *constants)
 
 
-def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
+def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False) -> None:
     """Raise UserError unless the module maps (B, *input_shape) to (B, classes), or (B, T, classes)
     where it says what follows, without drawing.
 
-    Dropout is refused: its masks follow the position in the batch, so that one record fewer would
-    change the mask, and the gradient, of every record after it; and no restart could replay it.
+    may_draw: whether it may draw, as in steps whose draws are keyed
+    (`dpdist.gradients.random_passes`); an answer that draws cannot be given again.
     """
     inputs = torch.zeros(2, *spec.input_shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -302,12 +302,11 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
             f"model {spec.name!r} gives {shape} for 2 inputs, must be {wanted}: one logit for each "
             f"{each}"
         )
-    if drew:
+    if drew and not may_draw:
         raise UserError(
-            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which "
-            "private training cannot key by record: set its probability to 0, or take the layer "
-            "out; method input-noise regularises instead",
-            see="explanation/gradients.md#what-is-refused",
+            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which only "
+            "method dp-sgd can key by record: set its probability to 0, or take the layer out",
+            see="explanation/gradients.md#random-numbers-in-a-pass",
         )
 
 

@@ -244,3 +244,19 @@ def scattering(
     """A linear classifier of public features: 425 of a 28 x 28 image."""
     features = Scattering(input_shape, angles, widths, cosines, stride)
     return nn.Sequential(features, nn.Linear(features.size, classes))
+
+
+def resize_images(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Public inputs made to fit the model: channels averaged or repeated, sides interpolated.
+
+    inputs: (N, C, H, W) float32 in [0, 1]; shape: (C', H', W'). Raises ValueError when one of them
+    is no image.
+    """
+    if tuple(inputs.shape[1:]) == shape:
+        return inputs
+    if inputs.dim() != 4 or len(shape) != 3:
+        raise ValueError(f"inputs of shape {tuple(inputs.shape[1:])} cannot be made to fit {shape}")
+    if inputs.shape[1] != shape[0]:
+        inputs = inputs.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+    sides = (shape[1], shape[2])
+    return nn.functional.interpolate(inputs, size=sides, mode="bilinear", align_corners=False)

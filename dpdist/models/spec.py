@@ -12,6 +12,8 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,23 +36,19 @@ if TYPE_CHECKING:
 # --- architectures by name --------------------------------------------------------------------
 
 
-# Modules are those of this package, but where a network is of one paper.
-ZOO: Mapping[str, str] = {
+_NETWORKS = {
     "linear": "zoo:linear",
     "mlp": "zoo:mlp",
     "tf-cnn": "zoo:tf_cnn",
     "unet-cnn": "zoo:unet_cnn",
-    "hgm-cnn": "zoo:hgm_cnn",
     "pool-cnn": "zoo:pool_cnn",
     "small-cnn": "zoo:small_cnn",
     "resnet-gn": "zoo:resnet_gn",
-    "resnet-rp": "zoo:resnet_rp",
     "next-word-mlp": "zoo:next_word_mlp",
     "next-word-lstm": "zoo:next_word_lstm",
     "conv-autoencoder": "zoo:conv_autoencoder",
     "dncnn": "zoo:dncnn",
     "unet": "zoo:unet",
-    "dpal-cnn": "dpdist.papers.stobatch.network:dpal_cnn",
     "patches": "features:patches",
     "scattering": "features:scattering",
     "torchvision": "zoo:torchvision_classifier",
@@ -58,10 +56,23 @@ ZOO: Mapping[str, str] = {
 }
 
 
+@cache
+def named_networks() -> Mapping[str, str]:
+    """Return where the networks are that a recipe names without a module, by name.
+
+    They are those of this package, and those that dpdist names by entry points in the group
+    dpdist.models: networks of one paper, which are imported when a recipe names them. Your own
+    network needs no entry point: name it as package.module:factory.
+    """
+    own = {name: f"{__package__}.{location}" for name, location in _NETWORKS.items()}
+    named = {each.name: each.value for each in entry_points(group="dpdist.models")}
+    return own | {n: value for n, value in named.items() if value.startswith("dpdist.")}
+
+
 def check_name(name: str) -> None:
     """Raise UserError for a name that is neither of the zoo nor package.module:factory."""
-    if name not in ZOO and ":" not in name:
-        known = ", ".join(sorted(ZOO))
+    if ":" not in name and name not in named_networks():
+        known = ", ".join(sorted(named_networks()))
         raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
     if name.startswith("torchvision."):
         architecture = name.partition(":")[2]
@@ -110,9 +121,7 @@ def import_factory(name: str) -> Callable[..., Any]:
     check_name(name)
     if name.startswith(f"{SCRIPT}:"):
         return _given(name)
-    module, _, attribute = ZOO.get(name, name).partition(":")
-    if name in ZOO and "." not in module:
-        module = f"{__package__}.{module}"
+    module, _, attribute = named_networks().get(name, name).partition(":")
     try:
         result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return result
@@ -287,7 +296,7 @@ class ModelSpec:
     @property
     def user_factories(self) -> tuple[str, ...]:
         """Return the factories that are not of the zoo."""
-        return tuple(dict.fromkeys(name for name in self.factories if name not in ZOO))
+        return tuple(dict.fromkeys(name for name in self.factories if name not in named_networks()))
 
     @property
     def to_dict(self) -> dict[str, Any]:
@@ -404,7 +413,7 @@ def _parse_block_noise(description: dict[str, Any], context: str) -> BlockNoise:
 def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object) -> None:
     """Raise UserError when building the model would import a factory that nobody trusted."""
     for name in spec.factories:
-        if name not in ZOO and name != trusted_factory:
+        if name not in named_networks() and name != trusted_factory:
             raise UserError(
                 f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
                 f"its code. If you trust it, name it (--trust-factory {name}; in Python "

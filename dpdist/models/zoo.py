@@ -76,7 +76,7 @@ class NormalisedNetwork(nn.Module):
 # --- classifiers and language models ----------------------------------------------------------
 
 
-def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
+def flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
     """How many numbers leave convolutions and pools, by their settings: to run them where they have
     no memory loads torch's compiler, a second of processor time in every process. Raises ValueError
     for inputs that are too small for them."""
@@ -140,7 +140,7 @@ def tf_cnn(
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
     )
-    flat = _flat_size(features, input_shape)
+    flat = flat_size(features, input_shape)
     if not dense:
         return nn.Sequential(*features, nn.Linear(flat, classes))
     return nn.Sequential(
@@ -170,37 +170,6 @@ def unet_cnn(
             unet=unet(input_shape, classes, channels, kernel),
             cnn=tf_cnn(input_shape, classes, activation, width, dense),
         )
-    )
-
-
-def hgm_cnn(
-    input_shape: Sequence[int],
-    classes: int,
-    filters: Sequence[int] = (32, 64),
-    kernels: Sequence[int] = (5, 5),
-    strides: Sequence[int] = (2, 2),
-    dense: int = 256,
-    activation: str = "relu",
-) -> nn.Module:
-    """Convolutions, one dense layer: HGM's MNIST network (IJCAI 2019, Section 5).
-
-    Its CIFAR-10 network has filters 128, 128, 256 and kernels 3, 5, 5. Strides are not in the
-    paper; 2 is PixelDP's.
-    """
-    if not len(filters) == len(kernels) == len(strides) > 0:
-        raise ValueError("filters, kernels and strides must be lists of one length")
-    layers: list[nn.Module] = []
-    width_in = input_shape[0]
-    for width, kernel, stride in zip(filters, kernels, strides, strict=True):
-        layers += [
-            nn.Conv2d(width_in, width, kernel, stride=stride, padding=kernel // 2),
-            activation_layer(activation),
-        ]
-        width_in = width
-    features = nn.Sequential(*layers, nn.Flatten())
-    flat = _flat_size(features, input_shape)
-    return nn.Sequential(
-        *features, nn.Linear(flat, dense), activation_layer(activation), nn.Linear(dense, classes)
     )
 
 
@@ -246,7 +215,7 @@ def pool_cnn(
         if depth:
             layers.append(nn.MaxPool2d(2))
     features = nn.Sequential(*layers, nn.Flatten())
-    size = _flat_size(features, input_shape)
+    size = flat_size(features, input_shape)
     white = [WhiteningLayer(size, whiten)] if whiten else []
     return nn.Sequential(*features, *white, nn.Linear(size, classes))
 
@@ -390,48 +359,7 @@ class _PostActivation(ResidualBlock):
         return output
 
 
-class _PreActivation(ResidualBlock):
-    """x + F(x), or F(x) without the skip: normalisation, ReLU and a 3x3 convolution, twice."""
-
-    def __init__(
-        self,
-        width_in: int,
-        width_out: int,
-        stride: int,
-        normalise: Callable[[int], nn.Module],
-        skip: bool,
-    ) -> None:
-        super().__init__()
-        self.residual = nn.Sequential(
-            normalise(width_in),
-            nn.ReLU(),
-            nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False),
-            normalise(width_out),
-            nn.ReLU(),
-            nn.Conv2d(width_out, width_out, 3, padding=1, bias=False),
-        )
-        self.skip: nn.Module | None = nn.Identity() if skip else None
-        if skip and (stride != 1 or width_in != width_out):
-            self.skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.residual(x)
-        output: Tensor = out if self.skip is None else self.skip(x) + out
-        return output
-
-
-class _Ensemble(nn.Module):
-    """The mean of the logits of several networks."""
-
-    def __init__(self, members: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(members)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([member(x) for member in self.members]).mean(0)
-
-
-def _stages(depth: int, width: int) -> Iterator[tuple[int, int, int]]:
+def residual_stages(depth: int, width: int) -> Iterator[tuple[int, int, int]]:
     """(width in, width out, stride) of each block of the 6n + 2 network (He et al. 2016)."""
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"depth must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
@@ -446,7 +374,7 @@ def resnet_gn(
     input_shape: Sequence[int], classes: int, depth: int = 20, width: int = 16, groups: int = 8
 ) -> nn.Module:
     """The 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
-    blocks = [_PostActivation(*stage, groups) for stage in _stages(depth, width)]
+    blocks = [_PostActivation(*stage, groups) for stage in residual_stages(depth, width)]
     return nn.Sequential(
         nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
         nn.GroupNorm(groups, width),
@@ -456,46 +384,6 @@ def resnet_gn(
         nn.Flatten(),
         nn.Linear(4 * width, classes),
     )
-
-
-def resnet_rp(
-    input_shape: Sequence[int],
-    classes: int,
-    depth: int = 8,
-    width: int = 16,
-    ensemble: int = 1,
-    skip: bool = True,
-    groups: int = 8,
-    norm: str = "group",
-) -> nn.Module:
-    """The 6n + 2 residual network of residual perturbation, with GroupNorm for its BatchNorm.
-
-    norm: "batch" is the paper's BatchNorm, for runs without privacy alone: it mixes records.
-    Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
-    ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
-    False leaves the skip connections out (the paper's ablation).
-    """
-    if ensemble < 1:
-        raise ValueError(f"ensemble must be >= 1, got {ensemble}")
-    if norm not in ("group", "batch"):
-        raise ValueError(f"norm must be group or batch, got {norm!r}")
-
-    def normalise(width: int) -> nn.Module:
-        return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(groups, width)
-
-    members = [
-        nn.Sequential(
-            nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
-            *[_PreActivation(*stage, normalise, skip) for stage in _stages(depth, width)],
-            normalise(4 * width),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(4 * width, classes),
-        )
-        for _ in range(ensemble)
-    ]
-    return members[0] if ensemble == 1 else _Ensemble(members)
 
 
 # --- denoisers --------------------------------------------------------------------------------
@@ -671,7 +559,8 @@ class FixedBatchNorm(nn.Module):
             )  # fmt: skip
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         shift = self.bias - self.running_mean * scale
-        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+        shape = 1, -1, *[1] * (x.dim() - 2)
+        return x * scale.view(shape) + shift.view(shape)
 
 
 @contextmanager

@@ -1,38 +1,38 @@
 """The table of published claims: what each system claims, what is proved, and why they differ.
 
-`dpdist account claims` prints it; it is found by the entry point `published` of dpdist.claims.
+`dpdist account --claims` prints it; it is found by the entry point `published` of dpdist.claims.
 """
 
 from __future__ import annotations
 
+from dpdist.papers.pate.claims import pate_guarantee
 from dpdist.papers.residual.claims import (
     residual_black_box_claim,
     residual_claim,
     residual_input_guarantee,
 )
+from dpdist.papers.secure_sgd.claims import classic_rdp_epsilon, hgm_claim, secure_sgd_claim
 from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
 from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
 from dpdist.privacy import mechanisms
-from dpdist.privacy.claims import (
-    Claim,
-    claimed_guarantee,
-    dplis_claim,
-    pate_guarantee,
-    secure_sgd_claim,
-    unproved_guarantee,
-)
+from dpdist.privacy.claims import Claim, claimed_guarantee, unproved_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
 
-def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:
-    """Return HGM's Theorem 3 solved for epsilon.
+def dplis_claim(
+    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
+) -> Guarantee:
+    """Return the claim of DPlis: DP-SGD's guarantee; smoothing before the clip costs nothing.
 
-    It is the extended Gaussian at the weighted sensitivity.
+    Source: PoPETs 2021.
     """
-    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
     return claimed_guarantee(
-        float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
+        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
+        delta,
+        "add-or-remove-one",
+        "DPlis, DP-SGD by RDP at whole orders",
+        ("Poisson sampling", "smoothing noise independent of the data"),
     )
 
 

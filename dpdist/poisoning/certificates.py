@@ -337,9 +337,11 @@ class PoisoningCertificates:
 def check_options(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
     """Raise UserError without models for both, or for a radius without noise."""
     if not 0 < select < models:
-        raise UserError(f"--select: must leave some of the {models} models to count, got {select}")
+        raise UserError(
+            f"--set select: must leave some of the {models} models to count, got {select}"
+        )
     if any(radii) and sigma is None:
-        raise UserError("--radii: need --sigma, noise on the inputs of the votes")
+        raise UserError("--set radii: needs sigma, noise on the inputs of the votes")
 
 
 def certify_random_models(

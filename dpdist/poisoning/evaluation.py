@@ -53,11 +53,13 @@ class Poisoning(Evaluation):
 
     def __post_init__(self) -> None:
         if not 1 <= self.models <= MAX_MODELS:
-            raise UserError(f"--models: must be from 1 to {MAX_MODELS:,}, got {self.models:,}")
+            raise UserError(f"--set models: must be from 1 to {MAX_MODELS:,}, got {self.models:,}")
         if self.partitions and self.sigma is not None:
-            raise UserError("--sigma: goes with models that draw at random, not with --partitions")
+            raise UserError(
+                "--set sigma: goes with models that draw at random, not with partitions"
+            )
         if self.partitions and self.bag is not None:
-            raise UserError("--bag: and --partitions are two ways to share the records; choose one")
+            raise UserError("--set bag: partitions share the records in another way; choose one")
         if self.seed is not None:
             try:
                 check_hex_key(self.seed)
@@ -86,7 +88,7 @@ class Poisoning(Evaluation):
             raise UserError(f"{name}: no test input is chosen, of {count:,}")
         if self.models * len(indices) > MOST_VOTES:
             raise UserError(
-                f"--models, --max-inputs: at most {MOST_VOTES:,} votes are kept, got "
+                f"--set models, max_inputs: at most {MOST_VOTES:,} votes are kept, got "
                 f"{self.models:,} models on {len(indices):,} inputs; take fewer of either"
             )
         return indices
@@ -135,7 +137,7 @@ class Poisoning(Evaluation):
             if wrong:
                 raise UserError(f"{recipe.name}: nothing to vote: {why}")
         if self.bag is not None and self.bag > records:
-            raise UserError(f"--bag: {recipe.name} has {records:,} records, got {self.bag}")
+            raise UserError(f"--set bag: {recipe.name} has {records:,} records, got {self.bag}")
         if self.partitions or self.bag is not None:
             plain = without_privacy(recipe)
             return plain, plan_of_shard(plain, self.bag or max(1, records // self.models))[1]

@@ -31,8 +31,8 @@ from dpdist.randomness.keys import ESTIMATE, StreamKeys, derive_key
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
 from dpdist.training.ensembles import TrainingItems, plan_of_shard, shards_by_hash, train_in_process
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
-from dpdist.training.worker import TrainingDiverged
 
 # --- the worker -------------------------------------------------------------------------------
 

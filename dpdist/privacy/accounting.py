@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import dp_accounting as dpa
@@ -347,41 +347,6 @@ def _coarse_epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours
 
 
 _cached_coarse_epsilon = lru_cache(maxsize=1000)(_coarse_epsilon)
-
-
-def delta_profile(
-    path_events: Sequence[dpa.DpEvent], neighbours: Neighbours
-) -> Callable[[float], float]:
-    """Return the function from epsilon to the smallest proved delta.
-
-    It uses the accountants that `compute_epsilon` would use.
-    """
-
-    @cache
-    def accountants() -> list[RdpAccountant]:
-        return [compose_rdp(event, neighbours) for event in path_events]
-
-    def by_rdp(at: float) -> float:
-        return _max_or_zero([float(accountant.get_delta(at)) for accountant in accountants()])
-
-    try:
-        _, losses = compute_privacy_losses(path_events, neighbours)
-    except UnsupportedMechanismError:
-        accountants()
-        return by_rdp
-
-    def profile(at: float) -> float:
-        value = _max_or_zero([loss.delta(at) for loss in losses])
-        if all(loss.resolves(value) for loss in losses) and not any(
-            map(_contains_selection, path_events)
-        ):
-            return value
-        try:
-            return min(value, by_rdp(at))
-        except UnsupportedMechanismError:
-            return value
-
-    return profile
 
 
 def library_version() -> str:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.phases import GaussianScores, ParallelParts, Phase, RepeatAndSelect
@@ -231,109 +232,57 @@ def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> 
     return calibrate_noise(plan_with, epsilon)
 
 
-def noise_multiplier_for(
-    epsilon: float,
-    *,
-    records: int,
-    batch_size: int,
-    steps: int,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-    batch_cap: int | None = None,
-) -> float:
+def noise_multiplier_for(epsilon: float, **setting: Any) -> float:
     """Return the smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
 
-    Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
+    setting: the other arguments of `PrivacyPlan.dp_sgd`. Raises UnreachableTargetError, or
+    ValueError for arguments that it refuses.
     """
-
-    def plan_with(noise_multiplier: float) -> PrivacyPlan:
-        return PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=batch_size,
-            noise_multiplier=noise_multiplier,
-            steps=steps,
-            delta=delta,
-            neighbours=neighbours,
-            batch_cap=batch_cap,
-        )
-
-    return calibrate_noise(plan_with, epsilon)
+    return calibrate_noise(
+        lambda noise: PrivacyPlan.dp_sgd(noise_multiplier=noise, **setting), epsilon
+    )
 
 
-def steps_for(
-    epsilon: float,
-    *,
-    records: int,
-    batch_size: int,
-    noise_multiplier: float,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-    batch_cap: int | None = None,
-    max_steps: int = 10_000_000,
-) -> int:
+def steps_for(epsilon: float, *, max_steps: int = 10_000_000, **setting: Any) -> int:
     """Return the largest number of steps <= `max_steps` that cost at most `epsilon` (up to 0.1 %).
 
-    Raises Unreachable when one step already costs more.
+    setting: the other arguments of `PrivacyPlan.dp_sgd`. Raises UnreachableTargetError when one
+    step already costs more.
     """
-    _check_target(epsilon)
-
-    def plan_with(steps: float) -> PrivacyPlan:
-        return PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=batch_size,
-            noise_multiplier=noise_multiplier,
-            steps=int(steps),
-            delta=delta,
-            neighbours=neighbours,
-            batch_cap=batch_cap,
-        )
-
-    start = 1.0
-    while start < max_steps and _approximate_epsilon(plan_with(2 * start)) <= epsilon:
-        start *= 2
-    answer = _two_grids(plan_with, epsilon, start, (1, max_steps), whole=True)
-    if answer is None:
-        one = plan_with(1).guarantee().epsilon
-        raise UnreachableTargetError(
-            f"one step already costs epsilon {one:.3g}, more than {epsilon:g}"
-        )
-    return int(answer)
+    what = "one step already costs epsilon {:.3g}, more than {:g}"
+    return _largest_whole(
+        lambda steps: PrivacyPlan.dp_sgd(steps=int(steps), **setting), epsilon, max_steps, what
+    )
 
 
-def batch_size_for(
-    epsilon: float,
-    *,
-    records: int,
-    noise_multiplier: float,
-    steps: int,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-) -> int:
+def batch_size_for(epsilon: float, *, records: int, **setting: Any) -> int:
     """Return the largest expected batch size, at most `records`, that costs at most `epsilon`.
 
-    Raises Unreachable when batches of one record already cost more.
+    setting: the other arguments of `PrivacyPlan.dp_sgd`. Raises UnreachableTargetError when batches
+    of one record already cost more.
+    """
+
+    def plan_with(size: float) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(records=records, batch_size=int(size), **setting)
+
+    what = "an expected batch of one record already costs epsilon {:.3g}, above {:g}"
+    return _largest_whole(plan_with, epsilon, records, what)
+
+
+def _largest_whole(
+    make_plan: Callable[[float], PrivacyPlan], epsilon: float, limit: int, what: str
+) -> int:
+    """Return the largest whole number, at most `limit`, whose plan costs at most `epsilon`.
+
+    what: complaint where that of 1 costs more, with places for its epsilon and the target.
     """
     _check_target(epsilon)
-
-    def plan_with(batch_size: float) -> PrivacyPlan:
-        return PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=int(batch_size),
-            noise_multiplier=noise_multiplier,
-            steps=steps,
-            delta=delta,
-            neighbours=neighbours,
-        )
-
     start = 1.0
-    while 2 * start <= records and _approximate_epsilon(plan_with(2 * start)) <= epsilon:
+    while 2 * start <= limit and _approximate_epsilon(make_plan(2 * start)) <= epsilon:
         start *= 2
-    answer = _two_grids(plan_with, epsilon, start, (1, records), whole=True)
+    answer = _two_grids(make_plan, epsilon, start, (1, limit), whole=True)
     if answer is None:
-        one = plan_with(1).guarantee().epsilon
-        raise UnreachableTargetError(
-            f"an expected batch of one record already costs epsilon {one:.3g}, above {epsilon:g}"
-        )
+        raise UnreachableTargetError(what.format(make_plan(1).guarantee().epsilon, epsilon))
     return int(answer)
 
 

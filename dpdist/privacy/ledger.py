@@ -161,7 +161,7 @@ def _read_anchor(path: Path) -> Anchor | None:
 def _check_anchor(
     anchor: Anchor | None, records: list[dict[str, Any]], checks: list[str], path: Path
 ) -> None:
-    """Raise JournalCut unless the file goes as far as its anchor."""
+    """Raise JournalTruncated unless the file goes as far as its anchor."""
     if anchor is None:
         # A crash may come between the first line and the anchor, and then nothing is recorded.
         if len(records) > 1:
@@ -575,8 +575,8 @@ class Ledger(JournalBacked):
 
         The entry stands behind the nonce of the process that takes a new step.
 
-        release_id: hex, at least 64 digits, a hash of key id, epoch, step, world size and the bytes
-        of the pre-noise sum. Returns "replay" if exactly this release is on record already.
+        release_id: hex, at least 64 digits, a hash of key id, epoch, step and the bytes of the
+        pre-noise sum. Returns "replay" if exactly this release is on record already.
         Raises ReplayConflict, and records nothing, if another sum is on record for this epoch and
         step; LedgerError if it cannot be made durable; ValueError for a malformed argument.
         """
@@ -603,8 +603,8 @@ class Ledger(JournalBacked):
         Durable on return, and counted whatever happens next. query_id: as an id in
         `record`.
 
-        Raises NoAnswersLeft, and counts nothing, beyond those that the plan pays for; LedgerError
-        if it cannot be made durable.
+        Raises QueriesExhausted, and counts nothing, beyond those that the plan pays for;
+        LedgerError if it cannot be made durable.
         """
         _check_id(query_id)
         if self.num_queries >= plan.num_queries:
@@ -737,6 +737,14 @@ class Ledger(JournalBacked):
         for step, releases in self._releases_per_step.items():
             counts[plan.training_phase_index(step)] += releases
         return plan.executed_phases(counts)
+
+    def superseded_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """Return the releases beyond the first of each step, as phases."""
+        return tuple(
+            replace(plan.training_phases[plan.training_phase_index(step)], steps=releases - 1)
+            for step, releases in self._releases_per_step.items()
+            if releases > 1
+        )
 
     def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
         """Return the dp_accounting event of everything on record.

@@ -20,9 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpdist.privacy.guarantee import check_delta
 
-# --- Gaussian, Laplace and GNMax --------------------------------------------------------------
-
-
 Array = NDArray[np.float64]
 _BISECTIONS = 200
 
@@ -184,39 +181,6 @@ def extended_gaussian_epsilon(
 # --- heterogeneous and multivariate Gaussian --------------------------------------------------
 
 
-def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
-    """Return a redistribution vector r > 0 with sum 1 from non-negative weights, shape (K,).
-
-    floor: smallest share, relative to the uniform 1/K; the theorem's r_i = 0 would leave an output
-    without noise. The vector must not depend on private records, or the noise leaks them.
-    """
-    weights = np.asarray(weights, float)
-    if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
-        raise ValueError("redistribution weights are a vector of finite numbers >= 0")
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor must be in (0, 1], got {floor}")
-    total = weights.sum()
-    shares = weights / total if total > 0 else np.full(weights.shape, 1 / weights.size)
-    return (1 - floor) * shares + floor / weights.size
-
-
-def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """Return max .
-
-     (A(D) - A(D')) / sqrt(K r) ||_2 from bounds of each component.||The bounds are on |A(D) -
-    A(D')|.
-
-    HGM Theorem 3. component_bounds: shape (K,) and jointly attainable in the worst case.
-    Raises ValueError unless r > 0 and sums to 1.
-    """
-    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
-    if r.shape != bounds.shape or r.ndim != 1:
-        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
-    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
-        raise ValueError("r must be positive and sum to 1")
-    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
-
-
 def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) -> float:
     """Return at least sup ||S^(-1/2) v||_2 over differences v of neighbours, S the covariance.
 
@@ -245,22 +209,6 @@ def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) ->
     return min(by_norm, float(np.sqrt(reach @ inverse @ reach)))
 
 
-def mixed_gaussian_added_std(
-    xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
-) -> float:
-    """Return the noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
-
-    xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
-    in between. steps = 1 is the reading without the unjustified factor.
-    """
-    if not 0 <= xi_low <= xi_up:
-        raise ValueError(f"0 <= xi_low <= xi_up is needed, got {xi_low} and {xi_up}")
-    transformed = math.sqrt(steps * s_min) * sigma
-    if transformed < xi_low:
-        return xi_up
-    return math.sqrt(max(0.0, xi_up**2 - transformed**2))
-
-
 # --- Laplace ----------------------------------------------------------------------------------
 
 
@@ -269,24 +217,6 @@ def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
     _check(epsilon)
     scale: Array = np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
     return scale
-
-
-# --- noisy votes ------------------------------------------------------------------------------
-
-
-def confident_gnmax_epsilon(
-    delta: float, queries: int, answers: int, threshold_std: float, vote_std: float
-) -> float:
-    """Return the data-independent epsilon of PATE's Confident-GNMax (Papernot et al. 2018).
-
-    One record moves one teacher's vote: L2 sensitivity 1 in the threshold test (paid for every one
-    of `queries`), sqrt(2) in the noisy vote (paid for `answers`). The caps on both are fixed before
-    looking at votes. All releases are Gaussian, so the composition is exact.
-    """
-    if queries < 1 or answers < 0 or answers > queries:
-        raise ValueError(f"0 <= answers <= queries is needed, got {answers} of {queries}")
-    m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)
-    return float(gaussian_epsilon(delta, 1.0, m))
 
 
 # --- shuffled fixed batches -------------------------------------------------------------------

@@ -545,6 +545,23 @@ class _Releases(Phase):
         return (self.bound_assumption, *((_POISSON,) if self.sample_rate < 1 else ()))
 
 
+def _exact_loss(
+    phase: Any, size: int, grid: float, kind: str = "gaussian"
+) -> tuple[PrivacyLossDistribution, int] | None:
+    """Return the loss of `size` records that move a phase's unsampled releases; None if no noise.
+
+    kind: of the noise, gaussian or laplace.
+    """
+    from dp_accounting.pld import privacy_loss_distribution as library
+
+    if phase.noise_multiplier == 0:
+        return None
+    count, noise = getattr(phase, "count", 1), phase.noise_multiplier / size
+    make = getattr(library, f"from_{kind}_mechanism")
+    one = make(noise, value_discretization_interval=grid)
+    return (one if count == 1 else one.self_compose(count)), count
+
+
 @dataclass(frozen=True)
 class LaplaceReleases(_Releases):
     """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
@@ -559,14 +576,7 @@ class LaplaceReleases(_Releases):
         return dpa.LaplaceDpEvent(self.noise_multiplier)
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        from dp_accounting.pld import privacy_loss_distribution as library
-
-        if self.sample_rate < 1 or self.noise_multiplier == 0:
-            return None
-        one = library.from_laplace_mechanism(
-            self.noise_multiplier / size, value_discretization_interval=grid
-        )
-        return one.self_compose(self.count), self.count
+        return None if self.sample_rate < 1 else _exact_loss(self, size, grid, "laplace")
 
 
 @dataclass(frozen=True)
@@ -619,14 +629,7 @@ class GaussianAnswers(GaussianReleases):
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
         """Return the loss when `size` records change at most so many models."""
-        from dp_accounting.pld import privacy_loss_distribution as library
-
-        if self.sample_rate < 1 or self.noise_multiplier == 0:
-            return None
-        one = library.from_gaussian_mechanism(
-            self.noise_multiplier / size, value_discretization_interval=grid
-        )
-        return one.self_compose(self.count), self.count
+        return None if self.sample_rate < 1 else _exact_loss(self, size, grid)
 
 
 @dataclass(frozen=True)
@@ -1105,12 +1108,7 @@ class NoisyVotes(UpfrontPhase):
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
         """Return the loss when `size` records change at most so many models."""
-        from dp_accounting.pld import privacy_loss_distribution as library
-
-        if self.noise_multiplier == 0:
-            return None
-        noise = self.noise_multiplier / size
-        return library.from_gaussian_mechanism(noise, value_discretization_interval=grid), 1
+        return _exact_loss(self, size, grid)
 
     @property
     def description(self) -> str:

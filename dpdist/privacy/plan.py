@@ -181,10 +181,10 @@ class PrivacyPlan:
             raise ValueError(
                 "groups need their counted number, no batch_cap, and neighbours add-or-remove-one"
             )
-        if self.group is not None and any(loop.class_rates for loop in self._training_phases):
+        if self.group is not None and any(loop.class_rates for loop in self.training_phases):
             raise ValueError("a group has records of several classes: no class rates")
         check_delta(self.delta)
-        noisy = any(phase.noise_multiplier for phase in self._training_phases)
+        noisy = any(phase.noise_multiplier for phase in self.training_phases)
         if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
             raise ValueError(f"clip_norm must be > 0 and finite, got {self.clip_norm}")
         if self.neighbours not in ("add-or-remove-one", "replace-one"):
@@ -234,13 +234,14 @@ class PrivacyPlan:
         return cls(records, (phase,), delta, clip_norm, neighbours, group=group)
 
     @property
-    def _training_phases(self) -> list[GaussianSteps]:
+    def training_phases(self) -> list[GaussianSteps]:
+        """Return the phases that the training loop executes, a list of `GaussianSteps`."""
         return [loop for phase in self.phases if (loop := phase.training_steps) is not None]
 
     @property
     def steps(self) -> int:
         """Return the number of steps that the training loop executes, an int; 0 without a loop."""
-        return sum(phase.steps for phase in self._training_phases)
+        return sum(phase.steps for phase in self.training_phases)
 
     @property
     def num_queries(self) -> int:
@@ -265,7 +266,7 @@ class PrivacyPlan:
         """
         if step >= 0:
             end = 0
-            for index, phase in enumerate(self._training_phases):
+            for index, phase in enumerate(self.training_phases):
                 end += phase.steps
                 if step < end:
                     return index
@@ -299,7 +300,7 @@ class PrivacyPlan:
         Raises:
             ValueError: the plan has no such step.
         """
-        phase = self._training_phases[self.training_phase_index(t)]
+        phase = self.training_phases[self.training_phase_index(t)]
         return StepPlan(
             noise_multiplier=phase.noise_multiplier,
             sample_rate=phase.sample_rate,
@@ -312,7 +313,7 @@ class PrivacyPlan:
     @property
     def max_expected_batch(self) -> float:
         """Return the largest expected batch of any step, a float in records; 0 without steps."""
-        return max(map(self._expected_batch, self._training_phases), default=0.0)
+        return max(map(self._expected_batch, self.training_phases), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
         expected = phase.mean_rate * self.records
@@ -338,7 +339,7 @@ class PrivacyPlan:
         if not 0 <= left <= self.steps:
             raise ValueError(f"steps must be between 0 and {self.steps}, got {steps}")
         counts = []
-        for phase in self._training_phases:
+        for phase in self.training_phases:
             counts.append(min(left, phase.steps))
             left -= counts[-1]
         return counts

@@ -385,7 +385,7 @@ def resolve_smoothing_sigma(model: nn.Module, sigma: float | None, context: obje
     """
     place = find_noise_location(model)
     if sigma is None and not place.is_random:
-        raise UserError(f"{context}: nothing says with what noise to certify; give --sigma")
+        raise UserError(f"{context}: certify.sigma: must be given, as the model has no noise")
     return place.smoothing_sigma if sigma is None else sigma
 
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate
+    from dpdist.certification.subject import Subject
     from dpdist.certification.table import CertificateTable
     from dpdist.data.text import TextColumn
     from dpdist.models import ModelSpec
@@ -98,7 +99,6 @@ REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 WORDS, TOKENIZER, SETTINGS = "words.txt", "tokenizer.json", "tokenizer_config.json"
 """A release of a text model whose tokens are no bytes has one of the first two, to make them by; of
 a tokenizer that has special tokens or a chat template, the third too."""
-DOSSIER = "dossier.md"  # where `dpdist release --dossier` asked for it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base.json"
 """A release of a model of which an adapter alone was trained has these, as `peft` reads them."""
@@ -119,7 +119,7 @@ def table_name(number: int) -> str:
 
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
+    known = (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER, SETTINGS, *_ADAPTER)
     return name in known or _TABLE.fullmatch(name) is not None
 
 
@@ -150,7 +150,7 @@ def compute_checksums(folder: Path) -> str:
 
 def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
     """Return the names that SHA256SUMS has a line for, where these files lie."""
-    optional = (WORDS, TOKENIZER, SETTINGS, DOSSIER, *_ADAPTER)
+    optional = (WORDS, TOKENIZER, SETTINGS, *_ADAPTER)
     others = (name for name in optional if name in present)
     return (*CHECKSUMMED_FILES, *others, *list_table_names(present))
 
@@ -297,7 +297,7 @@ class CertifiedAccuracy(Section):
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
     of `norm`. alpha: the error of each certificate. sigma: of its noise. measured: clean accuracy
     and range of these inputs, as the table states them. population: what the table
-    states of the population that the inputs were drawn from; releases made before have none.
+    states of the population that the inputs were drawn from.
     """
 
     title: SingleLine
@@ -309,7 +309,7 @@ class CertifiedAccuracy(Section):
     radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
     accuracy: tuple[Ratio, ...]
     measured: SingleLine
-    population: SingleLine | None = None
+    population: SingleLine
 
     @model_validator(mode="after")
     def _check_accuracies(self) -> CertifiedAccuracy:
@@ -924,6 +924,22 @@ class Release:
         for each in module.modules():  # no own loop begins with a part of it unnoticed
             setattr(each, models.TRAINED_BY, str(self.path))
         return module
+
+    @property
+    def subject(self) -> Subject:
+        """Return the model as jobs take it, a `Subject`; loaded and hashed once, as `model` is.
+
+        Raises:
+            UserError: nothing certifies or attacks such inputs or outputs.
+            ReleaseError: the model's files are damaged.
+        """
+        from dpdist.certification.subject import Subject
+        from dpdist.models import read_factory_code
+
+        self.require_numeric_inputs()
+        self.need_label()
+        code = read_factory_code(self.path)
+        return Subject(self.model, self.description.model, self.path, code)
 
     @cached_property
     def text_answerer(self) -> TextAnswerer:

@@ -103,11 +103,9 @@ def parse_prompts(text: str, where: Path) -> list[Prompt]:
     lines = re.split("\r?\n", text)
     lines = lines if lines[-1] else lines[:-1]
     if not lines:
-        raise UserError(f"--prompt-file: must have a prompt a line, got none in {where}")
+        raise UserError(f"FILE: must have a prompt a line, got none in {where}")
     if where.suffix == ".json":
-        raise UserError(
-            f"--prompt-file: must be a text or a .jsonl file, got {where}: a value a line"
-        )
+        raise UserError(f"FILE: must be a text or a .jsonl file, got {where}: a value a line")
     if where.suffix != ".jsonl":
         return list(lines)
     found: list[Prompt] = []
@@ -118,7 +116,7 @@ def parse_prompts(text: str, where: Path) -> list[Prompt]:
             found.append(value if isinstance(value, str) else messages_of(value))
         except (ValueError, UserError):
             raise UserError(
-                f"--prompt-file: line {number} must be a text or a list of messages, each with a "
+                f"FILE: line {number} must be a text or a list of messages, each with a "
                 f"role and a content, in JSON: {where}"
             ) from None
     return found
@@ -158,7 +156,7 @@ def sample_texts(answerer: TextAnswerer, prompt: Prompt, sampling: Sampling) -> 
 def _prompt_tokens(column: TextColumn, prompt: Prompt) -> np.ndarray:
     """Return the tokens of a prompt that leave room for one more. Raises as `sample_texts`."""
     if not column.predicts_next_token:
-        raise UserError("generate: must have a model of next tokens, got one that tells labels")
+        raise UserError("--to: must have a model of next tokens, got one that tells labels")
     if isinstance(prompt, str):
         return column.tokenize_beginning(prompt, room=1)
     return column.tokenize_chat(prompt, room=1)
@@ -174,7 +172,7 @@ def _check_prompts(column: TextColumn, prompts: Sequence[Prompt]) -> None:
                 raise
             line = "an empty prompt" if [*prompts] == [""] else f"line {number}"
             rule = str(error).removeprefix("text: ").removeprefix("messages: ")
-            raise UserError(f"--prompt-file: {line} {rule}") from None
+            raise UserError(f"FILE: {line} {rule}") from None
 
 
 def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
@@ -182,7 +180,7 @@ def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
     import torch
 
     if not bool(scores.max().isfinite()):  # of NaN it is NaN; -inf is no text
-        raise UserError("generate: the scores of the next token must be finite; train again")
+        raise UserError("sampling: the scores of the next token must be finite; train again")
     if temperature == 0:
         return int(scores.argmax())
     shares = ((scores - scores.max()) / temperature).softmax(-1)  # 0 or less: no overflow

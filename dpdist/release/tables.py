@@ -167,7 +167,7 @@ def _check_rows(table: CertificateTable) -> None:
             )
         stopped |= votes is None
     try:
-        again, _ = table.kind.table_format.recertify(table.table, table.alpha)
+        again, _ = table.certificate_class.recertify(table.table, table.alpha)
     except UserError:
         if stopped:
             return
@@ -289,9 +289,7 @@ class _InputRecounter:
             self._sampler, x, index, 0, assignment.num_units, batch, assignment.sampler
         )
         label = int(self._data.labels[index])
-        return self._table.kind.table_format.row(
-            settings, index, label, assignment.decide(partial), assignment.sampler
-        )
+        return settings.table_row(index, label, assignment.decide(partial), assignment.sampler)
 
 
 def count_difference(stated: dict[str, Any], redrawn: dict[str, Any], schema: pa.Schema) -> float:

@@ -32,7 +32,6 @@ from dpdist.privacy.card import (
 from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
 from dpdist.release.bundle import (
     DESCRIPTION,
-    DOSSIER,
     MODEL_CARD,
     SIGNATURE,
     Release,
@@ -44,7 +43,7 @@ from dpdist.release.bundle import (
     load,
     table_name,
 )
-from dpdist.release.model_card import dossier, model_card
+from dpdist.release.model_card import model_card
 from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
@@ -68,7 +67,6 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
             ("data.columns.group", "data.columns.image", "data.columns.label", "data.test"),
             _REASON_TEST_DATA
         ),
-        "certified.*.population": "left out only, as in releases made before; never changed",
         "licence": "a decision",
         "name": "a name",
         **dict.fromkeys(
@@ -175,8 +173,6 @@ def _check_tables(
         record = certified_accuracy_record(table)
         for key, value in record.items():
             said = getattr(stated, key)
-            if key == "population" and said is None:  # not stated by releases made before
-                continue
             if not json_equal(json.loads(json.dumps(said)), value):
                 raise ReleaseError(
                     f"{release.path / DESCRIPTION}: certified {table.title}: {key} does not follow "
@@ -279,8 +275,6 @@ def _check_pages(release: Release) -> str:
         MODEL_CARD: model_card(release.description, release.card, release.spec),
         PRIVACY_CARD_TEXT: card_markdown(release.card),
     }
-    if DOSSIER in release.checksums:
-        pages[DOSSIER] = dossier(release.description, release.card, release.spec)
     for name, text in pages.items():
         stated = read_text(release.path / name)
         same = (

@@ -73,13 +73,17 @@ def certified_curves(facts: Facts) -> list[CertifiedCurve]:
     """Every certificate of a run in both norms, from its finished tables."""
     return [
         CertifiedCurve(
-            facts.folder.name, found.title, table.name, norm,
-            np.maximum(found.size_if_correct(table.label), 0.0), found.line_style,
+            facts.folder.name,
+            found.title,
+            table.name,
+            norm,
+            np.maximum(found.size_if_correct(table.label), 0.0),
+            found.line_style,
         )
         for table in facts.tables
         for norm in NORMS
         for found in table.sizes_in_norm(norm, math.prod(facts.input_shape))
-    ]  # fmt: skip
+    ]
 
 
 def privacy_rows(runs: Sequence[Facts]) -> list[list[str]]:
@@ -146,6 +150,19 @@ def attacked_accuracy_rows(runs: Sequence[Facts], norm: str) -> list[list[str]]:
     return rows
 
 
+def comparison_tables(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Yield the tables and paragraphs, as Markdown, that put runs side by side and subtract them.
+
+    Raises as `accuracy_differences`.
+    """
+    grids = [privacy_rows(runs)]
+    grids += [certified_accuracy_rows(runs, norm, sizes[norm]) for norm in NORMS]
+    grids.append(population_rows(runs))
+    grids += [attacked_accuracy_rows(runs, norm) for norm in NORMS]
+    yield from (markdown_table(grid) for grid in grids if len(grid) > 1)
+    yield from differences_section(runs, sizes)
+
+
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A grid as a table of Markdown."""
     head, *body = rows
@@ -172,9 +189,13 @@ def comparison_png(runs: Sequence[Facts]) -> bytes:
                     continue
                 shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
                 axes.plot(
-                    sizes, shares, curve.line_style or "", color=colour, linewidth=1.4,
+                    sizes,
+                    shares,
+                    curve.line_style or "",
+                    color=colour,
+                    linewidth=1.4,
                     label=f"{facts.folder.name}, {curve.title}",
-                )  # fmt: skip
+                )
                 widest = max(widest, float(sizes[-1]))
             for table in facts.attacks:
                 if table.norm == norm:
@@ -199,9 +220,20 @@ def write_comparison_png(runs: Sequence[Facts], path: Path) -> None:
 
 
 _HEADER = (
-    "run", "what", "size", "inputs", "{first}, %", "run, %", "difference", "interval",
-    "all intervals", "only {first} : only run", "p", "p, Holm", "p, any time",
-)  # fmt: skip
+    "run",
+    "what",
+    "size",
+    "inputs",
+    "{first}, %",
+    "run, %",
+    "difference",
+    "interval",
+    "all intervals",
+    "only {first} : only run",
+    "p",
+    "p, Holm",
+    "p, any time",
+)
 
 
 @dataclass(frozen=True)
@@ -301,13 +333,19 @@ def accuracy_difference_rows(
         )
         shown.append(
             [
-                row.run, row.quantity, row.size, f"{it.inputs:,}", format_percent(it.first),
-                format_percent(it.second), f"{100 * it.difference:+.2f}",
-                _format_interval(it.low, it.high), _format_interval(*every),
+                row.run,
+                row.quantity,
+                row.size,
+                f"{it.inputs:,}",
+                format_percent(it.first),
+                format_percent(it.second),
+                f"{100 * it.difference:+.2f}",
+                _format_interval(it.low, it.high),
+                _format_interval(*every),
                 f"{it.only_first} : {it.only_second}",
                 *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),
             ]
-        )  # fmt: skip
+        )
     return shown
 
 
@@ -473,9 +511,14 @@ def _raise_not_comparable(first: Facts, later: Facts, reason: str) -> None:
 
 
 # What makes the training of a recipe one without privacy.
-NON_PRIVATE_SETTINGS = {"privacy.epsilon": "null", "privacy.noise_multiplier": "0",
-"privacy.clipping": "none",
-        "privacy.budget": "null", "privacy.budget_ceiling": "null", "tune": "null"}  # fmt: skip
+NON_PRIVATE_SETTINGS = {
+    "privacy.epsilon": "null",
+    "privacy.noise_multiplier": "0",
+    "privacy.clipping": "none",
+    "privacy.budget": "null",
+    "privacy.budget_ceiling": "null",
+    "tune": "null",
+}
 # of the keys in which two such recipes may differ
 _IGNORED_KEYS = (*NON_PRIVATE_SETTINGS, "name", "certify.seed")
 
@@ -541,13 +584,14 @@ def _make_baseline(facts: Facts, baseline: Facts) -> Baseline:
         raise UserError(
             f"{baseline.folder.name}: is private (epsilon "
             f"{format_epsilon(baseline.guarantee.epsilon)}), so it is no baseline; `dpdist "
-            "compare` puts any two runs side by side"
+            "report` puts any two runs side by side"
         )
     rows, notes = accuracy_differences([baseline, facts], _compared_sizes(facts))
     changed = [
-        key for key in baseline.recipe.differing_keys(facts.recipe)
+        key
+        for key in baseline.recipe.differing_keys(facts.recipe)
         if not any(key == own or key.startswith(f"{own}.") for own in _IGNORED_KEYS)
-    ]  # fmt: skip
+    ]
     found = accuracy_difference_rows(baseline.folder.name, rows) if rows else []
     return Baseline(baseline.folder.name, found, notes, changed)
 

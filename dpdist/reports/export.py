@@ -18,8 +18,14 @@ from dpdist.reports.facts import Facts
 from dpdist.reports.summary import make_verdict
 
 _EVALUATION_KEYS = (
-    "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
-)  # fmt: skip
+    "data",
+    "inputs",
+    "correct",
+    "accuracy",
+    "cross_entropy",
+    "measures",
+    "noise_draws",
+)
 _NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
 
 
@@ -93,22 +99,28 @@ def comparison_as_json(
         "runs": [run_as_json(facts) for facts in runs],
         "differences": [
             {
-                "run": row.run, "less": first, "what": row.quantity,
+                "run": row.run,
+                "less": first,
+                "what": row.quantity,
                 "size": float(row.size) if row.size else None,
-                **dataclasses.asdict(row.comparison), "difference": row.comparison.difference,
+                **dataclasses.asdict(row.comparison),
+                "difference": row.comparison.difference,
                 "p_holm": p,
             }
             for row, p in zip(rows, corrected, strict=True)
         ],
         "whole_curves": [
             {
-                "run": two.run, "less": first, "what": two.certificate,
+                "run": two.run,
+                "less": first,
+                "what": two.certificate,
                 "sizes": found.knots.tolist(),
-                "low": found.low.tolist(), "high": found.high.tolist(),
+                "low": found.low.tolist(),
+                "high": found.high.tolist(),
                 "better": [list(stretch) for stretch in found.better_ranges],
                 "worse": [list(stretch) for stretch in found.worse_ranges],
             }
             for two, found in curve_differences(runs, sizes)
         ],
         "notes": notes,
-    }  # fmt: skip
+    }

@@ -1,18 +1,14 @@
-"""Read the figures of a run folder that the summary, the report and the release show.
+"""Read the results in a run folder that the summary, the report and the release show.
 
-Of a private search that chose the run, the terms are shown; its trials only where their number is
-fixed, so that all of them are paid for.
+What a run costs is read by `dpdist.runs.accounting`; nothing is accounted here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
-import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +19,19 @@ from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
 from dpdist.certification.evaluation import Evaluation
 from dpdist.certification.table import CertificateTable
-from dpdist.config.search import TuneRecipe
 from dpdist.config.training import Stage
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
+    DRAWS_BY_ROW,
     INDEPENDENCE,
     MEASURES,
     SCREENED,
-    FileShape,
-    Keys,
-    Number,
     describe_rounding,
     weakest,
 )
-from dpdist.core.files import check_shape, parse_any_json, read_json, read_text
+from dpdist.core.files import check_shape, read_json
 from dpdist.core.version import __version__
-from dpdist.privacy.budget import charge_id, read_budgets
-from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.privacy.card import AuditFinding, build_card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import (
@@ -52,170 +43,17 @@ from dpdist.privacy.guarantee import (
     left_out,
 )
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
-from dpdist.privacy.plan import PrivacyPlan, parse_plan
-from dpdist.randomness.keys import key_id
+from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports.summary import make_verdict
+from dpdist.runs.accounting import RunAccount, SearchTerms, read_account
 from dpdist.runs.folder import (
-    RECIPE_IDENTITY,
-    SEARCH_IDENTITY,
     RunFolder,
     open_run,
-    read_verified_ledger,
 )
 from dpdist.runs.recipe import Recipe
 
 # --- terms of a private search ----------------------------------------------------------------
-
-
-# what else it says is made again
-_SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
-
-
-class PublishedTrial(FileShape):
-    """A trial of a search whose number of trials is fixed: one entry of trials.json.
-
-    Attributes:
-        values: Values of the searched fields, by dotted key.
-        noise_multiplier: Noise multiplier of the trial's training.
-        scores: Scores at its rungs. Scores on private records are noisy counts, divided by a public
-            number of held-out records.
-        failed: Why the trial does not count; null where it does.
-        chosen: Whether the run is this trial's.
-    """
-
-    values: Keys
-    noise_multiplier: Number
-    scores: list[Number]
-    failed: str | None
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class SearchTerms:
-    """The terms of a private search.
-
-    plan: of training and search together. fields: the searched fields. law: of the number of
-    trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
-    budget. assumptions: of the public parts that trials may have begun with, and of a function that
-    built them. trials: all of them where their number is fixed, else none. chosen: the winner's
-    values of a search over a function, which no recipe says.
-    """
-
-    plan: PrivacyPlan
-    law: str
-    fields: tuple[str, ...]
-    objective: str
-    scored_on: str
-    one_training_epsilon: float
-    charge_id: str
-    assumptions: tuple[str, ...] = ()
-    trials: tuple[PublishedTrial, ...] = ()
-    chosen: dict[str, Any] | None = None
-
-    def values_of(self, winner: Recipe) -> dict[str, Any]:
-        """Return the searched fields of the winner's recipe, or the values of a function's."""
-        recipe = winner.model_dump(mode="json")
-
-        def value_of(field: str) -> Any:
-            return reduce(operator.getitem, field.split("."), recipe)
-
-        return {
-            field: value_of(field) if self.chosen is None else self.chosen.get(field)
-            for field in self.fields
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"{', '.join(self.fields)} by {self.objective} on {self.scored_on}; number of trials: "
-            f"{self.law}; epsilon covers training and search (one such training alone: "
-            f"{format_epsilon(self.one_training_epsilon)})"
-        )
-
-
-def read_search(folder: RunFolder) -> SearchTerms | None:
-    """Return the terms of the search that chose this run; None for a run that no search chose.
-
-    They are made again from what was asked for and from what a trial may cost. Raises UserError for
-    one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
-    that of one trial.
-    """
-    if (whole := folder.parent_run) is not None:
-        raise UserError(
-            f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
-            f"alone: it is paid for together with all else that was tried; name {whole.path}",
-            see="explanation/tuning.md#which-rules-make-it-true",
-        )
-    if not folder.search_record.exists():
-        if folder.search_recipe_file.exists():
-            raise UserError(
-                f"{folder.search_record}: missing: a search chose this run, and epsilon cannot be "
-                "stated without what the search cost; bring it back"
-            )
-        return None
-    record = read_json(folder.search_record, _SEARCH_RECORD_SHAPE)
-    fixed = folder.read_search_terms()
-    tune = folder.read_search_recipe().tune
-    if tune is None:
-        raise UserError(
-            f"{folder.search_recipe_file}: tune: must be the section of the search, got none"
-        )
-    trial = parse_plan(fixed["trial"], f"{folder.search_terms}: trial")
-    plan = _search_plan(trial, tune, fixed["score_noise"], folder)
-    stated = parse_plan(record["plan"], f"{folder.search_record}: plan")
-    wrong = [name for name in ("charge", "assumed") if record[name] != fixed[name]]
-    if not stated == parse_plan(fixed["plan"], f"{folder.search_terms}: plan") == plan:
-        wrong.append("plan")
-    if wrong:
-        raise UserError(
-            f"{folder.search_record}: {' and '.join(wrong)}: must be what the search was fixed to "
-            f"before its first trial, by {folder.search_recipe_file} and {folder.search_terms}; "
-            "put back the files that the search wrote"
-        )
-    return SearchTerms(
-        plan=plan,
-        law=tune.law.full_description,
-        fields=tune.searched_fields,
-        objective=tune.score.describe(),
-        scored_on=tune.score.describe_records(plan.counted),
-        one_training_epsilon=trial.guarantee().epsilon,
-        charge_id=record["charge"],
-        assumptions=tuple(map(str, record["assumed"])),
-        trials=_read_trials(folder, tune, record.get("trials")),
-        chosen=record.get("chosen"),
-    )
-
-
-def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[PublishedTrial, ...]:
-    """Return the trials that may be shown, as the search recorded them.
-
-    recorded: the trials in the search's record. Raises UserError where they are lost, or the
-    published file says otherwise.
-    """
-    if tune.law.name != "fixed":
-        return ()
-    trials = _parse_trials(recorded, tune, folder.search_record)
-    if folder.trials.exists():  # an archive does not bring it back
-        published = parse_any_json(read_text(folder.trials), str(folder.trials))
-        if _parse_trials(published, tune, folder.trials) != trials:
-            raise UserError(
-                f"{folder.trials}: damaged: must be the trials in {folder.search_record}; put back "
-                "the file that the search wrote"
-            )
-    return trials
-
-
-def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTrial, ...]:
-    """Return the trials in a file. Raises UserError."""
-    if not isinstance(rows, list) or len(rows) != tune.law.runs:
-        raise UserError(
-            f"{path}: damaged: must hold the {tune.law.runs:,} trials of the search; put back the "
-            "file that the search wrote"
-        )
-    return tuple(
-        PublishedTrial.parse(row if isinstance(row, dict) else {}, f"{path}: trial {number}")
-        for number, row in enumerate(rows)
-    )
 
 
 def trial_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
@@ -234,32 +72,6 @@ def trial_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
         outcome = trial.failed or ("chosen" if trial.chosen else "")
         rows.append([str(number), *values, f"{trial.noise_multiplier:.4g}", score, outcome])
     return header, rows
-
-
-def _search_plan(
-    trial: PrivacyPlan, tune: TuneRecipe, score_noise: float | None, folder: RunFolder
-) -> PrivacyPlan:
-    """Return the plan of training and search together.
-
-    Args:
-        trial: what one trial may cost.
-        tune: what was asked for.
-        score_noise: of the scores on held-out records; None where they are public.
-        folder: for messages.
-
-    Raises:
-        UserError: the noise is not what was asked for, or is no noise.
-    """
-    asked, public = tune.score.noise, tune.score.is_public
-    fits = score_noise is None if public else score_noise is not None and score_noise >= 0
-    if not fits or (asked is not None and score_noise != asked):
-        raise UserError(
-            f"{folder.search_terms}: score_noise: must be the noise of the scores that "
-            f"{folder.search_recipe_file} asks for, got {score_noise}"
-        )
-    scoring = tune.scoring_phases(score_noise)
-    phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret_law, tune.law.runs)
-    return replace(trial, phases=phases)
 
 
 def describe_search(
@@ -287,44 +99,6 @@ def describe_search(
     ]  # fmt: skip
 
 
-def plan_with_superseded_releases(
-    search: SearchTerms, plan: PrivacyPlan, ledger: Ledger, folder: RunFolder
-) -> PrivacyPlan:
-    """Return the search's plan with the superseded releases of the winner's ledger.
-
-    Where the number of trials is fixed, those of all other trials' ledgers are added.
-
-    plan: of the winner's training, which the search covers once. folder: of the run.
-    """
-    others = _superseded_releases(plan, ledger)
-    trials = folder.private / "search" / "trials"
-    for place in sorted(trials.iterdir()) if search.trials and trials.exists() else ():
-        trial = RunFolder(place)
-        if trial.ledger.exists():
-            by_run = read_verified_ledger(trial)
-            if by_run.ledger.anchor != ledger.anchor:  # the winner's is a copy
-                others += _superseded_releases(by_run.plan, by_run.ledger)
-    return replace(search.plan, phases=(*search.plan.phases, *others), clip_norm=plan.clip_norm)
-
-
-def _superseded_releases(plan: PrivacyPlan, ledger: Ledger) -> list[Phase]:
-    """Return the releases of steps beyond the first of each."""
-    others: list[Phase] = []
-    for step, releases in ledger.release_counts.items():
-        if releases > 1:
-            step_plan = plan.step(step)
-            others.append(
-                GaussianSteps(
-                    releases - 1,
-                    step_plan.noise_multiplier,
-                    step_plan.sample_rate,
-                    step_plan.batch_cap,
-                    step_plan.class_rates,
-                )
-            )
-    return others
-
-
 # --- figures of a run -------------------------------------------------------------------------
 
 
@@ -347,11 +121,8 @@ class Facts:
     Attributes:
         folder: the `RunFolder`.
         recipe: the `Recipe` of the run.
-        plan: the `PrivacyPlan` that was executed.
-        guarantee: the `Guarantee` of the run; of a search, of training and search together.
-        ledger: the `Ledger` of its releases.
-        search: terms of the private search that chose it; None without one.
-        data_set_guarantee: the `Guarantee` of all runs on the data set; None without a budget.
+        account: what the run costs; `plan`, `guarantee`, `ledger`, `search` and
+            `data_set_guarantee` are its parts.
         training_summary: private/trained.json, a dict.
         evaluation: evaluation.json, a dict; None where nothing was evaluated.
         tables: one `CertificateTable` for each finished certification.
@@ -370,15 +141,36 @@ class Facts:
 
     folder: RunFolder
     recipe: Recipe
-    plan: PrivacyPlan
-    guarantee: Guarantee
-    ledger: Ledger
-    search: SearchTerms | None
-    data_set_guarantee: Guarantee | None
+    account: RunAccount
     training_summary: dict[str, Any]
     evaluation: dict[str, Any] | None
     tables: list[CertificateTable]
     evaluations: dict[type[Evaluation], list[Any]]  # but for private ones: reports are published
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """Return the `PrivacyPlan` that was executed."""
+        return self.account.plan
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Return the `Guarantee` of the run; of a search, of training and search together."""
+        return self.account.guarantee
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return the `Ledger` of the run's releases."""
+        return self.account.ledger
+
+    @property
+    def search(self) -> SearchTerms | None:
+        """Return the terms of the private search that chose the run; None without one."""
+        return self.account.search
+
+    @property
+    def data_set_guarantee(self) -> Guarantee | None:
+        """Return the `Guarantee` of all runs on the data set; None without a budget."""
+        return self.account.data_set
 
     @property
     def attacks(self) -> list[AttackTable]:
@@ -566,6 +358,8 @@ class Facts:
         )
         if self.record_independence == SCREENED:
             lines.append("the model and the loss treat each record alone")
+        if self.record_independence and "draws" in (self.training_summary.get("rounding") or {}):
+            lines.append(DRAWS_BY_ROW)
         recipe = self.recipe
         own_code = recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name
         if own_code and not self.plan.trained_elsewhere:
@@ -628,6 +422,10 @@ class Facts:
                 f"loss {own.loss}. No command repeats the training."
             )
             notes += [f"Replaced: {line}." for line in own.replaced]
+            if own.unused:
+                notes.append(
+                    f"Not trained, as the loss does not depend on it: {', '.join(own.unused)}."
+                )
             notes += [f"Private scores: {said}." for _, said in self._score_rows]
         elif self.recipe.training.own_loss:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
@@ -638,14 +436,10 @@ class Facts:
 
         Its keys are those of privacy_card.json of a release, such as "guarantee" and "assumptions".
         """
-        plan, ledger = self.plan, None if self.search else self.ledger
-        if not self.training_summary:  # not finished: all that it may yet release counts
-            others = _superseded_releases(plan, self.ledger)
-            plan, ledger = replace(plan, phases=(*plan.phases, *others)), None
+        plan = self.account.whole
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
-            plan = plan_with_superseded_releases(self.search, plan, self.ledger, self.folder)
             notes = ["The search over the fields named is counted; any other choice is not."]
             searched = {"searched": str(self.search)}
         if self.budget_problem:
@@ -663,7 +457,7 @@ class Facts:
         notes += [f"Audited ({audited.kind}): {audited.summary_line}." for audited in self.audits]
         return build_card(
             plan,
-            ledger,
+            self.account.card_ledger,
             earlier=self.recipe.earlier_phases(plan),
             private=not self.has_fixed_key and math.isfinite(self.guarantee.epsilon),
             unit=self.recipe.privacy_unit,
@@ -856,55 +650,26 @@ def stage_of_card(card: Mapping[str, Any], name: str, places: list[str]) -> Stag
 
 def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
     """Return the facts of a run. trained: its private/trained.json; {} where it is not finished."""
-    search, recipe = read_search(folder), folder.read_recipe()
-    if search is None and trained:  # a search keeps its durations secret
+    recipe = folder.read_recipe()
+    account = read_account(folder, recipe, finished=bool(trained))
+    if account.search is None and trained:  # a search keeps its durations secret
         check_shape(trained, str(folder.training_summary), {"seconds": float})
     if trained and recipe.method.capabilities.not_releasable_reason is None:
         check_shape(trained, str(folder.training_summary), {"model": str})
-    by_run = read_verified_ledger(folder)
-    plan, ledger = by_run.plan, by_run.ledger
-    _check_identities(folder, ledger)
     evaluation = None
     if folder.evaluation.exists():
         evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
-    whole = dataclasses.replace(plan, phases=ledger.released_phases(plan))
-    if search is not None:
-        whole = plan_with_superseded_releases(search, plan, ledger, folder)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.read_all(folder) for kind in public}
     found = [each for some in evaluations.values() for each in some if hasattr(each, "model")]
+    checks = evaluations[CheckSettings]
     if evaluation is not None:
         _check_same_model(trained, [(folder.evaluation, evaluation.get("model"))])
     _check_same_model(trained, [(t.path, t.job_record.get("model")) for t in tables])
     _check_same_model(trained, [(each.path, each.model) for each in found])
-    guarantee = recipe.guarantee_of(whole, whole.phases, ledger.post_processed)
-    if folder.fixed_key_marker.exists():
-        guarantee = replace(guarantee, fixed_key=True)
-    whole = replace(whole, phases=(*recipe.earlier_phases(whole), *whole.phases))
-    checks = evaluations[CheckSettings]
     _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
-    return Facts(
-        folder=folder,
-        recipe=recipe,
-        plan=plan,
-        guarantee=guarantee,
-        ledger=ledger,
-        search=search,
-        data_set_guarantee=_data_set_guarantee(recipe, plan, folder, search),
-        training_summary=trained,
-        evaluation=evaluation,
-        tables=tables,
-        evaluations=evaluations,
-    )
-
-
-def _check_identities(folder: RunFolder, ledger: Ledger) -> None:
-    """Raise UserError where the recipe or search was exchanged since the model was trained."""
-    last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
-    if last:
-        folder.check_recipe_identity(last.get(RECIPE_IDENTITY, ""))
-    folder.check_search_identity(last.get(SEARCH_IDENTITY))
+    return Facts(folder, recipe, account, trained, evaluation, tables, evaluations)
 
 
 def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
@@ -963,23 +728,3 @@ def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
 def _format_value(value: Any) -> str:
     """Return a value in few digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _data_set_guarantee(
-    recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, search: SearchTerms | None
-) -> Guarantee | None:
-    """Return the guarantee of all recorded runs on the data set, this one included, or None."""
-    if recipe.privacy.budget is None:
-        return None
-    run = charge_id(key_id(folder.read_run_key()), plan)
-    if search is not None:
-        run = search.charge_id
-    try:
-        totals = [
-            budget.guarantee(plan.delta, plan.neighbours)
-            for budget in read_budgets(recipe.privacy.budget)
-            if any(charge.run == run for charge in budget.charges)
-        ]
-    except ValueError as error:  # no theorem covers all that is on it
-        raise UserError(f"{recipe.privacy.budget}: {error}") from error
-    return max(totals, key=lambda total: total.epsilon, default=None)

@@ -18,7 +18,6 @@ import numpy as np
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import quoted, write_result
-from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")
 
@@ -30,25 +29,6 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
 _DATES: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # none
 RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
-
-
-def plot_noise_scales(delta: float, sensitivity: float, file_format: str) -> bytes:
-    """Noise of one release against epsilon, a line for each Gaussian mechanism (HGM, IJCAI 2019,
-    Figure 1). file_format: png, pdf or svg."""
-    epsilon = np.geomspace(0.05, 10, 200)
-    proved = epsilon <= 1
-    classical = mechanisms.classical_gaussian_formula(epsilon, delta, sensitivity)
-    extended = mechanisms.extended_gaussian_scale(epsilon, delta, sensitivity)
-    analytic = mechanisms.analytic_gaussian_scale(epsilon, delta, sensitivity)
-    figure, axes = _make_axes()
-    axes.plot(epsilon[proved], classical[proved], "C1", label="classical Gaussian")
-    axes.plot(epsilon[~proved], classical[~proved], "C1:", label="its formula where unproved")
-    axes.plot(epsilon, extended, "C0", label="extended / HGM")
-    axes.plot(epsilon, analytic, "C2", label="analytic Gaussian")
-    axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
-    axes.set_title(f"Noise for one release, delta {delta:g}")
-    axes.legend()
-    return render_figure(figure, file_format)
 
 
 def plot_search_costs(

@@ -1,4 +1,4 @@
-"""The report: one HTML page of a run or sweep that opens offline, and one over a folder of runs.
+"""The report: one HTML page of a run that opens offline, and one over a folder of runs.
 
 The page shows figures, tables, and the source that each was computed from. It also states where it
 comes from: code, machine, data, seeds, and the command that makes it again. No part of that is
@@ -21,7 +21,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -37,9 +37,8 @@ from markupsafe import Markup
 
 from dpdist.attacks.table import AttackTable, check_line
 from dpdist.certification import statistics
-from dpdist.certification.certificate import ABSTAIN
 from dpdist.certification.noise import norm_name
-from dpdist.certification.table import CertificateTable
+from dpdist.certification.table import ABSTAIN, CertificateTable
 from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -354,7 +353,7 @@ def write_report(
         at_delta=_delta_words(facts),
         search=describe_search(facts.search, folder, facts.guarantee),
         trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
-        limits=_limitations(facts),
+        limits=limitations(facts),
         command=reproducing_command(facts),
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
         summary=[row for row in facts.summary() if row[0] not in ("verdict", "report")],
@@ -566,7 +565,7 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _limitations(facts: Facts) -> list[str]:
+def limitations(facts: Facts) -> list[str]:
     """What the page does not promise."""
     unit = "Privacy is of single training records: what is true of the whole population may be "
     unit += "learned, and several records of one person are less protected than one."
@@ -660,46 +659,10 @@ def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[
     return format_percent(bound_at_radius.accuracy_lower_bound), spared
 
 
-# --- the page of an ordinary sweep ------------------------------------------------------------
-
-
-def write_sweep_page(
-    folder: Path,
-    statement: str,
-    trials: tuple[list[str], list[list[str]]],
-    settings: Sequence[tuple[str, str]],
-) -> Path:
-    """Write report/index.html of an ordinary sweep; return the page.
-
-    statement: what may be said of its privacy. trials: header and rows. settings: name and value of
-    what was asked for.
-    """
-    header, rows = trials
-    page = folder / "report" / "index.html"
-    page.parent.mkdir(exist_ok=True)
-    shown = render_template(
-        "sweep.html", heading=folder.name, statement=statement, header=header, rows=rows,
-        settings=settings,
-    )  # fmt: skip
-    write_atomic(page, shown)
-    return page
-
-
 # --- the page over all runs -------------------------------------------------------------------
 
 
-_MAX_PAIRS = 28  # of eight runs; more are for `dpdist compare`
-
-
-@dataclass(frozen=True)
-class RunComparison:
-    """The second run less the first. rows: of `differences.grid`, the header first; notes: what is
-    not compared, and why."""
-
-    first: str
-    second: str
-    rows: list[list[str]] = field(default_factory=list)
-    notes: Sequence[str] = ()
+_MAX_PAIRS = 28  # of eight runs; more are for `dpdist report A B`
 
 
 def write_overview(folder: Path) -> Path:
@@ -731,7 +694,10 @@ def write_overview(folder: Path) -> Path:
             runs=[(facts, _report_link(facts), make_verdict(facts)) for facts in runs],
             privacy=privacy_rows(runs),
             grids=[grid for grid in grids if len(grid[1]) > 1],
-            pairs=_run_comparisons(runs),
+            pairs=[
+                _compare_two_runs(*two)
+                for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
+            ],
             left_out=left_out,
         ),
     )
@@ -747,19 +713,16 @@ def _report_link(facts: Facts) -> str | None:
     )
 
 
-def _run_comparisons(runs: Sequence[Facts]) -> list[RunComparison]:
-    """Each two runs, as `dpdist compare` compares them; of very many the first few."""
-    return [
-        _compare_two_runs(*two)
-        for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
-    ]
+def _compare_two_runs(first: Facts, second: Facts) -> tuple[str, str, list[list[str]], list[str]]:
+    """Return the names of two runs, the second less the first, and what is not compared, and why.
 
-
-def _compare_two_runs(first: Facts, second: Facts) -> RunComparison:
+    The rows are those of `accuracy_difference_rows`, the header first.
+    """
     names = (first.folder.name, second.folder.name)
     try:
         rows, notes = compare.accuracy_differences([first, second], SIZES)
     except UserError as error:
-        return RunComparison(*names, notes=[f"{error}."])
-    found = compare.accuracy_difference_rows(first.folder.name, rows) if rows else []
-    return RunComparison(*names, found, [*notes, *([] if rows else ["Nothing to compare."])])
+        return (*names, [], [f"{error}."])
+    if not rows:
+        return (*names, [], [*notes, "Nothing to compare."])
+    return (*names, compare.accuracy_difference_rows(names[0], rows), notes)

@@ -183,7 +183,8 @@ def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool 
     if facts.is_duration_secret and not reveal_date:
         console.log(
             "--log: left for later: trackers keep the time, and when a search ended, or how long a "
-            f"training took, is secret; some day: dpdist log {folder.name} {shlex.join(addresses)}"
+            f"training took, is secret; some day: dpdist report {folder.name}"
+            + "".join(f" --log {shlex.quote(address)}" for address in addresses)
         )
         return
     for address in addresses:

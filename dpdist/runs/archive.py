@@ -418,7 +418,7 @@ class Archive:
                 store.delete(probe)
             except ClusterError as error:
                 raise ClusterError(
-                    f"resources.archive (--archive): nothing can be written there: {error}"
+                    f"resources.archive: nothing can be written there: {error}"
                 ) from error
 
     @classmethod
@@ -448,7 +448,7 @@ class Archive:
             raise UserError(
                 f"{folder.path}: this run is archived at {about['url']}"
                 f"{' with its private state' if about['private'] else ''}; keep resources.archive "
-                "(--archive) and archive_private as they were. Only if that archive is deleted for "
+                "and archive_private as they were. Only if that archive is deleted for "
                 f"good: remove {folder.archive}",
                 see="how-to/cluster.md#an-archive-in-an-object-store",
             )
@@ -680,7 +680,8 @@ def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
 def _claimed_message(store: ObjectStore) -> str:
     return (
         f"{store.url}: holds the archive of a run already. Give each run a prefix of its own; if "
-        f"that run's folder is lost, `dpdist cluster restore {store.url}` brings it back"
+        f"that run's folder is lost, `dpdist cluster fetch --restore {store.url}` brings it "
+        "back"
     )
 
 
@@ -742,7 +743,7 @@ def open_archived_copy(url: str, runs: Path) -> RunFolder:
     if not manifest.trained:
         raise UserError(
             f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
-            f"cluster restore {store.url}` brings it back to be continued"
+            f"cluster fetch --restore {store.url}` brings it back to be continued"
         )
     folder = RunFolder(runs / manifest.run)
     source = folder.private / "copy-of.json"

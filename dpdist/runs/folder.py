@@ -533,7 +533,7 @@ class RunFolder:
             command = (
                 f"tune {self.search_recipe_file}"
                 if self.search_recipe_file.exists()
-                else f"train {self.recipe_file}"
+                else f"run {self.recipe_file}"
             )
             how = f"continue it with `dpdist {command}` first"
             if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:

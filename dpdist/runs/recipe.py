@@ -55,8 +55,8 @@ from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
-# Of a checkout, where the folder above is a link: recipes that reproduce papers. Elsewhere no such.
-PAPERS_FOLDER = RECIPES_FOLDER.resolve().parent / "papers"
+# Of a checkout: recipes that reproduce papers. Elsewhere there is no such folder.
+PAPERS_FOLDER = RECIPES_FOLDER.resolve().parents[1] / "papers"
 _MAX_ERRORS = 20
 _S = TypeVar("_S", bound=Section)
 

@@ -223,13 +223,16 @@ class FlatOptimizer:
 class Shards:
     """Shards of the records, and the worker that owns each.
 
-    num_rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest:
+    num_rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest_shard:
     records planned for any shard. local_shards: (row, first record, end) of this worker's shards.
+    hashed: into how many shards a step's records are hashed, where their number is protected; 0
+    where shards are ranges of positions.
     """
 
     num_rows: int
     largest_shard: int
     local_shards: list[tuple[int, int, int]]
+    hashed: int = 0
 
 
 def memory_bytes(size: int, slots: int, rows: int) -> int:

@@ -53,13 +53,14 @@ from dpdist.data import Dataset
 from dpdist.privacy.ledger import JournalError, Ledger, QueriesExhausted, new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, key_id, new_run_key
+from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
-from dpdist.training import job
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
-from dpdist.training.worker import TrainingDiverged, recipe_digest
+from dpdist.training.worker import recipe_digest
 
 # --- many trainings ---------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ def train_in_process(
     shared_cache: of trainings that differ in nothing but their keys
     (`dpdist.training.job.TrainJob`).
 
-    Raises UserError, `dpdist.training.worker.TrainingDiverged` among others.
+    Raises UserError, `dpdist.training.loop.TrainingDiverged` among others.
     """
     privacy = recipe.privacy.model_copy(update={"run_key": key.hex()})
     own = recipe.model_copy(update={"privacy": privacy})
@@ -435,8 +436,8 @@ class QueryOracle:
         """
         if not self._charged:
             process = ledger.announce_process()
-            charge = job.build_charge(self._recipe, self._folder, process)
-            job.reserve_charge(self._recipe, None, charge, str(self._folder.recipe_file))
+            charge = build_charge(self._recipe, self._folder, process)
+            reserve_charge(self._recipe, None, charge, str(self._folder.recipe_file))
             self._charged = True
 
     def num_affordable(self, inputs: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Estimates of a script's private training before it begins: epsilon, memory and time.
+"""Estimates of a training before it begins, of a script or a recipe: epsilon, memory and time.
 
 They come from the plan that the training would execute, and from a probe on this machine with
 examples invented of the records' shapes: no private record is looked at, and nothing is released.
@@ -19,33 +19,32 @@ from torch.optim import Optimizer
 
 from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.sections import PrivacyRecipe
+from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
+from dpdist.data import Dataset
 from dpdist.data.adapters import as_records, check_one_class_each
 from dpdist.data.protocol import Records
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
-from dpdist.gradients.hooks import Objective, each_tensor, take
+from dpdist.gradients.hooks import Inputs, Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.passes import rows_per_batch
+from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.gradients.sampling import Blocks
+from dpdist.methods.base import MethodState
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
-from dpdist.training.collectives import memory_bytes
-from dpdist.training.model_setup import (
-    PROBE_EXAMPLES,
-    bytes_per_example,
-    examples_per_second,
-    extra_bytes,
-)
+from dpdist.training.collectives import FlatOptimizer, memory_bytes
+from dpdist.training.model_setup import build_engine, initial_model, model_spec
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.script_state import kept_buffers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
 }  # fmt: skip
 _ENTRIES = 97  # of the parameter by which an optimizer's state is counted
-_NOISE_KEY = bytes(32)  # of noise that is timed and thrown away
 
 
 @dataclass(frozen=True)
@@ -195,21 +194,146 @@ def estimate(
     if shaped is None:
         return found
     slots, objective = _slots(optimizer), objective_of(loss)
-    seconds, size = _measured(model, shaped, recipe, plan, objective)
-    size += memory_bytes(_trained(model), slots, 1) + WORKER_MIB * 2**20
-    return replace(found, seconds_per_step=seconds, memory_bytes=size)
+    cost = _measured(model, shaped, recipe, plan, objective)
+    size = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return replace(found, seconds_per_step=cost.seconds(), memory_bytes=cost.memory(size, slots))
+
+
+# --- the probe --------------------------------------------------------------------------------
+
+
+PROBE_EXAMPLES = 64
+_KEY = bytes(32)  # of noise and draws that are timed and thrown away
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Hold what a probe says of one step on one worker.
+
+    rate: examples clipped and summed in a second. rows: of a pass. executed: rows of all passes.
+    noise_seconds: time to add the noise. pass_bytes: memory of a pass, beside what `memory_bytes`
+    counts.
+    """
+
+    rate: float
+    rows: int
+    executed: float
+    noise_seconds: float
+    pass_bytes: int
+
+    def seconds(self, workers: int = 1, records_per_unit: int = 1) -> float:
+        """Return the time of a step whose batch is divided over workers."""
+        return self.executed * records_per_unit / self.rate / workers + self.noise_seconds
+
+    def memory(self, size: int, slots: int, sums: int = 1) -> int:
+        """Return bytes of a worker. size: trained parameters. slots, sums: as `memory_bytes`."""
+        return self.pass_bytes + memory_bytes(size, slots, sums) + WORKER_MIB * 2**20
+
+
+def measure_step(
+    engine: GradientEngine,
+    task: TrainingObjective,
+    examples: tuple[Inputs, Tensor],
+    plan: PrivacyPlan,
+    bytes_each: int,
+    shards: int = 1,
+) -> StepCost:
+    """Time an engine, which is not screened for that, on made-up examples.
+
+    Args:
+        engine: with the settings of the training.
+        task: what it learns.
+        examples: inputs and targets, none of them a record's.
+        plan: of which the first step is measured.
+        bytes_each: of one example's activations (`bytes_per_example`).
+        shards: number of parts in which a batch is summed.
+    """
+    step, records = plan.step(0), -(-plan.records // shards)
+    blocks = Blocks.for_batches(records, step.mean_rate, step.batch_cap)
+    rate = examples_per_second(engine, task, *examples, blocks)
+    rows = engine.rows_per_pass(blocks)
+    members = min(records * step.mean_rate, step.batch_cap or records)
+    return StepCost(
+        rate,
+        rows,
+        shards * rows_per_batch(blocks, members, rows, engine.rounding),
+        _noise_seconds(engine.size, step.noise_std),
+        _extra_bytes(engine) + rows * bytes_each,
+    )
+
+
+def examples_per_second(
+    engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor, blocks: Blocks
+) -> float:
+    """Measure how many of these made-up examples the engine clips and adds up in a second.
+
+    It is not screened for that. Two passes are made, of as many rows as those over the blocks have
+    and as there are examples.
+    """
+    targets = task.target_function(engine, inputs, labels, _KEY, torch.arange(len(labels)))
+    engine.prepare(inputs, targets)
+    rows = min(engine.rows_per_pass(blocks), len(labels))
+    ids, some = torch.arange(rows), take(inputs, slice(rows))
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        summed = engine.clipped_sum(some, targets[:rows], draw_key=_KEY, record_ids=ids)
+        summed.flat[:1].tolist()  # a device has then computed it
+        return time.perf_counter() - began
+
+    seconds()  # warms up
+    return rows / seconds()
+
+
+def bytes_per_example(module: nn.Module, one_pass: Callable[[], object]) -> int:
+    """Return the bytes of one example's activations and their gradients, from one forward pass."""
+    total = 0
+
+    def count(layer: nn.Module, args: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, Tensor):
+            total += output.numel() * output.element_size()
+
+    hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
+    with torch.no_grad():
+        one_pass()
+    for hook in hooks:
+        hook.remove()
+    return 4 * total
+
+
+def _extra_bytes(engine: GradientEngine) -> int:
+    """Return bytes of the frozen parameters, of a draw's perturbed ones, and of the self-check.
+
+    That holds a gradient of one parameter in float64.
+    """
+    held = sum(each.nbytes for each in engine.model.parameters() if not each.requires_grad)
+    if isinstance(engine.perturbation, ParameterPerturbation):
+        held += 4 * engine.size
+    largest = max(parameter.numel() for parameter in engine.parameters)
+    return held if engine.isolate else held + 8 * largest
+
+
+def _noise_seconds(size: int, noise_std: float) -> float:
+    """Measure how long it takes to add noise to a sum of this size."""
+    began = time.perf_counter()
+    add_noise(np.zeros(size), _KEY, noise_std)
+    return time.perf_counter() - began
+
+
+# --- of a script ------------------------------------------------------------------------------
 
 
 def _measured(
     model: nn.Module, records: Records, recipe: Recipe, plan: PrivacyPlan, objective: Objective
-) -> tuple[float, int]:
-    """Measure the seconds of a step, and the bytes of its passes, on invented examples."""
-    privacy, step, most = recipe.privacy, plan.step(0), recipe.resources.micro_batch
+) -> StepCost:
+    """Measure a step of a script on invented examples."""
+    privacy = recipe.privacy
     engine = GradientEngine(
         model,
         objective,
         clipping=make_clipping(privacy.clipping, privacy.clip_norm),
-        micro_batch=most,
+        micro_batch=recipe.resources.micro_batch,
         isolate=recipe.model.isolate,
     )
     engine.rounding = recipe.resources.rounding
@@ -219,17 +343,7 @@ def _measured(
     one = take(inputs, slice(1)), targets[:1]
     with kept_buffers(model):
         each = bytes_per_example(model, lambda: checked_losses(model, objective, *one))
-        blocks = Blocks.for_batches(plan.records, step.mean_rate, step.batch_cap)
-        rate = examples_per_second(engine, TrainingObjective(), inputs, targets, blocks)
-    rows = engine.rows_per_pass(blocks)
-    held = extra_bytes(engine) + rows * each
-    members = min(plan.records * step.mean_rate, step.batch_cap or plan.records)
-    executed = rows_per_batch(blocks, members, rows, engine.rounding)
-    return executed / rate + _noise_seconds(engine.size, step.noise_std), held
-
-
-def _trained(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return measure_step(engine, TrainingObjective(), (inputs, targets), plan, each)
 
 
 def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Optimizer]:
@@ -257,8 +371,92 @@ def _slots(optimizer: str | Callable[..., Optimizer]) -> int:
     return sum(isinstance(each, Tensor) and each.numel() == _ENTRIES for each in kept)
 
 
-def _noise_seconds(size: int, noise_std: float) -> float:
-    """Measure how long it takes to add noise to a sum of this size."""
-    began = time.perf_counter()
-    add_noise(np.zeros(size), _NOISE_KEY, noise_std)
-    return time.perf_counter() - began
+# --- of a recipe ------------------------------------------------------------------------------
+
+
+def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Return name and value of what a dry run prints of a training that was checked, and its plan.
+
+    The time is extrapolated from a probe on this machine with made-up inputs: no record is touched.
+    """
+    dataset = records_with_canaries(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
+    counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
+    if plan.group is None:
+        counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
+    if not (plan.steps and recipe.method.capabilities.takes_gradient_steps):
+        return [("training", recipe.method.describe(plan)), counted]
+    step, resources = plan.step(0), recipe.resources
+    engine, cost = _measured_recipe(recipe, plan, dataset)
+    seconds = " to ".join(
+        f"{plan.steps * cost.seconds(count, recipe.privacy.max_records_per_group or 1):,.0f}"
+        for count in sorted({resources.max_workers, resources.min_workers}, reverse=True)
+    )
+    rows = [
+        ("noise multiplier", f"{step.noise_multiplier:.4g}"),
+        ("clipping", recipe.privacy.clipping_description),
+        (
+            "sampling rate",
+            f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
+        ),
+        ("rates", step.class_rates and step.class_rates.description),
+        ("steps", f"{plan.steps:,}"),
+        counted,
+        (
+            "audited run",
+            recipe.canary_audit and recipe.canary_audit.report_note(plan.records, plan.counted),
+        ),
+        ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
+        ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
+        ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
+        ("rows of a pass", f"at most {cost.rows}"),
+        *_memory(recipe, plan, engine.size, cost),
+        ("training time", f"about {seconds} s at {cost.rate:,.0f} examples/s per worker"),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _measured_recipe(
+    recipe: Recipe, plan: PrivacyPlan, dataset: Dataset
+) -> tuple[GradientEngine, StepCost]:
+    """Measure a step of a recipe with this number of CPUs per worker."""
+    module = initial_model(recipe, model_spec(recipe, dataset))
+    engine, execution = build_engine(recipe, module), recipe.method.execution()
+    tensors = execution.placeholder_state(module, dataset.input_shape)
+    engine.perturbation = execution.perturbation(
+        plan.step(0), recipe.training.learning_rate, MethodState(module, tensors, _KEY)
+    )
+    engine.records_per_example = 1  # records are timed
+    torch.set_num_threads(max(1, int(recipe.resources.cpus_per_worker)))
+    one, shards = torch.zeros(1, *dataset.input_shape), _sums(recipe)
+    each = bytes_per_example(module, lambda: module(one))
+    examples = _made_up(dataset, recipe.data.predicts_next_token)
+    return engine, measure_step(engine, execution.task(), examples, plan, each, shards)
+
+
+def _sums(recipe: Recipe) -> int:
+    """Return in how many parts a batch is summed."""
+    return CANONICAL_SHARDS if recipe.training.reproducible else 1
+
+
+def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, cost: StepCost) -> list[tuple[str, str]]:
+    """Return the memory of a worker, and of all on one host."""
+    slots = len(FlatOptimizer(recipe.training, plan.steps, torch.zeros(1)).slots)
+    worker, most = cost.memory(size, slots, _sums(recipe)) / 2**20, recipe.resources.max_workers
+    rows = [("memory per worker", f"about {worker:,.0f} MiB")]
+    if recipe.resources.noise == "device":
+        rows.append(("noise", "of each release drawn on the workers' devices"))
+    if most > 1:
+        rows.append(("memory of a host", f"about {most * worker:,.0f} MiB with {most} on it"))
+    return rows
+
+
+def _made_up(dataset: Dataset, following: bool) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of the data's shapes, none of them a record's."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
+    shape = dataset.input_shape if following else ()
+    labels = torch.randint(dataset.classes, (PROBE_EXAMPLES, *shape), generator=generator)
+    if dataset.target_kind != "class":
+        labels = torch.rand(PROBE_EXAMPLES, dataset.classes, generator=generator)
+    return inputs, labels

@@ -1,14 +1,11 @@
 """Check a training completely before it starts: recipe, plan, folder, records and budget.
 
-The result holds everything that a training worker needs. Charges of a run or search to the budget
-of its records are made here as well.
+The result holds everything that a training worker needs.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,25 +18,10 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
 from dpdist.data import check_test_records_unseen, refuse_common_records
 from dpdist.data.protocol import warn_if_standardised
-from dpdist.privacy import budget
-from dpdist.privacy.budget import (
-    BudgetExceeded,
-    BudgetTerms,
-    Charge,
-    Lineage,
-    RenyiFilter,
-    charge_id,
-)
-from dpdist.privacy.ledger import JournalError, Ledger, new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
-from dpdist.runs.folder import (
-    DifferentRecipeError,
-    RunFolder,
-    has_released,
-    read_verified_ledger,
-    verify_ledger,
-)
+from dpdist.runs.charging import check_charge
+from dpdist.runs.folder import DifferentRecipeError, RunFolder, has_released, read_verified_ledger
 from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
 from dpdist.training.provenance import (
     AMONG_PUBLIC_REASON,
@@ -53,128 +35,6 @@ from dpdist.training.records import (
     records_with_canaries,
     training_records,
 )
-
-# --- charges to a budget ----------------------------------------------------------------------
-
-
-def budget_terms(recipe: Recipe) -> BudgetTerms:
-    """How the budget counts that this recipe opens. Raises ValueError for an impossible ceiling."""
-    privacy = recipe.privacy
-    if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
-        return BudgetTerms()
-    delta = privacy.budget_delta or privacy.delta
-    return BudgetTerms(RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.neighbours))
-
-
-def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
-    """Return what a run has released by its ledger, and what its process of this nonce (default:
-    the last that wrote there) may yet release."""
-    by_run = read_verified_ledger(folder)
-    plan, ledger = by_run.plan, by_run.ledger
-    lineage = Lineage.from_ledger(
-        plan.phases,
-        folder.ledger,
-        ledger.released_units(plan),
-        process or next(iter(ledger.process_nonces[-1:]), None),
-        ledger.remaining_units(plan),
-    )
-    run = charge_id(key_id(folder.read_run_key()), plan)
-    return Charge.for_plan(run, recipe.name, plan, (), lineage)
-
-
-class Hashed(Protocol):
-    """Records that are recognised by hashes: (N,) numbers or texts of fixed length."""
-
-    @property
-    def hashes(self) -> np.ndarray: ...
-
-
-def reserve_charge(
-    recipe: Recipe,
-    records: Hashed | None,
-    charge: Charge,
-    context: str,
-    *,
-    enforce: bool = True,
-    record: bool = True,
-) -> None:
-    """Charge the records before anything is released; see `dpdist.privacy.budget.reserve`.
-
-    Raises UserError, and nothing was charged.
-    """
-    privacy = recipe.privacy
-    if privacy.budget is None:
-        return
-    with _budget_errors(context):
-        limit = None
-        if privacy.budget_ceiling is not None:
-            limit = (privacy.budget_ceiling, privacy.budget_delta or privacy.delta)
-        budget.reserve(
-            privacy.budget,
-            None if records is None else np.asarray(records.hashes),
-            charge,
-            budget_terms(recipe),
-            privacy.neighbours,
-            name=recipe.data.name,
-            limit=limit,
-            enforce=enforce,
-            record=record,
-        )
-
-
-def check_charge(recipe: Recipe, plan: PrivacyPlan, records: Hashed, context: str) -> None:
-    """Raise UserError where a new run does not fit under the recipe's ceiling; charge nothing."""
-    charge = Charge.for_plan("", recipe.name, plan, plan.phases)
-    reserve_charge(recipe, records, charge, context, record=False)
-
-
-def begin_charge(
-    recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, records: Hashed, context: str
-) -> str:
-    """Charge a run's whole plan before it goes on, and return the nonce of this process.
-
-    Raises UserError where it does not fit under the recipe's ceiling; nothing was charged.
-    """
-    # In the ledger first: of two copies that go on, each is charged for what is left.
-    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-        verify_ledger(folder, plan, ledger)
-        mine = ledger.announce_process()
-    reserve_charge(recipe, records, build_charge(recipe, folder, mine), context)
-    return mine
-
-
-def end_charge(
-    recipe: Recipe, folder: RunFolder, records: Hashed, process: str | None, context: str
-) -> None:
-    """Charge what a run released: settled where it is done, else with what it may yet release."""
-    charge = build_charge(recipe, folder, process)
-    if folder.training_summary.exists():
-        settle_charge(recipe, records, charge, context)
-    else:
-        reserve_charge(recipe, records, charge, context, enforce=False)
-
-
-def settle_charge(recipe: Recipe, records: Hashed, charge: Charge, context: str) -> None:
-    """Charge what was really released, when all of it was."""
-    if recipe.privacy.budget is None:
-        return
-    with _budget_errors(context):
-        made = charge.run, charge.phases, charge.lineage
-        if not budget.settle(recipe.privacy.budget, *made):
-            reserve_charge(recipe, records, charge, context, enforce=False)
-            budget.settle(recipe.privacy.budget, *made)
-
-
-@contextmanager
-def _budget_errors(context: str) -> Iterator[None]:
-    try:
-        yield
-    except (BudgetExceeded, JournalError, ValueError) as error:
-        raise UserError(
-            f"{context}: privacy.budget: {error}",
-            see="explanation/privacy.md#what-a-run-really-released",
-        ) from error
-
 
 # --- the checked training ---------------------------------------------------------------------
 
@@ -228,11 +88,8 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
     """Raise UserError when a private record is among the test records or any public ones, or when
     the method cannot learn from these.
 
-    So it does where the records' files changed since they were made into Parquet. Returns what the
-    model's public part is and saw (`check_pretrained`).
+    Returns what the model's public part is and saw (`check_pretrained`).
     """
-    if source.root is not None:
-        data.check_sources(source.root / source.name)
     test = load_test_records(recipe, source)
     private = private_records(recipe, source)
     pretrained = check_pretrained(recipe, private, context)
@@ -290,11 +147,8 @@ class CheckedTraining:
         if recipe.privacy.budget is None or folder.training_summary.exists():
             return
         records = training_records(recipe, data_source(recipe))
-        if not folder.ledger.exists():
-            check_charge(recipe, self.plan, records, context)
-        else:
-            charge = build_charge(recipe, folder, new_nonce())
-            reserve_charge(recipe, records, charge, context, record=False)
+        begun = folder if folder.ledger.exists() else None
+        check_charge(recipe, self.plan, records, context, begun)
 
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""

@@ -1,11 +1,10 @@
-"""Build a recipe's model and gradient engine, check both on public data, and estimate their cost.
+"""Build a recipe's model and gradient engine, and check both on public data.
 
 A run that stops or is refused shows it to every observer. So checks are made on examples that hold
 nothing private, test records and examples invented from them, and divergence is asked of the
 parameters, which the ledger has paid for, and of the model's answers on public test inputs:
 stopping is post-processing. Losses and gradients of private records are never asked; records whose
-gradient is not finite add nothing to the sum. The estimate gives epsilon, steps, memory and time
-before a training starts.
+gradient is not finite add nothing to the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,33 +19,28 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.cluster.session import WORKER_MIB
-from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
+from dpdist.config.training import TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, next_tokens
-from dpdist.gradients.clipping import Clipping, make_clipping
+from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import (
     GradientEngine,
     TrainingObjective,
-    WholeBatchEngine,
     input_targets,
 )
-from dpdist.gradients.hooks import Inputs, Objective, example_losses, take, weighted_by_class
+from dpdist.gradients.hooks import Inputs, Objective, example_losses, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
-from dpdist.gradients.passes import rows_per_batch
-from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
+from dpdist.gradients.perturbations import CropAndFlip, Perturbation
 from dpdist.gradients.sampling import Blocks
-from dpdist.gradients.validation import NUM_EXAMPLES, normalises_over_batch
-from dpdist.methods.base import MethodState
+from dpdist.gradients.validation import NUM_EXAMPLES
 from dpdist.models import ModelSpec
 from dpdist.models.factory_code import record_digests, source_digests
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
 from dpdist.training.canaries import check_canary_coordinates
-from dpdist.training.collectives import FlatOptimizer, memory_bytes
 from dpdist.training.provenance import load_frozen_weights, with_frozen_part
-from dpdist.training.records import data_source, load_test_records, records_with_canaries
+from dpdist.training.records import data_source
 
 # --- the start on public inputs ----------------------------------------------------------------
 
@@ -178,10 +171,12 @@ def measured_rounding(
         largest: records of the largest shard.
 
     Returns:
-        `precision`, and `moves` in units of the clip norm; without it where no record of a noisy
-        step moves, or the examples do not run.
+        `precision`, `draws` where the model draws random numbers, and `moves` in units of the clip
+        norm; without it where no record of a noisy step moves, or the examples do not run.
     """
     step, found = plan.step(0), {"precision": str(engine.precision).removeprefix("torch.")}
+    if engine.draws.any:
+        found["draws"] = "by record"
     if not step.noise_multiplier or engine.rounding != "standard" or engine.micro_batch == 1:
         return found
     blocks = Blocks.for_batches(largest, step.mean_rate, step.batch_cap)
@@ -239,7 +234,7 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
-    models.check_outputs(module, spec)
+    models.check_outputs(module, spec, may_draw=recipe.method.name == "dp-sgd")
     probe = public_probe(data.load(data_source(recipe), "test"))
     learned = objective(recipe.training)
     if recipe.training.own_loss:
@@ -325,7 +320,7 @@ def build_engine(
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
     clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
     execution = recipe.method.execution()
-    engine = _whole_batch_engine(recipe, model, clipping) or execution.engine(
+    engine = execution.engine(
         model,
         clipping,
         expected_batch=expected_batch,
@@ -336,40 +331,11 @@ def build_engine(
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_group or 1
     engine.rounding = recipe.resources.rounding
-    engine.changed_blocks = changed_blocks(recipe)
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
     engine.objective = importance_weighted(engine.objective, recipe, records)
     return engine
-
-
-_MIXING_METHODS = ("dp-sgd", "residual")  # without noise in the sums they prove nothing
-
-
-def _whole_batch_engine(
-    recipe: Recipe, model: torch.nn.Module, clipping: Clipping
-) -> GradientEngine | None:
-    """Return the engine of a run without privacy whose model has BatchNorm; else None.
-
-    Raises UserError where such a run would see parts of a batch.
-    """
-    mixes = any(map(normalises_over_batch, model.modules()))
-    open_run = recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
-    if not (mixes and open_run and recipe.method.name in _MIXING_METHODS):
-        return None
-    wrong = {
-        "resources.workers: must be 1": recipe.resources.max_workers > 1,
-        "training.reproducible: must be false": recipe.training.reproducible,
-        "model.isolate: must be false": recipe.model.isolate,
-        "privacy.unit: must be record": recipe.group_unit is not None,
-        "audit: must be left out": recipe.audit is not None,
-    }
-    for rule, broken in wrong.items():
-        if broken:
-            raise UserError(f"{rule} for a model with BatchNorm, which sees whole batches")
-    task = recipe.method.execution().task()
-    return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
 
 
 def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:
@@ -405,182 +371,6 @@ def objective(training: TrainingRecipe) -> Objective:
     return objective_of(found)
 
 
-def changed_blocks(recipe: Recipe, workers: int | None = None) -> int:
-    """Return the number of keyed blocks, over all workers, that one record more changes.
-
-    Where the number of records is protected, the records behind it move up by one place, and the
-    first record of each later shard moves into the shard before.
-    """
-    if recipe.privacy.nominal_records is None:
-        return 1
-    shards = recipe.resources.max_workers if workers is None else workers
-    return 2 * (CANONICAL_SHARDS if recipe.training.reproducible else shards) - 1
-
-
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
     """What every draw of a record does to its image, by the recipe."""
     return CropAndFlip(training.crop, training.flip) if training.has_augmentation else None
-
-
-# --- cost estimate ----------------------------------------------------------------------------
-
-
-PROBE_EXAMPLES = 64
-_PROBE_KEY = bytes(32)
-MEASURED = 64  # examples of which moves are measured
-
-
-def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
-    """Name and value of what a dry run prints of a training that was checked, and its plan. The
-    time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
-    source = data_source(recipe)
-    dataset = records_with_canaries(recipe, source)
-    test = load_test_records(recipe, source)
-    counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
-    if plan.group is None:
-        counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
-    if not (plan.steps and recipe.method.capabilities.takes_gradient_steps):
-        return [("training", recipe.method.describe(plan)), counted]
-    step, resources = plan.step(0), recipe.resources
-    module = initial_model(recipe, model_spec(recipe, dataset))
-    engine = build_engine(recipe, module)
-    execution, rate = recipe.method.execution(), recipe.training.learning_rate
-    tensors = execution.placeholder_state(module, dataset.input_shape)
-    state = MethodState(module, tensors, _PROBE_KEY)
-    engine.perturbation = execution.perturbation(step, rate, state)
-    torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    most, engine.records_per_example = engine.records_per_example, 1  # records are timed
-    blocks = Blocks.for_batches(_records_of_shard(recipe, plan), step.mean_rate, step.batch_cap)
-    rate = examples_per_second(
-        engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token), blocks
-    )
-    rows = engine.rows_per_pass(blocks)
-    alone = plan.steps * _rows_per_step(recipe, plan, blocks, rows) * most / rate
-    seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
-    one = torch.zeros(1, *dataset.input_shape)
-    activations = rows * bytes_per_example(module, lambda: module(one))
-    return [
-        ("noise multiplier", f"{step.noise_multiplier:.4g}"),
-        *([("clipping", rule)] if (rule := recipe.privacy.clipping_description) else []),
-        (
-            "sampling rate",
-            f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
-        ),
-        *([] if step.class_rates is None else [("rates", step.class_rates.description)]),
-        ("steps", f"{plan.steps:,}"),
-        counted,
-        *(
-            [("audited run", recipe.canary_audit.report_note(plan.records, plan.counted))]
-            if recipe.canary_audit
-            else []
-        ),
-        ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
-        ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
-        ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
-        ("rows of a pass", f"at most {rows}"),
-        *_memory(recipe, plan, engine, activations + extra_bytes(engine)),
-        ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
-    ]
-
-
-def _shards(recipe: Recipe) -> int:
-    """Return in how many parts a batch is summed."""
-    return CANONICAL_SHARDS if recipe.training.reproducible else 1
-
-
-def _records_of_shard(recipe: Recipe, plan: PrivacyPlan) -> int:
-    return -(-plan.records // _shards(recipe))
-
-
-def _rows_per_step(recipe: Recipe, plan: PrivacyPlan, blocks: Blocks, rows: int) -> float:
-    """Return the rows of a step's passes."""
-    step, records = plan.step(0), _records_of_shard(recipe, plan)
-    members = min(records * step.mean_rate, step.batch_cap or records)
-    return _shards(recipe) * rows_per_batch(blocks, members, rows, recipe.resources.rounding)
-
-
-def _counts(recipe: Recipe) -> list[int]:
-    """Of workers, for which something is stated: the fewest and the most."""
-    return sorted({recipe.resources.min_workers, recipe.resources.max_workers})
-
-
-def extra_bytes(engine: GradientEngine) -> int:
-    """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
-    gradient of one parameter in float64."""
-    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
-    largest = max(parameter.numel() for parameter in engine.parameters)
-    held = sum(p.nbytes for p in frozen)
-    if isinstance(engine.perturbation, ParameterPerturbation):
-        held += 4 * engine.size
-    return held if engine.isolate else held + 8 * largest
-
-
-def _memory(
-    recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, extra_bytes: int
-) -> list[tuple[str, str]]:
-    """Of a worker, and of all on one host. extra_bytes: beside what grows with the parameters."""
-    training, resources = recipe.training, recipe.resources
-    slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
-    rows = CANONICAL_SHARDS if training.reproducible else 1
-    worker = (extra_bytes + memory_bytes(engine.size, slots, rows)) / 2**20 + WORKER_MIB
-    each = [("memory per worker", f"about {worker:,.0f} MiB")]
-    if resources.noise == "device":
-        each.append(("noise", "of each release drawn on the workers' devices"))
-    if resources.max_workers == 1:
-        return each
-    whole = resources.max_workers * worker
-    return [
-        *each,
-        ("memory of a host", f"about {whole:,.0f} MiB with {resources.max_workers} on it"),
-    ]
-
-
-def _made_up(dataset: data.Dataset, following: bool) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of the data's shapes, none of them a record's."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
-    shape = dataset.input_shape if following else ()
-    labels = torch.randint(dataset.classes, (PROBE_EXAMPLES, *shape), generator=generator)
-    if dataset.target_kind != "class":
-        labels = torch.rand(PROBE_EXAMPLES, dataset.classes, generator=generator)
-    return inputs, labels
-
-
-def examples_per_second(
-    engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor, blocks: Blocks
-) -> float:
-    """Measure how many of these made-up examples the engine clips and adds up in a second.
-
-    It is not screened for that. Two passes are made, of as many rows as those over the blocks have
-    and as there are examples.
-    """
-    targets = task.target_function(engine, inputs, labels, _PROBE_KEY, torch.arange(len(labels)))
-    engine.prepare(inputs, targets)
-    rows = min(engine.rows_per_pass(blocks), len(labels))
-    ids, some = torch.arange(rows), take(inputs, slice(rows))
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        summed = engine.clipped_sum(some, targets[:rows], draw_key=_PROBE_KEY, record_ids=ids)
-        summed.flat[:1].tolist()  # a device has then computed it
-        return time.perf_counter() - began
-
-    seconds()  # warms up
-    return rows / seconds()
-
-
-def bytes_per_example(module: torch.nn.Module, one_pass: Callable[[], object]) -> int:
-    """Return the bytes of one example's activations and their gradients, from one forward pass."""
-    total = 0
-
-    def count(layer: torch.nn.Module, args: object, output: object) -> None:
-        nonlocal total
-        if isinstance(output, torch.Tensor):
-            total += output.numel() * output.element_size()
-
-    hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
-    with torch.no_grad():
-        one_pass()
-    for hook in hooks:
-        hook.remove()
-    return 4 * total

@@ -84,7 +84,7 @@ def pretrain(
     )
     if section.denoiser is not None:
         asked = section.denoiser
-        if asked.name not in models.ZOO:
+        if asked.name not in models.named_networks():
             raise UserError(
                 f"{context}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
             )
@@ -193,7 +193,7 @@ def join_parts(
     finished = folder.require_trained()
     recipe = _read_joinable_recipe(folder, part)
     if target.path.exists():
-        raise UserError(f"{target.path}: exists already; choose another --name")
+        raise UserError(f"{target.path}: exists already; choose another name")
     own: Part = "denoiser" if part == "classifier" else "classifier"
     raw = recipe.model_dump(mode="json")
     raw |= {"name": target.name, "public": None}
@@ -212,7 +212,7 @@ def join_parts(
         trained = trained.get_submodule(own)
     whole.get_submodule(own).load_state_dict(trained.state_dict())
     load_frozen_weights(whole, new)
-    joined = f"after training, by `dpdist denoise` from run {folder.name}: the {own} was trained "
+    joined = f"after training, by `dpdist import` from run {folder.name}: the {own} was trained "
     joined += "before another classifier" if own == "denoiser" else "without this denoiser"
     with atomic_folder(target.path) as path:
         aside = RunFolder(path)

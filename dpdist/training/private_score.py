@@ -28,6 +28,7 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import (
     UNITS,
     GroupedRecords,
@@ -49,9 +50,11 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
+from dpdist.training.record_scores import RecordScore
 from dpdist.training.script_state import kept_buffers
 
-Value = Callable[[nn.Module, Any], Tensor]  # of the module and a batch: one value a record, (B,)
+# Of the module and a batch: one value a record, (B,); or by the model's outputs.
+Value = Callable[[nn.Module, Any], Tensor] | RecordScore
 
 # --- what is declared ---------------------------------------------------------------------------
 
@@ -127,6 +130,8 @@ def value_name(value: Value | None, key: str = "score.value") -> str:
     """
     if value is None:
         return "accuracy"
+    if isinstance(value, RecordScore):
+        return value.name
     if not callable(value):
         raise UserError(
             f"{key}: must be a function of model and batch to one value a record, got "
@@ -186,18 +191,6 @@ def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None
             )
 
 
-def count_common(some: Records, others: Records) -> int:
-    """Return how many of some records are among others, by keyed hashes of their inputs."""
-    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
-    found = {mac for macs in single_records(others).input_macs(key) for mac in macs}
-    return sum(not found.isdisjoint(macs) for macs in single_records(some).input_macs(key))
-
-
-def single_records(records: Records) -> Records:
-    """Return the records themselves, where they are grouped."""
-    return records.records if isinstance(records, GroupedRecords) else records
-
-
 # --- the scores ---------------------------------------------------------------------------------
 
 
@@ -230,7 +223,9 @@ class RecordValues:
 
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
-        self._objective: Objective = accuracy if value is None else OwnLoss(value)
+        self._objective: Objective = accuracy
+        if value is not None:
+            self._objective = value if isinstance(value, RecordScore) else OwnLoss(value)
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.

@@ -8,6 +8,7 @@ data is stated by `StepData`; sampling rate, clip and noise are those of the `St
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,13 +19,14 @@ from torch import Tensor
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
+from dpdist.gradients.clipping import max_batch
 from dpdist.gradients.engine import GradientEngine, GroupMembers, TrainingObjective
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
-from dpdist.randomness.keys import derive_key, key_id
+from dpdist.randomness.keys import derive_key, key_id, stream_words
 from dpdist.training.canaries import Canaries
 from dpdist.training.collectives import Reducer, Shards, leaf_digests, release_id
 from dpdist.training.monitoring import StepMetrics
@@ -59,7 +61,8 @@ class PrivateStep:
     groups of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
     that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
     `check_clip` accepts the engine.
-    The ledger, where there is one, has the release durably before the noise is added. Calling it
+    The ledger, where there is one, has the release durably before the noise is added by its
+    holder; other workers add the same noise and write nothing. Calling it
     for one step again, on the same data and under the same key, is the same release and costs
     nothing; another sum, as of a changed model, is refused, since it would get the same noise.
     Without a ledger that is known of what this object released.
@@ -121,7 +124,7 @@ class PrivateStep:
         if reducer is None:
             reducer = Reducer(0, 1, engine.parameters[0].device)
         if shards is None:
-            shards = build_shards(len(data), len(data), reducer, False)
+            shards = build_shards(len(data), len(data), reducer, False, nominal=False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
         # Without a ledger: the id of each released sum, by the label that keys its noise.
         self._released: dict[str, str] = {}
@@ -151,6 +154,15 @@ class PrivateStep:
         """
         replayed = (label for first, end, label in self.announced if first <= step < end)
         return next(replayed, self.attempt)
+
+    def draw_key(self, step: int, *labels: str | int) -> bytes:
+        """Return the key of a step's random draws for records, bytes.
+
+        Args:
+            step: number of the step.
+            labels: further labels.
+        """
+        return derive_key(self.key, "draw", self.attempt_of(step), step, *labels)
 
     def gradient(
         self, step: int, step_plan: StepPlan, flag: bool = False
@@ -185,12 +197,13 @@ class PrivateStep:
             self.shards.largest_shard, step_plan.mean_rate, step_plan.batch_cap
         )
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
-        draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
+        draw_key = self.draw_key(step)
         rows = self.reducer.zero_rows(self.shards.num_rows, engine.size)
         seen, joined = StepMetrics(), []
         for row, begin, end in self.shards.local_shards:
-            members = self.members(sample_key, begin, end, step_plan)
+            members = self._members_of_shard(sample_key, row, begin, end, step_plan)
             joined.append((row, members))
+            engine.shard = row if self.shards.num_rows > 1 else self.reducer.rank
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)
@@ -213,6 +226,18 @@ class PrivateStep:
         key = derive_key(self.key, "data", self.attempt_of(step), step)
         seen: StepData = self.data.for_step(key)
         return seen
+
+    def _members_of_shard(
+        self, key: bytes, row: int, begin: int, end: int, step_plan: StepPlan
+    ) -> np.ndarray:
+        """Draw the records of one shard: of a range, or those that the key hashes into it."""
+        count = self.shards.hashed
+        if not count:
+            return self.members(key, begin, end, step_plan)
+        own = row if self.shards.num_rows > 1 else self.reducer.rank
+        drawn = self.members(key, 0, len(self.data), step_plan)
+        words = stream_words(derive_key(key, "shards"), 0, len(self.data))[drawn]
+        return np.asarray(drawn[words % np.uint64(count) == own])
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
         """Draw the records that join a step, by Poisson sampling.
@@ -310,19 +335,37 @@ def charge_rest(ledger: Ledger, steps: int) -> None:
             ledger.record(step, hashlib.sha256(f"step {step} was not taken".encode()).hexdigest())
 
 
-def check_clip(engine: GradientEngine, clip_norm: float) -> None:
-    """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
+def check_clip(engine: GradientEngine, clip_norm: float, batch: float = 0.0) -> None:
+    """Raise UserError where one record may move an executed sum by more than `clip_norm`.
+
+    batch: largest expected number of records in a step, which the slack for rounding has a limit
+    for (`dpdist.gradients.clipping.sum_slack`). Ten standard deviations are left for the draw.
+    """
     if engine.clipping.sensitivity > clip_norm * (1 + 1e-9):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
+    if batch + 10 * math.sqrt(batch) > (limit := max_batch(engine.precision)):
+        raise UserError(
+            f"training.batch_size: must be expected to stay below {limit:,} in {engine.precision}, "
+            f"got {batch:,.0f}: the clip leaves room for the rounding of so many; take more steps"
+        )
 
 
-def build_shards(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
+def build_shards(
+    records: int, planned: int, reducer: Reducer, reproducible: bool, *, nominal: bool
+) -> Shards:
     """Cut the records into shards at the plan's number of records.
 
-    Where that number was declared, it is another than theirs: the last shard takes what is beyond
-    it, and nothing else changes with their number.
+    nominal: that number was declared, and is another than theirs. The last range takes what is
+    beyond it, and a step hashes its records into shards. So where a record is left out, and those
+    behind it move up by one position, the others keep their shards and blocks: the words by which
+    a position joins, and its shard, are independent of all other positions' and alike in
+    distribution (so are blocks, as far as their hash is random), and each record is paired with
+    the words of the position it had (a coupling). One keyed block changes, as at a fixed number of
+    records, and none where the record does not join (`dpdist.gradients.clipping.sum_slack`). Ranges
+    would move a record at each border.
     """
     count = CANONICAL_SHARDS if reproducible else reducer.world_size
+    hashed = count if nominal and count > 1 else 0
 
     def bounds(shard: int) -> tuple[int, int]:
         begin, end = worker_range(planned, shard, count)
@@ -330,6 +373,6 @@ def build_shards(records: int, planned: int, reducer: Reducer, reproducible: boo
 
     largest = -(-planned // count)
     if not reproducible:
-        return Shards(1, largest, [(0, *bounds(reducer.rank))])
+        return Shards(1, largest, [(0, *bounds(reducer.rank))], hashed)
     rows = range(*worker_range(count, reducer.rank, reducer.world_size))
-    return Shards(count, largest, [(row, *bounds(row)) for row in rows])
+    return Shards(count, largest, [(row, *bounds(row)) for row in rows], hashed)

@@ -152,7 +152,7 @@ def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, context:
             f"{context} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
         )
     for name in spec.factories:
-        if name not in models.ZOO and name != recipe.model.name:
+        if name not in models.named_networks() and name != recipe.model.name:
             raise UserError(f"{context} is built by {name!r}; a frozen part must be of the zoo")
 
 
@@ -179,7 +179,7 @@ def _initial_denoiser_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec |
 
 def _saved_spec(recipe: Recipe, folder: Path, context: str) -> ModelSpec:
     if not (folder / "model.json").exists():
-        hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
+        hint = "; `dpdist run --until pretrain` makes it from this recipe" if recipe.public else ""
         raise UserError(f"{context}: no model there{hint}")
     return models.read_spec(folder)
 
@@ -290,8 +290,8 @@ def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) 
     found = _describe_seen(folder, model, name.partition("/")[0], context, compared)
     if found is None:
         raise UserError(
-            f"{context}: nothing says what it was trained on; take a folder of `dpdist pretrain`, "
-            "or a release",
+            f"{context}: nothing says what it was trained on; take a folder of "
+            "`dpdist run --until pretrain`, or a release",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     return {"model": model, **found}
@@ -340,7 +340,7 @@ def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
-    """Return the provenance of the recipe's inputs; None where `data features` made none.
+    """Return the provenance of the recipe's inputs; None where there is none.
 
     Raises UserError where other features lie there than it made.
     """
@@ -508,8 +508,8 @@ def _describe_declared(
 ) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
-            f"{context}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
-            f"declare it: model.{part}.saw",
+            f"{context}: nothing says what it was trained on; make it with "
+            f"`dpdist run --until pretrain`, or declare it: model.{part}.saw",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"

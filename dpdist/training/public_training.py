@@ -25,8 +25,8 @@ from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_bytes
 from dpdist.gradients.engine import cross_entropy, squared_error
-from dpdist.methods.hidden_noise_shares import resize_images
 from dpdist.models import ModelSpec
+from dpdist.models.features import resize_images
 from dpdist.models.zoo import WhiteningLayer, batch_statistics, download_weights
 from dpdist.randomness.keys import derive_key
 from dpdist.training.collectives import FlatOptimizer

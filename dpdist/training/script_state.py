@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import operator
 import sys
 import types
 from collections import Counter
@@ -26,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import code_bytes, is_library, source_digests
@@ -208,42 +207,43 @@ def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:
 
 
 class Watch:
-    """Notices changes of parameters and of the optimizer's state between two steps."""
+    """Notices changes of parameters, buffers and the optimizer between two steps.
 
-    def __init__(self, parts: ModelParts, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Values are compared: a write through `.data` moves no version counter.
+
+    Args:
+        model: whose tensors are watched.
+        optimizer: whose state and settings are watched.
+        state: objects of the checkpoint, schedulers of this optimizer among them. What these set is
+            no change, if a copy that sees nothing of the training sets the same in as many steps.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._schedules = _Schedules(optimizer, state)
         self._kept: dict[str, Tensor] = {}
         self._numbers: dict[str, Any] = {}
-        self._settings: list[dict[str, Any]] = []
-        self.remember(parts)
+        self.remember()
 
     @torch.no_grad()
-    def remember(self, parts: ModelParts) -> None:
+    def remember(self) -> None:
         """Take the present state as the one that the last step left."""
         kept, self._numbers = {}, {}
-        for name, value in self._now(parts):
+        for name, value in self._now():
             if isinstance(value, Tensor):
                 old = self._kept.get(name)
                 same = old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
                 kept[name] = old.copy_(value) if same and old is not None else value.clone()
             else:
                 self._numbers[name] = value
-        self._kept, self._settings = kept, self._groups()
+        self._kept = kept
+        self._schedules.remember()
 
     @torch.no_grad()
-    def changed(self, parts: ModelParts, state: Sequence[Any] = ()) -> list[str]:
-        """Return the differences since then, in words; empty where there are none.
-
-        Values are compared: a write through `.data` moves no version counter.
-
-        Args:
-            parts: of the model, as it is now.
-            state: objects whose own changes are none, as far as they are schedulers of this
-                optimizer that follow no measured value: the learning rate that such a one computed,
-                and momentum where it cycles that too.
-        """
+    def changed(self) -> list[str]:
+        """Return the differences since then, in words; empty where there are none."""
         found, seen = set(), set()
-        for name, value in self._now(parts):
+        for name, value in self._now():
             seen.add(name)
             if isinstance(value, Tensor):
                 same = name in self._kept and torch.equal(self._kept[name], value)
@@ -253,40 +253,76 @@ class Watch:
                 found.add(name.partition("/")[0])
         for name in (self._kept.keys() | self._numbers.keys()) - seen:
             found.add(name.partition("/")[0])
-        if not self._scheduled(state):
+        if not self._schedules.explain(settings_of(self._optimizer)):
             found.add("optimizer settings")
         return sorted(found)
 
-    def _scheduled(self, state: Sequence[Any]) -> bool:
-        """Return whether the settings are as they were, but for those that schedulers set."""
-        schedulers = [each for each in state if isinstance(each, LRScheduler)]
-        free = set[str]()
-        if schedulers and not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
-            free = _set_by(schedulers)
-        now = self._groups()
-        if len(now) != len(self._settings):
-            return False
-        for place, (old, new) in enumerate(zip(self._settings, now, strict=True)):
-            if {n: v for n, v in old.items() if n not in free} != {
-                n: v for n, v in new.items() if n not in free
-            }:
-                return False
-            rates = [each.get_last_lr() for each in schedulers]
-            if new["lr"] != old["lr"] and new["lr"] not in [float(r[place]) for r in rates]:
-                return False
-        return True
-
-    def _now(self, parts: ModelParts) -> Iterable[tuple[str, Any]]:
-        yield from parts.named_tensors
-        for place, parameter in enumerate(_parameters(self._optimizer)):
+    def _now(self) -> Iterable[tuple[str, Any]]:
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            yield f"parameters/{name}", tensor
+        held = (each for group in self._optimizer.param_groups for each in group["params"])
+        for place, parameter in enumerate(held):
             for name, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"optimizer state/{place}.{name}", value
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [
-            {name: _number(value) for name, value in group.items() if name != "params"}
+
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return an optimizer's settings as plain values, by group."""
+    return [
+        {name: _number(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+class _Schedules:
+    """Copies of an optimizer's schedulers, around a stand-in that has its settings alone."""
+
+    def __init__(self, optimizer: Optimizer, state: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        schedulers = (each for each in state if isinstance(each, LRScheduler))
+        self._given = [each for each in schedulers if each.optimizer is optimizer]
+        self._copies: list[LRScheduler] = []
+        self._stand_in = types.SimpleNamespace(param_groups=[], step=_counted, _opt_called=True)
+        self._follows = False  # whether the copies stand where the schedulers do
+
+    def remember(self) -> None:
+        """Take over the settings that the last step left."""
+        groups = [
+            {name: copy.deepcopy(each) for name, each in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
+        self._stand_in.param_groups[:] = [{"params": [], **group} for group in groups]
+        if not self._follows:
+            with suppress(Exception):  # it cannot be copied: none of its rates is explained
+                memo = {id(self._optimizer): self._stand_in}
+                self._copies = copy.deepcopy(self._given, memo)
+        self._follows = len(self._copies) == len(self._given)
+
+    def explain(self, settings: list[dict[str, Any]]) -> bool:
+        """Return whether settings follow from the numbers of the schedulers' steps."""
+        try:
+            for scheduler, copied in zip(self._given, self._copies, strict=True):
+                for _ in range(_epoch(scheduler) - _epoch(copied)):
+                    copied.step()
+        except Exception:  # it asks for more than the number of its steps
+            self._follows = False
+        same = settings_of(self._stand_in) == settings
+        self._follows = self._follows and same
+        return same
+
+
+def _epoch(scheduler: Any) -> int:
+    """Return the number of a scheduler's steps; of a chain, that of its first one."""
+    if hasattr(scheduler, "last_epoch"):
+        return int(scheduler.last_epoch)
+    return _epoch(scheduler._schedulers[0])
+
+
+def _counted() -> None:
+    """Stand for an optimizer's step."""
+
+
+vars(_counted)["_wrapped_by_lr_sched"] = True  # so that a scheduler does not warn of none
 
 
 @contextmanager
@@ -307,16 +343,15 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]  # of torch.nn.modules.module
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def form_of(model: nn.Module) -> dict[str, Any]:
     """Return what a forward pass is made of, by name, but for the values of tensors.
 
-    Layers, the functions that they run, their hooks, and their plain attributes (a dropout's
-    probability). What was checked on invented examples holds as long as none of it changes. The
-    mode is left out, and so are attributes whose names begin with an underscore.
+    Layers, the functions that they run, their hooks, modes and plain attributes (a dropout's
+    probability), and which tensors are trained. What was checked on invented examples holds as long
+    as none of it changes. Attributes whose names begin with an underscore are left out.
     """
     found: dict[str, Any] = {
         f"{name[1:]} of all modules": tuple(getattr(nn.modules.module, f"_global{name}").values())
@@ -325,6 +360,7 @@ def form_of(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         at, kind = f"{name}." if name else "", type(module)
         found[name or "the top"] = kind, kind.forward, kind.__call__
+        found[f"{at}training"] = module.training
         for hooks in _HOOKS:
             found[f"{at}{hooks[1:]}"] = tuple(getattr(module, hooks).values())
         for key, value in vars(module).items():
@@ -333,77 +369,10 @@ def form_of(model: nn.Module) -> dict[str, Any]:
             if callable(value) or isinstance(value, _PLAIN):
                 found[f"{at}{key}"] = repr(value) if isinstance(value, _PLAIN) else value
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            told = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-            found[f"{at}{key}"] = told
+            found[f"{at}{key}"] = None if tensor is None else (
+                tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad and id(tensor)
+            )  # fmt: skip
     return found
-
-
-_HELD = ("_parameters", "_buffers", "_modules", *_HOOKS)
-
-
-class ModelParts:
-    """Hold the objects that a model is made of, to see at once that none of them was exchanged.
-
-    Guarantee: where `are_those_of` says yes, `form_of`, the mode of every module and the trained
-    parameters are as they were when the object was made. It compares identities, not values: the
-    objects are held, so no other one can have taken the place of one of them in memory.
-
-    Args:
-        model: whose parts they are, as it is now.
-
-    Attributes:
-        parameters: all parameters of the model, each once.
-        named_tensors: parameters and buffers, by name behind "parameters/".
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, modules = model, list(model.modules())
-        kinds = {type(module) for module in modules}
-        self._kinds = [(module, type(module), vars(module)) for module in modules]
-        self._functions = [(kind, kind.forward, kind.__call__) for kind in kinds]
-        self._hooks = [(name, getattr(nn.modules.module, name)) for name in _GLOBAL_HOOKS]
-        held = [(vars(module), getattr(module, name), name) for module in modules for name in _HELD]
-        # A module that makes these anew when it is asked cannot be compared by what it holds.
-        self._comparable = all(own.get(name) is each for own, each, name in held)
-        every = [*map(vars, modules), *(each for _, each, _ in held)]
-        every += [each for _, each in self._hooks]
-        self._empty = [each for each in every if not each]
-        self._filled = [(each, tuple(each), tuple(each.values())) for each in every if each]
-        named = dict(model.named_parameters())
-        self.parameters = list(named.values())
-        tensors = (*named.items(), *model.named_buffers())
-        self.named_tensors = [(f"parameters/{name}", tensor) for name, tensor in tensors]
-        self._types = [(each, _type_of(each)) for _, each in tensors]
-
-    def are_those_of(self, model: nn.Module) -> bool:
-        """Return whether this model is made of the same objects, in the same state."""
-        return (
-            model is self.model
-            and self._comparable
-            and all(type(each) is kind and vars(each) is own for each, kind, own in self._kinds)
-            and all(getattr(nn.modules.module, name) is each for name, each in self._hooks)
-            and all(
-                kind.forward is forward and kind.__call__ is call
-                for kind, forward, call in self._functions
-            )
-            and not any(self._empty)
-            and all(
-                len(names) == len(held)
-                and all(map(operator.is_, held.values(), values))
-                and all(map(operator.eq, held, names))
-                for held, names, values in self._filled
-            )
-            # One tensor may be given other memory, of another type.
-            and all(_type_of(each) == before for each, before in self._types)
-        )
-
-
-def _type_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # --- a trained module, built again ------------------------------------------------------------
@@ -585,7 +554,8 @@ def code_digest_of(model: nn.Module, *others: Any) -> str:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is not None and Path(main).is_file():
         found["__main__"] = _hash(Path(main).read_bytes())
-    things = [*{type(module): None for module in model.modules()}, *others]
+    functions = [type(each) if isinstance(each, nn.Module) else each for each in others]
+    things = [*{type(module): None for module in model.modules()}, *functions]
     known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
     for thing in things:
         home = str(getattr(thing, "__module__", None) or "")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
 from dpdist.models import TRAINED_BY
 from dpdist.release.bundle import WEIGHTS, is_release
@@ -106,3 +107,41 @@ def origins(
 
 
 _MODEL = RunFolder(Path()).model_folder
+
+
+def check_first_weights(
+    model: nn.Module,
+    run: RunFolder,
+    live: dict[Path, nn.Module | None],
+    named: Iterable[str],
+    pairs: bool,
+) -> None:
+    """Raise UserError for weights that a run trained which the card of this one would not name.
+
+    Args:
+        model: of a run that is about to begin.
+        run: its folder.
+        live: models that this process trained or trains, by their runs' folders; None where only
+            the folder is left.
+        named: the folders that the script names with began_with.
+        pairs: the records are pairs of answers, whose reference must be public.
+    """
+    here = run.path.resolve()
+    others = {path: each for path, each in live.items() if each is not None and path != here}
+    known = {here, *(() if pairs else map(Path, named))}
+    for places in origins(model, run, live, others, known):
+        around = {each for place in places for each in (place, *place.parents)}
+        if known & around:
+            continue
+        if pairs:
+            raise UserError(
+                "model: must begin with public weights for pairs, got what "
+                f"{min(places)} trained: its epsilon is not composed with that of this run; load "
+                "the public base"
+            )
+        raise UserError(
+            "model: must hold no weights that another run trained, unless it is named, got "
+            f"some of {min(places)}: give began_with={str(min(places))!r}, and the guarantee "
+            "covers both, or build the model anew from public weights",
+            see="how-to/own-loop.md#stages",
+        )

@@ -32,10 +32,10 @@ from dpdist.privacy.ledger import (
     ReplayConflict,
     wait_until_unlocked,
 )
+from dpdist.runs import charging
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
-from dpdist.training import job as charging
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
@@ -137,22 +137,14 @@ def train(
 
 @contextmanager
 def _budget_charged(job: TrainJob) -> Iterator[None]:
-    """Charge the records' budget: the whole plan before the run, the real releases after it.
-
-    Raises UserError, before anything runs, where the run does not fit under the recipe's ceiling.
-    """
-    recipe, plan, folder = job.recipe, job.plan, job.folder
-    if recipe.privacy.budget is None:
+    """Charge the records' budget around a training, if the recipe names one."""
+    if job.recipe.privacy.budget is None:
         yield
         return
-    records, where = training_records(recipe, job.source), str(folder.recipe_file)
-    mine: str | None = None
-    if not folder.training_summary.exists():
-        mine = charging.begin_charge(recipe, plan, folder, records, where)
-    try:
+    records = training_records(job.recipe, job.source)
+    where = str(job.folder.recipe_file)
+    with charging.charged(job.recipe, job.plan, job.folder, records, where):
         yield
-    finally:
-        charging.end_charge(recipe, folder, records, mine, where)
 
 
 def place_training(job: TrainJob, executor: Executor) -> Executor:
@@ -236,7 +228,7 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
         resources.cpus_per_worker,
         resources.gpus_per_worker,
         make_private_folder(job.folder.private / "ray"),
-        _torch_config,
+        torch_config,
         restarts,
     )
     job.folder.failure.unlink(missing_ok=True)
@@ -258,7 +250,8 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
     )
 
 
-def _torch_config() -> Any:
+def torch_config() -> Any:
+    """Return Ray Train's configuration of torch, for a `WorkerGroup`."""
     from dpdist.training.rendezvous import ManualProcessGroupConfig
 
     return ManualProcessGroupConfig()

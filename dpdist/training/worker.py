@@ -1,8 +1,8 @@
-"""The training loop of one Ray Train worker, and the state that all workers share.
+"""A recipe's training on one Ray Train worker, and the state that all workers share.
 
-`restore` is all start-up, `PrivateStep` (`dpdist.training.private_step`) releases a noisy gradient,
-and `run_training` takes the plan's steps: gradient, update, constraint, checkpoint. Sampling rate,
-clip, noise and step count come from the plan and nowhere else.
+`restore` is all start-up, and `run_training` takes the plan's steps by the loop that all trainings
+have (`dpdist.training.loop`): a recipe is one whose optimizer dpdist made. Sampling rate, clip,
+noise and step count come from the plan and nowhere else.
 
 Before a step is released, worker 0 asks the archive for permission through a file of the run
 folder, so that a lost run folder cannot hide releases (`dpdist.runs.archive` explains it). The
@@ -19,9 +19,10 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,15 +31,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from dpdist import data, models
+from dpdist import data
 from dpdist.cluster.versions import check_same_versions, code_digest, torch_settings
 from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
-from dpdist.core.fields import SCREENED
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import check_device_noise
-from dpdist.methods.base import MethodSetup, MethodState
+from dpdist.methods.base import MethodSetup, MethodState, WorkerInputs
 from dpdist.models import ModelSpec
 from dpdist.models.factory_code import require_current_sources, source_digests
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError, ReplayConflict
@@ -51,16 +51,16 @@ from dpdist.training import checkpoint, model_setup, monitoring
 from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob, read_run_key
+from dpdist.training.loop import Loop
 from dpdist.training.model_setup import (
     build_engine,
     initial_model,
     model_spec,
     public_probe,
 )
-from dpdist.training.monitoring import InterruptionWatch, Monitor
+from dpdist.training.monitoring import InterruptionWatch, StepMetrics
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
-from dpdist.training.trained_weights import write_trained
 
 # --- permission of the archive ----------------------------------------------------------------
 
@@ -259,31 +259,21 @@ def method_state_digest(state: MethodState) -> str:
 _EVERY = 25  # steps
 
 
-class TrainingDiverged(UserError):
-    """A training whose numbers are no numbers any more."""
-
-
 class DivergenceCheck:
-    """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
+    """Finds parameters, or answers to public inputs, that are no numbers any more."""
 
     def __init__(self, model: nn.Module, inputs: Tensor) -> None:
         self._model, self._inputs = model, inputs
 
-    def check(self, flat: Tensor, step: int, last: bool) -> None:
-        """After the update of `step`; flat: all parameters. Raises TrainingDiverged."""
-        what = ""
+    def not_finite(self, flat: Tensor, step: int, last: bool) -> str:
+        """After the update of `step`; flat: all parameters. "" where all are finite."""
         if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
-            what = "the parameters are"
-        elif last or step % _EVERY == 0:
+            return "the parameters are"
+        if last or step % _EVERY == 0:
             with torch.no_grad():
                 if not torch.isfinite(self._model(self._inputs)).all():
-                    what = "the logits for public test inputs are"
-        if what:
-            raise TrainingDiverged(
-                f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
-                "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
-                "run under another --name"
-            )
+                    return "the logits for public test inputs are"
+        return ""
 
 
 # --- attempts ---------------------------------------------------------------------------------
@@ -453,10 +443,6 @@ def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
         destroy_process_group()
 
 
-class _EndedEarlyError(Exception):
-    """The workers end after a checkpoint, before their last step."""
-
-
 def run_training(
     job: TrainJob,
     reducer: Reducer,
@@ -472,14 +458,47 @@ def run_training(
         stop_after: pause after so many steps; the model so far is saved, and the next call goes on.
         host_leaves: asks Ray (`dpdist.cluster.work.WorkerPlace`).
     """
-    with ExitStack() as stack, suppress(_EndedEarlyError):
-        loop = restore(job, reducer, stack, stop_after)
-        loop.host_leaves = host_leaves
-        job.recipe.method.execution().learn(loop)
-        loop.finish()
+    with ExitStack() as stack:
+        loop, learner = restore(job, reducer, stack, stop_after)
+        if loop.start == 0:
+            learner.measure("before")
+        if take_steps(loop, learner, host_leaves):
+            loop.finish()
 
 
-def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None) -> Loop:
+def take_steps(
+    loop: Loop, learner: RecipeLearner, host_leaves: Callable[[], bool] | None = None
+) -> bool:
+    """Take the steps that are left. Return whether nothing interrupted them."""
+    watch = InterruptionWatch(loop.job.folder, loop.step.reducer, host_leaves)
+    while loop.done < loop.last:
+        if not _take_step(loop, learner, watch):
+            return False
+    watch.close()
+    return True
+
+
+def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> bool:
+    """Take a step, and a checkpoint where one is due. Return whether the workers go on."""
+    due = learner.is_due(loop)
+    flag = loop.step.reducer.rank == 0 and (due or watch.is_due())
+    _, flagged = loop.take(flag)
+    save_now, end_now = watch.ask(due) if flagged else (False, False)
+    last = loop.done == loop.last
+    kept = loop.kept
+    if save_now or end_now or last:
+        loop.save()
+    if end_now and not last:  # of which a restart repeats no step
+        loop.pause()
+        if loop.step.ledger is not None:
+            monitoring.write_interruption(loop.job.folder, loop.done, loop.done - kept)
+        return False
+    return True
+
+
+def restore(
+    job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None
+) -> tuple[Loop, RecipeLearner]:
     """Return a training as it stands after its newest checkpoint, ready for the next step.
 
     Build model and engine, check both on nothing private, begin an attempt in the ledger, which
@@ -500,7 +519,8 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     model = initial_model(recipe, spec).to(reducer.device)
     screened = job.screened == model_setup.screening_digest(recipe, model)
     engine, task = build_engine(recipe, model, plan), execution.task()
-    check_clip(engine, plan.clip_norm)
+    own = recipe.method.capabilities.takes_gradient_steps  # else its sums have bounds of their own
+    check_clip(engine, plan.clip_norm, plan.max_expected_batch if own else 0.0)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
     _make_parameters_views(engine, flat)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False
@@ -514,13 +534,12 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     if on_device:
         check_device_noise(reducer.device)
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
-    extra = execution.extra_checkpoint_state(model) | engine.batch_statistics
-    slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
+    slots = {name: tensor.to(reducer.device) for name, tensor in engine.written_buffers.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
-    shards = build_shards(len(records), plan.records, reducer, reproducible)
+    shards = build_shards(len(records), plan.records, reducer, reproducible, nominal=plan.nominal)
     # on nothing private, before anything is on record
-    if recipe.method.capabilities.takes_gradient_steps:
+    if own:
         rate = optimizer.learning_rate(0)
         engine.perturbation = execution.perturbation(plan.step(0), rate, fixed)
         model_setup.validate_on_public_examples(engine, task, job.source, screened)
@@ -537,191 +556,142 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         ledger=attempt.ledger, canaries=canaries, announced=attempt.announced,
     )  # fmt: skip
     inputs, _ = public_probe(data.load(job.source, "test"))
-    loop = Loop(
-        job=job, step=step, spec=spec, model=model, fixed=fixed,
-        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        constrain=constrain, flat=flat, optimizer=optimizer,
-        slots=slots,
-        divergence=DivergenceCheck(model, inputs.to(reducer.device)),
-        last=plan.steps if until is None else min(until, plan.steps),
+    given = WorkerInputs(
+        recipe, plan, model, fixed, engine.parameters, seen, shards, canaries, reducer.rank,
+        step.draw_key, partial(data.load, job.source, "test"), folder.private, job.shared_cache,
     )  # fmt: skip
-    loop.start = loop._newest_checkpoint()
+    divergence = DivergenceCheck(model, inputs.to(reducer.device))
+    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, divergence, slots)
+    start = learner.restore(folder)
     if attempt.ledger is not None:
-        loop.monitor = Monitor(job, plan.steps, loop.start)
-        sure = _independence(job, engine)
-        group = monitoring.WorkerGroup.current(reducer, attempt.ledger, loop.start, sure)
-        monitoring.append_group(folder, group)
-        step.permit = PermitGate(folder, attempt.ledger.epoch, loop.start, plan.steps).wait
-    loop.saved = time.monotonic()
-    return loop
+        step.permit = PermitGate(folder, attempt.ledger.epoch, start, plan.steps).wait
+    examples = partial(
+        model_setup.public_examples_of_task, engine, task, job.source, model_setup.MEASURED
+    )
+    loop = Loop(
+        job, step, learner, start=start, last=until, examples=examples if own else None
+    )  # fmt: skip
+    return loop, learner
 
 
-def _independence(job: TrainJob, engine: GradientEngine) -> str:
-    """Return why records are taken to be apart; "" where no noisy step rests on it."""
-    if not job.plan.step(0).noise_multiplier:
-        return ""
-    steps = job.recipe.method.capabilities.takes_gradient_steps
-    return engine.independence if steps else SCREENED
+class RecipeLearner:
+    """A recipe's model, whose optimizer dpdist made: `dpdist.training.loop.Learner`.
 
-
-@dataclass
-class Loop:
-    """State of a training in the hands of one worker (`dpdist.methods.base.Worker`).
-
-    step: releases the gradients. flat: all trained parameters, of which the model's are views.
-    slots: what a checkpoint keeps for the method.
-    start: first step of this process. last: where it ends. saved: when the last checkpoint was
-    written. kept: steps in the newest checkpoint. host_leaves: asks Ray for a pre-emption, which
-    `watch` calls between steps.
+    Args:
+        given: what a method's own steps are made of; the model among it.
+        flat: all trained parameters, of which the model's are views.
+        optimizer: changes them.
+        constrain: the method's, called after every update.
+        reducer: of this worker.
+        spec: the description of the model, before the method finalizes it.
+        divergence: looks at the numbers after a step.
+        slots: tensors that a checkpoint keeps, besides those of optimizer and method.
     """
 
-    job: TrainJob
-    step: PrivateStep
-    spec: ModelSpec
-    model: nn.Module
-    frozen: int
-    fixed: MethodState
-    constrain: Callable[[], None]
-    flat: Tensor
-    optimizer: FlatOptimizer
-    slots: dict[str, Tensor]
-    divergence: DivergenceCheck
-    last: int
-    start: int = 0
-    monitor: Monitor | None = None
-    saved: float = 0.0
-    kept: int = 0
-    host_leaves: Callable[[], bool] | None = None
-    watch: InterruptionWatch | None = None
+    def __init__(
+        self,
+        given: WorkerInputs,
+        flat: Tensor,
+        optimizer: FlatOptimizer,
+        constrain: Callable[[], None],
+        reducer: Reducer,
+        spec: ModelSpec,
+        divergence: DivergenceCheck,
+        slots: dict[str, Tensor],
+    ) -> None:
+        self.given, self.flat, self.optimizer, self.spec = given, flat, optimizer, spec
+        self._constrain, self._reducer, self._divergence = constrain, reducer, divergence
+        self._execution = given.recipe.method.execution()
+        self._own = self._execution.own_steps(given)
+        self._kept = {**slots, **({} if self._own is None else self._own.slots)}
+        self._perturbed = False
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the module that is trained."""
+        return self.given.model
 
     @property
     def _slots(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides the parameters."""
-        return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}
+        return {**self.optimizer.slots, **self._kept, **self.given.canaries.checkpoint_slots}
 
-    def _newest_checkpoint(self) -> int:
+    def restore(self, folder: RunFolder) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
-        state, reducer = checkpoint.load_latest(self.job.folder.checkpoints), self.step.reducer
-        start = 0
+        state, start = checkpoint.load_latest(folder.checkpoints), 0
         if state is not None:
             start = state.step
             self.flat.copy_(state.parameters)
             for name, slot in self._slots.items():
                 slot.copy_(state.slots[name])
-        if reducer.broadcast_int(start) != start or not reducer.all_equal(
-            checkpoint.bits_fingerprint(self.flat)
-        ):
+        if self._reducer.broadcast_int(start) != start or not self._all_equal():
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
             )
-        self.kept = start
         return start
 
-    def numbers(self) -> Iterator[int]:
-        """Yield the numbers of the steps that are left; an interruption is heard meanwhile."""
-        self.watch = InterruptionWatch(self.job.folder, self.step.reducer, self.host_leaves)
-        yield from range(self.start, self.last)
-        self.watch.close()
+    def _all_equal(self) -> bool:
+        return self._reducer.all_equal(checkpoint.bits_fingerprint(self.flat))
 
-    def steps(self) -> None:
-        """Take the plan's steps that are left."""
-        plan, recipe = self.job.plan, self.job.recipe
-        execution = recipe.method.execution()
-        for number in self.numbers():
-            step_plan = plan.step(number)
-            if number == self.start or recipe.training.schedule != "constant":
-                rate = self.optimizer.learning_rate(number)
-                self.step.engine.perturbation = execution.perturbation(step_plan, rate, self.fixed)
-            self._step(number, step_plan)
+    def is_due(self, loop: Loop) -> bool:
+        """Return whether a checkpoint is due after the next step."""
+        if self._own is None:
+            return loop.is_due
+        return bool((loop.done + 1) % self._own.save_every == 0)
 
-    def _step(self, number: int, step_plan: StepPlan) -> None:
-        step, reducer, watch = self.step, self.step.reducer, self.watch
-        due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
-        flag = reducer.rank == 0 and (due or (watch is not None and watch.is_due()))
-        noisy, seen, flagged = step.gradient(number, step_plan, flag)
-        self.optimizer.update(self.flat, noisy, number)
-        self.constrain()
-        try:
-            self.divergence.check(self.flat, number, number + 1 == self.last)
-        except TrainingDiverged:
-            reducer.all_gather_text("")  # nobody says so before worker 0 has the step on its ledger
-            raise
-        if self.monitor is not None:
-            self.monitor.record_step(number, seen)
-        self._end_step(number + 1, due, flagged)
+    def measure(self, stage: str) -> None:
+        """Let the method measure the model on public data."""
+        self._execution.measure(self.given, stage)
 
-    def end_step(self, done: int, due: bool) -> None:
-        """End a step of a method that takes its own: keep it if that is due, or end between steps.
+    # --- what the loop asks for
 
-        All workers call it after each step of `numbers`.
+    def release(
+        self, step: PrivateStep, number: int, step_plan: StepPlan, flag: bool
+    ) -> tuple[Tensor, StepMetrics | None, bool]:
+        """Return the step's noisy gradient, or the method's noisy sum."""
+        if self._own is not None:
+            rows = self._own.sums(number)
+            noisy, flagged = step.release(number, rows, step_plan.noise_std, flag)
+            return noisy, None, flagged
+        if not self._perturbed or self.given.recipe.training.schedule != "constant":
+            rate = self.optimizer.learning_rate(number)
+            made = self._execution.perturbation(step_plan, rate, self.given.state)
+            step.engine.perturbation, self._perturbed = made, True
+        return step.gradient(number, step_plan, flag)
 
-        Args:
-            done: number of steps that are taken.
-            due: whether a checkpoint is; worker 0's word counts.
-        """
-        reducer = self.step.reducer
-        flag = due or (self.watch is not None and self.watch.is_due())
-        self._end_step(done, due, reducer.any_flag(reducer.rank == 0 and flag))
-
-    def _end_step(self, done: int, due: bool, flagged: bool) -> None:
-        watch = self.watch
-        save_now, end_now = watch.ask(due) if flagged and watch is not None else (flagged, False)
-        if done == self.last:
-            self.save(done)
-        elif end_now:
-            self._end_early(done)
-        elif save_now:
-            self.save(done)
-
-    def _end_early(self, done: int) -> None:
-        """Write a checkpoint after `done` steps, of which a restart repeats none, and end."""
-        saved = done - self.kept
-        self.save(done)
-        if self.monitor is not None:
-            self.monitor.pause(done)
-            monitoring.write_interruption(self.job.folder, done, saved)
-        raise _EndedEarlyError
-
-    def save(self, done: int) -> None:
-        """A checkpoint after `done` steps, unless the workers' parameters differ."""
-        step, reducer = self.step, self.step.reducer
-        if not reducer.all_equal(checkpoint.bits_fingerprint(self.flat)):
-            raise MissingRank(f"the workers' parameters differ after step {done - 1}")
-        if step.ledger is not None:
-            state = checkpoint.TrainState(done, self.flat, self._slots)
-            checkpoint.save(self.job.folder.checkpoints, state, step.ledger.anchor)
-        self.saved, self.kept = time.monotonic(), done
-
-    def _rounding(self) -> dict[str, Any]:
-        """Return what the card says of floating point, measured on public examples."""
-        job, step = self.job, self.step
-        if not job.recipe.method.capabilities.takes_gradient_steps:
-            return {}
-
-        def examples() -> tuple[Any, Tensor]:
-            return model_setup.public_examples_of_task(
-                step.engine, step.task, job.source, model_setup.MEASURED
-            )
-
-        return model_setup.measured_rounding(
-            step.engine, examples, job.plan, step.shards.largest_shard
-        )
-
-    def finish(self) -> None:
-        """Worker 0 saves the model, and sums the training up once it is whole."""
-        step = self.step
-        self.flat[:] = self.optimizer.published_parameters(self.flat)
-        if self.monitor is None or step.ledger is None:
-            return
-        spec = self.job.recipe.method.execution().finalize(self.spec, self.fixed)
-        models.save(self.model, spec, self.job.folder.model_folder)
-        write_trained(self.model, self.job.folder.model_folder)
-        if self.last == self.job.plan.steps:
-            self.monitor.finish(
-                step.engine.fallback_layers, self.frozen, step.ledger, rounding=self._rounding()
-            )
+    def update(self, released: Tensor, number: int) -> None:
+        """Let the optimizer take its step, and the method constrain what it made."""
+        gradient = released if self._own is None else self._own.update(number, released)
+        if gradient is None:  # the method set the parameters: those of worker 0 count
+            buffer = self.flat.double() if self._reducer.rank == 0 else torch.zeros_like(
+                self.flat, dtype=torch.float64
+            )  # fmt: skip
+            self._reducer.all_reduce(buffer)
+            self.flat.copy_(buffer)
         else:
-            self.monitor.pause(self.last)
+            self.optimizer.update(self.flat, gradient, number)
+            self._constrain()
+
+    def not_finite(self, number: int, last: bool) -> str:
+        """Return which numbers are not finite after a step, with a verb."""
+        return self._divergence.not_finite(self.flat, number, last)
+
+    def check_same(self, done: int) -> None:
+        """Raise MissingRank unless all workers hold the same parameters."""
+        if not self._all_equal():
+            raise MissingRank(f"the workers' parameters differ after step {done - 1}")
+
+    def state(self, done: int) -> checkpoint.TrainState:
+        """Return what a checkpoint keeps."""
+        return checkpoint.TrainState(done, self.flat, self._slots)
+
+    def finished(self, whole: bool) -> ModelSpec:
+        """Publish the average where there is one; finalize the model by its method."""
+        self.flat[:] = self.optimizer.published_parameters(self.flat)
+        if whole:
+            self.measure("after")
+        spec: ModelSpec = self._execution.finalize(self.spec, self.given.state)
+        return spec
 
 
 def _make_parameters_views(engine: GradientEngine, flat: Tensor) -> None:

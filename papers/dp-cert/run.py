@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist.certification.table import CertificateTable
@@ -386,12 +387,14 @@ class Bench:
     def certify_all(self, name: str) -> None:
         """All test images, at the recipe's radii, noise and n; and at 0, which needs few draws."""
         for radii in ([], ["--radii", f"{NEAR_ZERO:g}"]):
-            self._dpdist("certify", name, "--mode", "target", "--every", "1", *radii)
+            self._dpdist(
+                "certify", name, *radii, "--set", "certify.mode=target", "--set", "certify.every=1"
+            )
 
     def _dpdist(self, *words: str) -> None:
         words = (*words, "--runs", str(self.runs))
         if self.data_root is not None:
-            words += ("--data-root", str(self.data_root))
+            words += ("--set", f"data.root={self.data_root}")
         print("$ dpdist", *words, flush=True)
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):

@@ -12,13 +12,14 @@ is evaluated: all of these models together cost what the last one costs alone, f
 the same noisy gradients. Accuracy on training records is told of public data only.
 
 Each training is a line of --results; what is there is not made again. papers/README.md and
-papers/dplis/measured.md have the tables.
+papers/dplis/results/measured.md have the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +29,10 @@ from typing import Any
 
 import torch
 import yaml
-from _common import describe_run, parse_arguments, require_data
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import append_line, describe_run, parse_arguments, require_data
+from _common import read_lines as read
 
 from dpdist import models
 from dpdist.data import Dataset
@@ -163,10 +167,6 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
             )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--item", help="a table of published.yaml, at full size")
@@ -200,8 +200,7 @@ def main() -> None:
             "commit": describe_run()["commit"],
         }
         line = name | found | about | {"seconds": round(time.monotonic() - began, 1)}
-        with given.results.open("a") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        append_line(given.results, line)
         print(json.dumps(name, ensure_ascii=False), found["test"], flush=True)
 
 

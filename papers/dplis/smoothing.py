@@ -1,23 +1,26 @@
 """Does DPlis' smoothing help a recipe? The same training without it, and with several radii.
 
-    dpdist pretrain docstrings-lstm --data-root data       # public weights, once, where it has some
+    dpdist run docstrings-lstm --until pretrain --data-root data   # public weights, once
     python papers/dplis/smoothing.py docstrings-lstm --data-root data --radii 4,10 [--seeds 3]
     python papers/dplis/smoothing.py --quick                 # a smoke test on invented pictures
 
 Each training has a fresh key, begins with the same public weights, and runs in this process. A line
 of JSON for each; then of each row the mean of what is measured, and of its difference from no
-smoothing, with Student's 95 % interval. papers/dplis/measured.md has the tables.
+smoothing, with Student's 95 % interval. papers/dplis/results/measured.md has the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import end_script, make_images, parse_arguments, require_data, scratch_folder
 
 from dpdist.audits.membership_statistics import Estimate

@@ -13,9 +13,12 @@ learning rate, the noise, the steps, and how much is smoothed.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments
 from scipy.special import expit
 

@@ -11,10 +11,13 @@ noise is found that the run's epsilon allows; then the mean and the least accura
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import end_script, parse_arguments, train_small_run
 
 from dpdist.core import console

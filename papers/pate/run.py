@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import end_script, parse_arguments, train_small_run
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import append_line, end_script, parse_arguments, read_lines, train_small_run
 
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.files import make_private_folder, write_atomic
@@ -110,18 +113,16 @@ def main() -> None:
         setting = of | {"noise": noise, "seed": seed, "smoothing": std}
         setting |= {} if spread is None else {"spreading": spread}
         method["spreading"] = spreading if spread else None
-        lines = given.results.read_text().splitlines() if given.results.exists() else []
-        if any(setting.items() <= one.items() for one in map(json.loads, lines)):
+        if read_lines(given.results, setting):
             continue
         part = math.sqrt((1 - method["screening"]) / (2 * method["answers"]))
         raw["privacy"] |= {"epsilon": None, "noise_multiplier": noise * part}
         method["smoothing"] = {"std": std, "draws": given.draws} if std else None
         key = derive_key(bytes(32), "pate benchmark", str(noise), seed)
         with tempfile.TemporaryDirectory() as home:
-            line = json.dumps(setting | student(raw, votes, key, Path(home) / "run"))
-        with given.results.open("a") as file:
-            file.write(line + "\n")
-        print(line, flush=True)
+            line = setting | student(raw, votes, key, Path(home) / "run")
+        append_line(given.results, line)
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,13 @@ over draws of the thinning, the questions and the wrong answers, with Student's 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments
 from scipy import stats
 from sklearn.datasets import load_digits

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
@@ -51,15 +52,16 @@ def variants(
 
 
 def measure(recipe: Recipe, runs: Path, models: int, attacks: str, root: Path | None) -> list[str]:
-    """Lines of the table, from `dpdist membership`."""
+    """Lines of the table, from `dpdist audit --kind membership`."""
     path = runs / f"{recipe.name}.yaml"
     path.write_text(recipe.to_yaml())
     began = time.monotonic()
-    arguments = ["--models", str(models), "--attack", attacks, "--runs", str(runs)]
+    arguments = ["--kind", "membership", "--runs", str(runs)]
+    arguments += ["--set", f"models={models}", "--set", f"attacks=[{attacks}]"]
     arguments += ["--data-root", str(root)] if root else []
     picture = ["--picture", str(runs / f"{recipe.name}-{attacks.replace(',', '-')}.png")]
     subprocess.run(
-        [sys.executable, "-m", "dpdist", "membership", str(path), *arguments, *picture], check=True
+        [sys.executable, "-m", "dpdist", "audit", str(path), *arguments, *picture], check=True
     )
     seconds = time.monotonic() - began
     bank = "quarters-2" if attacks == "shadow" else f"coins-{models}"

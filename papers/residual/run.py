@@ -1,6 +1,6 @@
 """Residual perturbation's tables at a size that two cores allow: accuracy, gap, and what leaks.
 
-In this process, by the parts that runs and `dpdist membership` are made of. For each row:
+In this process, by the parts that runs and audits of membership are made of. For each row:
 
 * shadow: the paper's protocol, once for each seed: a target on a quarter of the records, judged by
   a network that learnt from one plain shadow (the same for all rows of a seed); and by LiRA, whose
@@ -24,6 +24,7 @@ import hashlib
 import io
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import describe_run, make_images, parse_arguments, require_data, scratch_folder
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import (
+    append_line,
+    describe_run,
+    make_images,
+    parse_arguments,
+    require_data,
+    scratch_folder,
+)
+from _common import read_lines as read
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
@@ -48,7 +59,8 @@ from dpdist.audits.target import target_of_run
 from dpdist.audits.trainings import ShadowSetup, ShadowTrainer
 from dpdist.certification.worker import expected_log_scores
 from dpdist.config.sections import CanaryAudit
-from dpdist.data.parquet import decode_picture, split_files
+from dpdist.data.parquet import decode_picture
+from dpdist.data.tables import split_files
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
@@ -378,10 +390,6 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
             yield from (f"{data}: {sized}", "", *lines, "")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def make(given: argparse.Namespace) -> None:
     """All results that are not there yet, the most telling first."""
     torch.set_num_threads(1)
@@ -409,10 +417,8 @@ def make(given: argparse.Namespace) -> None:
                     "seconds": round(time.monotonic() - began, 1),
                     "commit": describe_run()["commit"],
                 }
-                line = json.dumps(name | found | taken)
-                with given.results.open("a") as file:
-                    file.write(line + "\n")
-                print(line, flush=True)
+                append_line(given.results, name | found | taken)
+                print(json.dumps(name | found | taken), flush=True)
 
 
 def main() -> None:

@@ -13,10 +13,13 @@ noise ratios in dB, of the picture that comes with scikit-learn, pixels in [0, 1
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments
 from PIL import Image
 from sklearn.datasets import load_sample_image

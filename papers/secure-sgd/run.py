@@ -23,8 +23,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
-import json
 import secrets
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -34,15 +34,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from _common import make_images, parse_arguments, require_data, scratch_folder
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import append_line, make_images, parse_arguments, require_data, scratch_folder
+from _common import read_lines as read
 from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
-from dpdist.certification.expected_scores import ExpectedScores, ScoreTable
+from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.inference import ClassifierSpec
 from dpdist.certification.statistics import compare
 from dpdist.certification.worker import expected_log_scores
@@ -162,14 +165,13 @@ def certified(
     )
     assignment = replace(assignment, spec=certifying.probe(assignment))
     worker = certifying.Worker(assignment)
-    kind = ScoreTable(ExpectedScores)
     lines = [
-        kind.row(settings, index, label, worker.certify(each, index), place)
+        settings.table_row(index, label, worker.certify(each, index), place)
         for index, label, each in zip(chosen.tolist(), labels.tolist(), x, strict=True)
     ]
-    table = pa.Table.from_pylist(lines, schema=kind.schema())
+    table = pa.Table.from_pylist(lines, schema=settings.table_schema())
     found: dict[str, Any] = {}
-    for one in kind.read_sizes(table):
+    for one in settings.read_sizes(table):
         held, name = one.size_if_correct(labels), f"{one.name}_{one.norm}"
         for size in COLUMNS.get(name, ()):
             found.setdefault(name, {})[f"{size:g}"] = bits(held >= size)
@@ -191,10 +193,10 @@ def attacked(
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels, np.int64)[chosen]
     # Batches of one answer: larger ones would be executed whole for a part of them.
     form = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
-    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64], form)
-    own = replace(source, purpose="attack")
-    counted = replace(counted, spec=choose_form(counted, own))
-    worker = Worker(Assignment(counted, settings, own, x, chosen, labels))
+    place, own = find_noise_location(model), replace(source, purpose="attack")
+    counted = counting_assignment(model, place, test.classes, x[:64], own, n=settings.n, form=form)
+    counted = replace(counted, spec=choose_form(counted, form))
+    worker = Worker(Assignment(counted, place, settings, x, chosen, labels))
     each, found = settings.batch_size(x[0].size), {}
     for name, size in settings.attack_sizes:
         answers = [
@@ -319,12 +321,6 @@ def interval(values: list[float]) -> str:
     return f"{np.mean(values):+.1f} ± {half:.1f}"
 
 
-def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The trainings of this setting that a file holds."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if setting.items() <= one.items()]
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data-root", type=Path)
@@ -368,8 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_inputs=given.inputs,
         )  # fmt: skip
         found = trained(recipe, settings, given.draws)
-        with given.results.open("a") as file:
-            file.write(json.dumps(mine | found) + "\n")
+        append_line(given.results, mine | found)
         print(f"{row}, seed {seed}: {found['seconds']} s", flush=True)
     print(tables(read(given.results, setting)))
 

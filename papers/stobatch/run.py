@@ -16,7 +16,7 @@ trainings.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -25,11 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import parse_arguments, require_data
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import append_line, parse_arguments, read_lines, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
@@ -103,12 +105,12 @@ def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[
     """
     rows = settings.indices(len(test))
     x = test.batch(slice(rows.start, rows.stop)).numpy()
-    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64])
-    source = StreamKeys("benchmark", "1", "", "", "", 0.0)
-    if counted.location.is_random:
-        counted = replace(counted, spec=choose_form(counted, source))
+    place, source = find_noise_location(model), StreamKeys("benchmark", "1", "", "", "", 0.0)
+    counted = counting_assignment(model, place, test.classes, x[:64], source, n=settings.n)
+    if place.is_random:
+        counted = replace(counted, spec=choose_form(counted))
     indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
-    worker = Worker(Assignment(counted, settings, source, x, indices, labels))
+    worker = Worker(Assignment(counted, place, settings, x, indices, labels))
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
     each = settings.batch_size(x[0].size)
     for name, size in settings.attack_sizes:
@@ -167,8 +169,7 @@ def columns(settings: AttackSettings) -> list[tuple[str, str]]:
 
 def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """The trainings of a setting that a file holds, of those that were so attacked."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [one for one in map(json.loads, lines) if setting.items() <= one.items()]
+    found = read_lines(path, setting)
     return [one for one in found if all(size in one.get(name, {}) for name, size in asked)]
 
 
@@ -203,8 +204,7 @@ def main() -> None:
         wanted = columns(settings)
         while not asked.table and len(read(asked.results, setting, wanted)) < asked.seeds:
             found = trained(recipe_of(row, asked.epsilon, asked.data_root), settings)
-            with asked.results.open("a") as file:
-                file.write(json.dumps(setting | found) + "\n")
+            append_line(asked.results, setting | found)
         if done := read(asked.results, setting, wanted)[: asked.seeds]:
             print(line_of(row, done, settings), flush=True)
 

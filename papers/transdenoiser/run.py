@@ -1,8 +1,9 @@
-"""TransDenoiser and its ablations on MNIST: table and picture of papers/transdenoiser/measured.md.
+"""TransDenoiser and its ablations on MNIST: table and picture of results/measured.md.
 
-Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
+Every row is made by the commands that a user has: `dpdist run`, at
+first `--until pretrain`, and
 `dpdist attack` for each row and repetition (another initialisation, another run key); for a public
-denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
+denoiser before a private classifier `dpdist import` and `dpdist certify`. The classifier alone,
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
 part, --minutes begins no further run after so many. --attacks: other ones beside PGD, also on runs
@@ -22,6 +23,7 @@ import fnmatch
 import io
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
 from dpdist import models
@@ -176,7 +180,7 @@ class Bench:
         return path
 
     def private_classifier(self, row: Row) -> Path:
-        """As `recipe`, without the denoiser: what `dpdist denoise` puts one before."""
+        """As `recipe`, without the denoiser: what `dpdist import` puts one before."""
         raw = load_recipe(self.recipe(row, 0)).model_dump(mode="json")
         raw["model"]["denoiser"] = raw["public"] = None
         path = self.out / "recipes" / f"{row.runs()[0]}.yaml"
@@ -185,7 +189,9 @@ class Bench:
 
     def command(self, *words: str) -> None:
         """One dpdist command, in this process."""
-        root = ["--data-root", str(self.data_root)] if self.data_root is not None else []
+        root = [] if self.data_root is None else ["--data-root", str(self.data_root)]
+        if words[0] == "certify" and root:
+            root = ["--set", f"data.root={self.data_root}"]
         print("$ dpdist", *words, *root, flush=True)
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -223,7 +229,7 @@ class Bench:
         """Whatever is missing of a run."""
         part = "denoiser" if row.recipe == REVERSED else "classifier"
         if not (self.public / part / "provenance.json").exists():
-            self.command("pretrain", str(self.recipe(row, 0)))
+            self.command("run", str(self.recipe(row, 0)), "--until", "pretrain")
         if row.name == ALONE:
             self.alone(row)
             return
@@ -234,7 +240,7 @@ class Bench:
         if row.name == DENOISED:
             if not (self.runs / name).exists():
                 run, place = name.replace(DENOISED, PRIVATE), str(self.public / "denoiser")
-                self.command("denoise", run, "--denoiser", place, "--name", name, *runs)
+                self.command("import", name, "--run", run, "--denoiser", place, *runs)
             if not list((self.runs / name / "certificates").glob("*/certificates.parquet")):
                 self.command("certify", name, *runs)
         elif not (self.runs / name / "report" / "index.html").exists():
@@ -247,8 +253,9 @@ class Bench:
                 load_model(load_recipe(folder.recipe_file), folder)
             ).is_random
             self.command(
-                "attack", name, *runs, "--norm", "l2", "--attacks", ",".join(self.attacks),
-                "--sizes", sizes, "--every", every, *(("--n", "200") if noisy else ()),
+                "attack", name, *runs, "--set", "norm=l2", "--set", f"sizes=[{sizes}]",
+                "--set", f"attacks=[{','.join(self.attacks)}]", "--set", f"every={every}",
+                *(("--set", "n=200") if noisy else ()),
             )  # fmt: skip
 
     def place(self, row: Row) -> Path:
@@ -258,9 +265,11 @@ class Bench:
     def alone(self, row: Row) -> None:
         """The frozen classifier without a denoiser: the jobs behind certify and attack."""
         folder = self.place(row)
-        from dpdist.attacks.job import attack_model
+        from dpdist.attacks.job import AttackJob
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
+        from dpdist.certification.subject import Subject
+        from dpdist.cluster.resumable_job import run_job
         from dpdist.training.public_training import accuracy
         from dpdist.training.records import data_source, load_test_records
 
@@ -270,10 +279,11 @@ class Bench:
         test = load_test_records(recipe, data_source(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
-        certify(self.public / ALONE, test, settings, folder / "certificates")
+        subject = Subject.load(self.public / ALONE)
+        certify(subject, test, settings, folder / "certificates")
         attack = AttackSettings(norm="l2", sizes=SIZES, attacks=self.attacks, every=section.every)
-        attack_model(self.public / ALONE, test, attack, folder / "attacks" / attack.folder_name)
-        found = accuracy(models.load(self.public / ALONE), test)
+        run_job(AttackJob(subject, test, attack), folder / "attacks" / attack.folder_name)
+        found = accuracy(subject.model, test)
         (folder / "accuracy.json").write_text(json.dumps(found))
 
 

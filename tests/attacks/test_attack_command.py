@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.certificates import shift_classes
 from support.local_execution import call
+from support.settings import sets
 
 import dpdist.data
 from dpdist import models
 from dpdist.attacks.table import check_line, read_attack
 from dpdist.certification import table as certificates
 from dpdist.certification.noise import norm_equivalence_factor
-from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
 from dpdist.reports.charts import attack_outcome_table
@@ -75,8 +75,9 @@ def good(*arguments: object) -> str:
 def attacked(here: None, runs: Path) -> tuple[Path, str]:
     good("certify", "small", "--runs", runs)
     output = good(
-        "attack", "small", "--runs", runs, "--norm", "l2", "--sizes", "0.2,1.0", "--steps", 4,
-        "--attacks", "fgsm,pgd", "--smoothed", "--max-inputs", 20, "--n", 300, "--draws", 4,
+        "attack", "small", "--runs", runs, "--smoothed",
+        *sets("norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
+        *sets("max_inputs=20", "n=300", "draws=4"),
     )  # fmt: skip
     return runs / "small", output
 
@@ -122,8 +123,7 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
 
 def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--sizes", "0.05", "--attacks", "fgsm",
-        "--max-inputs", 10,
+        "attack", "small", "--runs", runs, *sets("sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
     )  # fmt: skip
     assert "the network itself" in output and "another classifier than the attacked" in output
     assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
@@ -142,7 +142,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
 @pytest.mark.long
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--check-certificates", "--steps", 4, "--draws", 4
+        "attack", "small", "--runs", runs, "--check-certificates", *sets("steps=4", "draws=4")
     )
     assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
     # The same table, each certificate of another class.
@@ -151,8 +151,8 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     false = source.parent.with_name("false") / source.name
     certificates.write(shift_classes(table), false)
     result = call(
-        "attack", "small", "--runs", runs, "--check-certificates", "--certificates", "false",
-        "--step-scale", 5,
+        "attack", "small", "--runs", runs, "--check-certificates",
+        *sets("certificates='false'", "step_scale=5"),
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
     facts = read_facts(RunFolder(runs / "small"))
@@ -161,47 +161,6 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     page = (runs / "small/report/index.html").read_text()
     assert "IMPLAUSIBLE: these certificates do not hold" in page
     assert '<p class="verdict bad">' in page and "<strong>Warning</strong>An attack" in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--norm", "l1"], "attack.norm: must be one of linf, l2"),
-        (["--sizes", "a"], "--sizes: give numbers"),
-        (["--attacks", "cw"], "attack.attacks: must be out of"),
-        (
-            ["--attacks", "fgsm", "--steps", "10"],
-            "attack.steps: must be left out with attacks fgsm",
-        ),
-        (["--attacks", "fgsm,mim", "--restarts", "1"], "attack.restarts: must be left out"),
-        (["--attacks", "mim", "--step-scale", "2.5"], "attack.step_scale: must be left out"),
-        (
-            ["--check-certificates", "--attacks", "mim", "--restarts", "2"],
-            "attack.restarts: must be",
-        ),
-        (["--draws", "16"], "--draws: must be left out: the model has no noise"),
-        (["--n", "1000", "--alpha", "0.001"], "--n, --alpha: must be left out: the model has no"),
-        (["--sigma", "0.1", "--smoothed"], "give --sigma or --smoothed"),
-        (["--check-certificates", "--norm", "l2", "--n", "5"], "--norm, --n: not with"),
-        (["--certificates", "x"], "only with --check-certificates"),
-        (["--claim", "as_printed_linf"], "only with --check-certificates"),
-        (["--check-certificates", "--certificates", "x"], "x: no such table in"),
-        (["--start", "5000"], "no inputs chosen out of"),
-    ],
-)
-def test_what_cannot_be_attacked_is_refused(
-    here: None, runs: Path, arguments: list[str], message: str
-) -> None:
-    result = call("attack", "small", "--runs", runs, *arguments)
-    assert isinstance(result.exception, UserError) and message in str(result.exception)
-
-
-def test_a_run_that_never_finished_is_refused(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "begun").create_or_open(
-        parse_recipe({**RECIPE, "name": "begun"}, "recipe")
-    )
-    result = call("attack", "begun", "--runs", tmp_path)
-    assert "never finished training" in str(result.exception)
 
 
 @pytest.mark.parametrize("certified", ["l1", "l2", "linf"])

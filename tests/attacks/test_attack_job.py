@@ -10,13 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import special, stats
-from support import vote_score_disagreement
+from support import certificates, vote_score_disagreement
 from support.certificates import Data
 from support.networks import save_small_cnn
 from support.separable_points import Points
 
 from dpdist import models
-from dpdist.attacks import job
 from dpdist.attacks.job import MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
@@ -66,7 +65,7 @@ def references(
 ) -> dict[str, Path]:
     outputs = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, output in outputs.items():
-        job.attack_model(model_folder, FakeData(), KINDS[kind], output, actors=1)
+        certificates.attack_model(model_folder, FakeData(), KINDS[kind], output, actors=1)
     return outputs
 
 
@@ -102,7 +101,7 @@ def test_every_attack_size_and_input_is_there(references, kind: str, model_folde
 @pytest.mark.parametrize("kind", KINDS)
 def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_path: Path) -> None:
     settings, output = KINDS[kind], references[kind]
-    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=3)
+    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=3)
     assert raw(tmp_path) == raw(output)
 
 
@@ -121,13 +120,13 @@ def test_an_interrupted_attack_computes_only_what_is_missing(
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        job.attack_model(
+        certificates.attack_model(
             model_folder, FakeData(), settings, tmp_path, actors=1, progress=stop_midway
         )
     journal = tmp_path / "journal.jsonl"
     before = journal.read_bytes()
     assert before and not (tmp_path / TABLE).exists()
-    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=2)
+    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=2)
     assert journal.read_bytes().startswith(before)
     assert len(journal.read_bytes().splitlines()) == 1 + 15  # whose they are, and the blocks
     assert raw(tmp_path) == raw(output)
@@ -139,14 +138,14 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
 ) -> None:
     settings, output = KINDS["deterministic"], references["deterministic"]
     one = replace(settings, sizes=(1.0,), attacks=("pgd",))
-    job.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
+    certificates.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
     alone = rows(tmp_path)
     assert len(alone) == 24
     assert [row for row in rows(output) if row in alone] == alone
-    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
+    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
     assert raw(tmp_path) == raw(output)
     # What was computed once stays, whatever is asked for later.
-    job.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
+    certificates.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
     assert raw(tmp_path) == raw(output)
 
 
@@ -164,16 +163,16 @@ def test_results_of_other_settings_are_not_mixed(
 ) -> None:
     settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match=message):
-        job.attack_model(model_folder, FakeData(), replace(settings, **change), output)
+        certificates.attack_model(model_folder, FakeData(), replace(settings, **change), output)
 
 
 def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_path: Path) -> None:
     settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match="data was 'fake', now 'other'"):
-        job.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
+        certificates.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
     save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model was"):
-        job.attack_model(tmp_path, FakeData(), settings, output)
+        certificates.attack_model(tmp_path, FakeData(), settings, output)
 
 
 def test_without_its_settings_an_attack_is_not_continued(
@@ -182,13 +181,13 @@ def test_without_its_settings_an_attack_is_not_continued(
     settings = replace(KINDS["deterministic"], seed=None)
     output, other = tmp_path / "out", tmp_path / "other"
     one = replace(settings, sizes=(1.0,), attacks=("fgsm",))
-    job.attack_model(model_folder, FakeData(), one, output, actors=1)
+    certificates.attack_model(model_folder, FakeData(), one, output, actors=1)
     before = raw(output)
     (output / "settings.json").unlink()
     save_small_cnn(other, 4)
     for folder in (other, model_folder):
         with pytest.raises(UserError, match="remove the folder, or choose another"):
-            job.attack_model(folder, FakeData(), settings, output, actors=1)
+            certificates.attack_model(folder, FakeData(), settings, output, actors=1)
     assert raw(output) == before
 
 
@@ -196,7 +195,9 @@ def test_without_its_settings_an_attack_is_not_continued(
 def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model", noise=0.5)
     for folder, actors in (("1", 1), ("2", 2)):
-        job.attack_model(tmp_path / "model", FakeData(), SETTINGS, tmp_path / folder, actors=actors)
+        certificates.attack_model(
+            tmp_path / "model", FakeData(), SETTINGS, tmp_path / folder, actors=actors
+        )
     assert raw(tmp_path / "1") == raw(tmp_path / "2")
     found = rows(tmp_path / "1")
     assert {row["n"] for row in found} == {200}
@@ -212,20 +213,20 @@ def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None
     """As its certificates do: most draws say another class."""
     vote_score_disagreement.save(tmp_path / "model", POINTS.size)
     settings = replace(SETTINGS, n=1000, labels="predicted")
-    job.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
+    certificates.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
     assert {row["prediction"] for row in rows(tmp_path / "out")} == {vote_score_disagreement.SCORE}
     found = read_attack(tmp_path / "out" / TABLE)
     assert not found.predicts_by_vote and "mean scores" in found.description
     # With noise on the input besides it is smoothed, and certified by votes.
     smoothed = replace(settings, sigma=0.25, attacks=("fgsm",))
-    job.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
+    certificates.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
     assert {row["prediction"] for row in rows(tmp_path / "votes")} == {vote_score_disagreement.VOTE}
     assert read_attack(tmp_path / "votes" / TABLE).predicts_by_vote
     # Results of the other answers are not continued.
     about = tmp_path / "out" / "settings.json"
     about.write_text(about.read_text().replace('"answers": "mean scores",', ""))
     with pytest.raises(UserError, match="answers was None, now 'mean scores'"):
-        job.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
+        certificates.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
 
 
 def mean_scores(first: np.ndarray) -> MeanScores:
@@ -282,7 +283,7 @@ def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path
     settings = AttackSettings(
         norm="l2", sizes=(0.05,), attacks=("fgsm",), sigma=0.25, n=200, alpha=0.05, seed="1"
     )
-    job.attack_model(tmp_path / "model", data, settings, tmp_path / "out", actors=1)
+    certificates.attack_model(tmp_path / "model", data, settings, tmp_path / "out", actors=1)
     seen = {True: 0, False: 0}
     for row in rows(tmp_path / "out"):
         decided = stats.binomtest(row["hits"], 200).pvalue <= settings.alpha
@@ -296,44 +297,8 @@ def test_predicted_labels_are_those_of_the_clean_input(
     here: None, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, labels="predicted", attacks=("pgd",), sizes=(1.0,))
-    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
+    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
     found = rows(tmp_path)
     clean = {r["index"]: r["prediction"] for r in found if r["attack"] == "none"}
     attacked = {r["index"]: r["prediction"] for r in found if r["attack"] == "pgd"}
     assert np.mean([attacked[i] != clean[i] for i in clean]) > 0.7
-
-
-@pytest.mark.parametrize(("weight", "message"), [(float("nan"), "not finite"), (1.0, r"\(12, 4\)")])
-def test_models_without_usable_logits_are_refused(
-    here: None, tmp_path: Path, weight: float, message: str
-) -> None:
-    # The argmax of NaN is a constant: no attack would ever succeed.
-    spec = models.ModelSpec("linear", (1, 6, 6), 3)
-    model = models.initialise(spec, 0)
-    with torch.no_grad():
-        model[1].bias.mul_(weight)  # type: ignore[index, operator]
-    models.save(model, spec, tmp_path / "model")
-    data = FakeData(classes=4) if weight == 1.0 else FakeData()
-    with pytest.raises(UserError, match=message):
-        job.attack_model(tmp_path / "model", data, SETTINGS, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"norm": "l1"}, "attack.norm: must be one of linf, l2, got 'l1'"),
-        ({"sizes": ()}, "attack.sizes: must be positive numbers"),
-        ({"sizes": (0.1, -1.0)}, "attack.sizes"),
-        ({"sizes": (float("nan"),)}, "attack.sizes"),
-        ({"attacks": ("pgd", "cw")}, "attack.attacks: must be out of fgsm, i-fgsm, mim, pgd"),
-        ({"steps": 0}, "attack.steps: must be at least 1"),
-        ({"sigma": 0.0}, "attack.sigma: must be a positive number"),
-        ({"alpha": 1.0}, "attack.alpha"),
-        ({"max_inputs": 0}, "attack.max_inputs"),
-        ({"labels": "none"}, "attack.labels"),
-    ],
-)
-def test_settings_that_cannot_be_used(options: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        AttackSettings(**options)

@@ -38,7 +38,8 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
         return done.out
 
     shown()
-    out = shown("--at", "attacked:pgd,0.3,l2")
+    asked = ("attacked.attack=pgd", "attacked.size=0.3", "attacked.norm=l2")
+    out = shown(*(word for each in asked for word in ("--set", each)))
     assert DISCLAIMER in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
     (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
     attacked, (clean,) = table_reader.read(path), read_facts(folder).tables
@@ -49,7 +50,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
         assert line.endswith(f"{100 * table.certified_accuracy(0.3):.2f} %")
     # What was certified: copies within the size that go from the label, the same every time.
     data, model = load_test_records(recipe, data_source(recipe)), load_model(recipe, folder)
-    at, settings = AttackedCopiesSpec.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
+    at, settings = AttackedCopiesSpec(attack="pgd", size=0.3, norm="l2"), settings_of(SETTINGS)
     copies = AttackedCopies(at, data, model, settings)
     assert copies.fingerprint == attacked.job_record["data"]
     rows = np.arange(20)
@@ -61,31 +62,5 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
             for x in (inputs, moved)
         ]
     assert float((loss[1] > loss[0]).double().mean()) > 0.9
-    with pytest.raises(UserError, match="only Gaussian smoothing can be attacked"):
+    with pytest.raises(UserError, match=r"certify\.noise: must be gaussian"):
         AttackedCopies(at, data, model, settings_of({**SETTINGS, "noise": "laplace"}))
-    done = command(
-        monkeypatch,
-        capsys,
-        tmp_path,
-        "certify",
-        "x",
-        "--at",
-        "attacked:pgd",
-        "--rebound",
-        "alpha=0.05",
-    )
-    assert done.code == 2 and "does not go with --rebound" in done.err
-
-
-def test_what_no_copies_are_is_named() -> None:
-    assert AttackedCopiesSpec.parse("attacked:mim,0.1") == AttackedCopiesSpec("mim", 0.1, "linf")
-    for text in ("pgd,0.1", "attacked:pgd", "attacked:pgd,much", "attacked:pgd,1,l2,x"):
-        with pytest.raises(UserError, match="--at: give attacked:ATTACK,SIZE"):
-            AttackedCopiesSpec.parse(text)
-    for text, message in (
-        ("attacked:magic,0.1", "attack.attacks: must be out of"),
-        ("attacked:pgd,-1", "attack.sizes: must be positive"),
-        ("attacked:pgd,0.1,l3", "attack.norm: must be one of"),
-    ):
-        with pytest.raises(UserError, match=message):
-            AttackedCopiesSpec.parse(text)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 from support import vote_score_disagreement
-from support.certificates import check_certificates, scale_sensitivity, shift_classes
+from support.certificates import certify, check_certificates, scale_sensitivity, shift_classes
 from support.separable_points import Points
 
 from dpdist import models
@@ -49,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def certified(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("certificates")
-    job.certify(model_folder, POINTS, CERTIFY, output, actors=1)
+    certify(model_folder, POINTS, CERTIFY, output, actors=1)
     return output / job.TABLE
 
 
@@ -73,7 +73,7 @@ def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_pa
 def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: float) -> None:
     # Counted where the points lie so many times as far from the plane.
     far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
-    job.certify(model_folder, far, CERTIFY, tmp_path / "inflated", actors=1)
+    certify(model_folder, far, CERTIFY, tmp_path / "inflated", actors=1)
     path = tmp_path / "inflated" / job.TABLE
     strong = replace(ATTACK, step_scale=10.0)
     found, verdict = check_certificates(
@@ -118,7 +118,7 @@ def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
         models.attach_noise(model, torch.full((2,), 0.5))
         models.save(model, spec, folder / "model")
         settings = ExpectedScores(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
-        job.certify(folder / "model", POINTS, settings, folder / "certificates", actors=1)
+        certify(folder / "model", POINTS, settings, folder / "certificates", actors=1)
         table = certificates.read(folder / "certificates" / job.TABLE)
         found[norm] = (folder / "model", table)
     return found
@@ -163,7 +163,7 @@ def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     vote_score_disagreement.save(folder / "model", POINTS.size)
     for bound in ("hoeffding", "counts"):
         settings = ExpectedScores(n=2000, n0=1000, alpha=0.01, seed="1", batch=500, bound=bound)  # type: ignore[arg-type]
-        job.certify(folder / "model", POINTS, settings, folder / bound, actors=1)
+        certify(folder / "model", POINTS, settings, folder / bound, actors=1)
         found = table_reader.read(folder / bound / job.TABLE)
         assert set(found.select_sizes("cohen", "l2").prediction) == {vote_score_disagreement.VOTE}
         assert set(found.prediction) == {

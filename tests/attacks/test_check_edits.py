@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.certificates import check_certificates
+from support.certificates import certify, check_certificates
 from support.folder_contents import changed_at
 from support.separable_points import Points
 
@@ -24,6 +24,7 @@ from dpdist.attacks.table import CHECK_TABLE, VERDICT, read_check
 from dpdist.certification import job
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.subject import Subject
 from dpdist.cluster.resumable_job import run_job
 from dpdist.core.errors import UserError
 
@@ -55,7 +56,7 @@ def place(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
         layer.bias.zero_()
     models.save(model, spec, folder / "model")
-    job.certify(folder / "model", POINTS, CERTIFY, folder / "certificates", actors=1)
+    certify(folder / "model", POINTS, CERTIFY, folder / "certificates", actors=1)
     check_certificates(
         folder / "model", POINTS, folder / "certificates" / job.TABLE, ATTACK, folder / "check",
         actors=1,
@@ -96,7 +97,7 @@ def believed(place: Path, table: pa.Table, output: Path) -> bool:
     except pa.ArrowException:
         return False  # no file can hold it
     try:
-        work = CertificateCheckJob(place / "model", POINTS, path, ATTACK)
+        work = CertificateCheckJob(Subject.load(place / "model"), POINTS, path, ATTACK)
         run_job(work, output / "check", actors=1)
     except UserError as error:
         assert str(error) and "\n" not in str(error)
@@ -158,14 +159,14 @@ def test_tables_of_something_else_are_refused(place, tmp_path, kind):
     else:
         path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError):
-        CertificateCheckJob(model, data, path, ATTACK)
+        CertificateCheckJob(Subject.load(model), data, path, ATTACK)
 
 
 @pytest.mark.parametrize("claim", ["", "_", "radius", "l2", "as_printed_linf", "x_l2", "a_b_c"])
 def test_a_claim_that_the_table_does_not_make_is_refused(place, claim):
     path = place / "certificates" / job.TABLE
     with pytest.raises(UserError, match="no column"):
-        CertificateCheckJob(place / "model", POINTS, path, ATTACK, claim)
+        CertificateCheckJob(Subject.load(place / "model"), POINTS, path, ATTACK, claim)
 
 
 @pytest.mark.parametrize(

@@ -263,8 +263,3 @@ def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
     other = run(name, model, x, 0.1, targets, "l2", seed="2", **options)
     random = noise is not None or name == "pgd"
     assert torch.equal(other, whole) != random
-
-
-def test_unknown_attacks_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of fgsm"):
-        run("cw", linear(), inputs(1, 50), 0.1, torch.tensor([0]), "l2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.benchmarks import load as load_benchmark
 from support.key_recorder import NOISE, SAMPLING, record_keys
 from support.recipes import write_recipe
 from support.training import execute, make, prepare_job, train, train_and_crash
@@ -309,46 +307,3 @@ def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
     seen = _scores_of_final_model(recipe.canary_audit, recipe, folder)
     # by chance: 3e-3
     assert OneRunGuesses.from_scores(seen, draw_coins(folder.read_run_key(), 60), 40).correct >= 29
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"canaries": 651}, "audit.canaries: must be <= the model's 650 trainable parameters"),
-    ({"canaries": 5000, "canary": "mislabelled"}, "audit.canaries: must be <= the"),
-    ({"canaries": 3}, "audit.canaries: must be >= 20"),
-    ({"guesses": 5000}, "guesses must be <= canaries"),
-    ({"canary": "blank", "view": "every-step"}, "view: every-step belongs to canary: gradient"),
-    ({"canary": "yellow"}, "audit.canary: must be"),
-]
-
-
-@pytest.mark.parametrize(("section", "words"), BAD)
-def test_bad_input(dpdist_without_ray, tmp_path, section, words):
-    recipe = write(tmp_path, audit={"kind": "canaries", **section})
-    done = dpdist_without_ray("audit", recipe)
-    assert done.code == 2 and words in done.err, done.err
-    assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.long
-def test_without_a_target(dpdist_without_ray, tmp_path):
-    free = {"noise_multiplier": 0, "delta": 1e-4}
-    for audit in ({"kind": "canaries"}, {"kind": "canaries", "canary": "blank"}):
-        done = dpdist_without_ray("audit", write(tmp_path, privacy=free, audit=audit))
-        assert done.code == 2 and ("no target" in done.err or "nothing to audit" in done.err)
-    assert not (tmp_path / "runs").exists()
-    recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 50, "steps": 1})
-    assert dpdist_without_ray("train", recipe).code == 0
-    done = dpdist_without_ray("audit", "small", "--kind", "canaries", "--set", "canaries=600")
-    assert done.code == 2 and "was trained without canaries" in done.err
-    (asked,) = re.findall(r"`dpdist (audit .*)`", done.err.replace("\n", " "))
-    assert dpdist_without_ray(*asked.split(), "--set", "canaries=600").code == 0
-    assert (tmp_path / "runs" / "small-canaries" / "audit").is_dir()
-
-
-@pytest.mark.long
-def test_the_benchmark_makes_its_table():
-    benchmark = vars(load_benchmark("benchmarks/quality/canary_audits"))
-    training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}
-    raw = {**benchmark["DIGITS"], "model": "linear", "training": training}
-    line = benchmark["row"]([benchmark["measure"](raw, 8.0, {"canaries": 600})])
-    assert line.startswith("| 7.9") and "| 0 of 1 |" in line

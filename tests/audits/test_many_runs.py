@@ -16,7 +16,7 @@ from support.training import KEY, make, parameters, train
 from dpdist.audits import trainings as vectorised
 from dpdist.audits.canaries import audit_many_runs, simulate_trials
 from dpdist.audits.target import Target, target_of_recipe
-from dpdist.audits.trainings import ManyRunsJob, Trainer, TrainerSetup, VectorizedTrainings
+from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
@@ -204,17 +204,6 @@ def test_the_command_asks_for_it(
     assert not [path for path in publishable_files(folder) if path.parts[0] == "audit"]
     refused = command(monkeypatch, capsys, tmp_path, *asked, "--output", folder.path / "audit/x")
     assert refused.code == 2 and "says something of training records" in refused.err
-
-
-def test_what_others_planted_is_refused(tmp_path: Path) -> None:
-    planted = {"kind": "canaries", "canary": "blank", "canaries": 20}
-    with pytest.raises(UserError, match="many runs are of a recipe without it"):
-        ManyRunsJob(ManyRunsAudit(), target_of(tmp_path, audit=planted))
-    with pytest.raises(UserError, match="of a fixed number of records, and many runs add one"):
-        target = target_of(tmp_path)
-        privacy = target.recipe.privacy.model_copy(update={"batch_cap": 80})
-        capped = target.recipe.model_copy(update={"privacy": privacy})
-        ManyRunsJob(ManyRunsAudit(), replace(target, recipe=capped))
 
 
 def test_a_training_that_diverged_says_nothing(tmp_path: Path) -> None:

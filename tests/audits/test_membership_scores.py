@@ -9,9 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from dpdist.audits import membership_statistics
-from dpdist.audits.membership_findings import ATTACKS, Lira, Shadow
+from dpdist.audits.membership_findings import ATTACKS, Shadow
 from dpdist.audits.membership_statistics import GAMES, BankScores, Coins, Halves, Quarters, Roc
-from dpdist.core.errors import UserError
 
 KEY = bytes(range(32))
 
@@ -168,10 +167,3 @@ def test_games_are_what_they_say() -> None:
     assert quarters.is_plain(1) and not quarters.is_plain(0) and list(quarters.targets) == [0]
     for name, game in GAMES.items():
         assert name == game.name and game.relation in ("add-or-remove-one", "replace-one")
-
-
-def test_too_few_models_are_refused() -> None:
-    with pytest.raises(UserError, match="lira needs at least 4 models, got 3"):
-        Lira().check_game(Coins(3))
-    with pytest.raises(UserError, match="a target and a shadow"):
-        Quarters(3)

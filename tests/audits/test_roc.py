@@ -82,11 +82,6 @@ def test_mean_over_models_is_students() -> None:
     assert Estimate.from_values([0.5]).high == math.inf
 
 
-def test_one_kind_alone_has_no_roc() -> None:
-    with pytest.raises(ValueError, match="members and others"):
-        Roc.from_scores([1.0, 2.0], [True, True])
-
-
 # --- ceilings
 
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import zoo
 from zoo import FAULTS, SOUND, Fault, depends_on_records
 
 from dpdist.audits.mechanism import SCENARIOS
@@ -50,12 +49,3 @@ def test_what_is_paid_for_or_public_may_be_made_first():
     records = np.random.default_rng(0).random((9, 4))
     assert depends_on_records(lambda found: {"a": np.ones(4)}, records) == []
     assert depends_on_records(lambda found: {"a": np.ones(4), "b": found.sum(0)}, records) == ["b"]
-
-
-def test_the_table_says_what_was_found_and_what_was_missed(monkeypatch, capsys):
-    kept = [fault for fault in zoo.FAULTS if fault.replay is not None]
-    monkeypatch.setattr(zoo, "SOUND", zoo.SOUND[2:])
-    monkeypatch.setattr(zoo, "FAULTS", tuple(kept))
-    assert zoo.main() == 0 and "found: replay of a restart" in capsys.readouterr().out
-    monkeypatch.setattr(zoo, "FAULTS", (*kept, *zoo.SOUND[:1]))  # one that is not found
-    assert zoo.main() == 1

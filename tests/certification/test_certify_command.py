@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from support.local_execution import call
 
-from dpdist import models
+import dpdist
+from dpdist import models, pipeline
+from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.cli import certify
+from dpdist.core import files
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -68,49 +72,65 @@ def good(*arguments: object) -> str:
 
 
 @pytest.mark.long
-def test_certify_export_rebound(here: None, runs: Path) -> None:
-    output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
+def test_certify_and_certify_again_at_another_error(here: None, runs: Path) -> None:
+    output = good("certify", "small", "--runs", runs)
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
     assert "certified at L2 radius 0.2" in output and str(path) in output
     assert "of the population, at least" in output
     table = tables.read(path)
     assert table.num_rows == 8
     assert table_reader.from_arrow(table).certified_accuracy(0.0) > 0.5
-    assert len((runs / "c.tsv").read_text().splitlines()) == 9
     # Again: nothing is computed, the same file stays.
     before = path.read_bytes()
     good("certify", "small", "--runs", runs)
     assert path.read_bytes() == before
-    good("certify", "small", "--runs", runs, "--rebound", "alpha=0.05")
+    for named in (path, path.parent):
+        good("certify", named, "--set", "certify.alpha=0.05")
     again = path.parent.with_name("sigma-0.3-fixed-n-1000-alpha-0.05") / path.name
     looser = tables.read(again)["p_lower"].to_pylist()
     assert all(new > old for new, old in zip(looser, table["p_lower"].to_pylist(), strict=True))
-    for wrong in ("alpha=2", "beta=0.1", "alpha"):
-        result = call("certify", "small", "--runs", runs, "--rebound", wrong)
-        assert isinstance(result.exception, UserError)
+    for wrong in ("certify.alpha=2", "certify.n=10", "certify.alpha=x"):
+        result = call("certify", path, "--set", wrong)
+        assert isinstance(result.exception, UserError), wrong
 
 
-def test_options_of_another_certificate_are_refused(here: None, runs: Path) -> None:
-    for words in (("--bound", "counts"), ("--norm", "l2"), ("--one-sided",)):
-        refused = call("certify", "small", "--runs", runs, "--sigma", 0.25, *words)
-        key = words[0][2:].replace("-", "_")
-        assert isinstance(refused.exception, UserError), words
-        other = " or be clopper-pearson or be hoeffding" if key == "bound" else ""
-        start = f"certify.{key}: must be left out{other} with sigma"
-        assert str(refused.exception).startswith(start)
-    refused = call("certify", "small", "--runs", runs, "--rebound", "alpha=0.1", "--one-sided")
-    assert isinstance(refused.exception, UserError)
-    assert "must be left out with --rebound" in str(refused.exception)
-    assert not list((runs / "small/certificates").glob("sigma-0.25*"))
+def test_one_load_one_hash_one_read(here: None, runs: Path, monkeypatch) -> None:
+    """Certifying a run loads and hashes its model once, and reads its table once."""
+    counts = Counter[str]()
+
+    def counted(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def called(*given: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return real(*given, **more)
+
+        monkeypatch.setattr(module, name, called)
+
+    for module, name in (
+        (models, "load"), (models, "model_hash"), (files, "open_parquet"),
+    ):  # fmt: skip
+        counted(module, name)
+    once = {"load": 1, "model_hash": 1, "open_parquet": 1}
+    good("certify", "small", "--runs", runs)
+    assert counts == once
+    counts.clear()
+    dpdist.certify(RunFolder(runs / "small"), folder=runs / "other", executor="local")
+    assert counts == once
+    counts.clear()
+    pipeline.evaluation_stage(
+        parse_recipe(RECIPE, "recipe"),
+        RunFolder(runs / "small"),
+        AttackSettings(sizes=(0.1,), attacks=("fgsm",), max_inputs=2),
+    )
+    assert counts == once
 
 
 def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
-    words = ("certify", "small", "--runs", runs, "--max-inputs", 2, "--output", runs / "half")
-    good(*words, "--form", "bf16")
+    words = ("--set", "certify.max_inputs=2", "--output", runs / "half")
+    good("certify", "small", "--runs", runs, *words, "--set", "certify.form=bf16")
     classifier = tables.read_job_record(tables.read(runs / "half/certificates.parquet"))
     assert classifier["classifier"]["form"] == "bf16"
-    refused = call(*words, "--form", "half")
-    assert isinstance(refused.exception, UserError) and "certify.form" in str(refused.exception)
 
 
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
@@ -133,11 +153,7 @@ def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -
     assert about["model"] == models.model_hash(model)
 
 
-def test_what_cannot_be_certified_is_refused(here: None, runs: Path) -> None:
-    result = call("certify", "small", "--runs", runs, "--mode", "target", "--radii", "0.2,0.1")
-    assert isinstance(result.exception, UserError) and "ascending" in str(result.exception)
-    result = call("certify", "small", "--runs", runs, "--radii", "x")
-    assert isinstance(result.exception, UserError)
+def test_a_run_that_never_finished_is_refused(here: None, runs: Path) -> None:
     (runs / "small/private/trained.json").unlink()
     result = call("certify", "small", "--runs", runs)
     assert isinstance(result.exception, UserError) and "never finished" in str(result.exception)
@@ -145,13 +161,12 @@ def test_what_cannot_be_certified_is_refused(here: None, runs: Path) -> None:
 
 
 def test_early_stopping_by_command(here: None, runs: Path) -> None:
-    good("certify", "small", "--runs", runs, "--mode", "target", "--n", 20000)
-    table = tables.read(
-        runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000/certificates.parquet"
-    )
+    good("certify", "small", "--runs", runs, "--set", "certify.mode=target", "--n", 20000)
+    folder = runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000"
+    table = tables.read(folder / "certificates.parquet")
     assert set(table["radius"].to_pylist()) <= {0.0, 0.1, 0.2}
     assert min(table["n"].to_pylist()) < 20000
-    result = call("certify", "small", "--runs", runs, "--rebound", "alpha=0.05")
+    result = call("certify", folder, "--set", "certify.alpha=0.05")
     assert isinstance(result.exception, UserError) and "early stopping" in str(result.exception)
 
 
@@ -163,30 +178,12 @@ def test_predict(runs: Path) -> None:
     pixels = image[0] if image.dtype == np.uint8 else (image[0] * 255).astype(np.uint8)
     Image.fromarray(pixels).save(runs / "a.png")
     np.save(runs / "b.npy", test.batch(slice(0, 1))[0].numpy())
+    images = (runs / "a.png", runs / "b.npy")
     lines = good(
-        "predict", "small", runs / "a.png", runs / "b.npy", "--runs", runs, "--json", "--n", 2000
+        "predict", "small", *images, "--runs", runs, "--json", "--set", "certify.n=2000"
     ).splitlines()
     answers = [json.loads(line) for line in lines]
     assert [answer["label"] for answer in answers] == [int(test.labels[0])] * 2
     assert all(0 < answer["radius"] < 1.2 and not answer["abstain"] for answer in answers)
     text = good("predict", "small", runs / "a.png", "--runs", runs, "--label-only")
     assert text.strip() == f"{runs / 'a.png'}: {int(test.labels[0])}"
-
-
-def test_predict_refuses_what_is_no_input(runs: Path) -> None:
-    shutil.copy(__file__, runs / "c.png")
-    Image.new("L", (30, 30)).save(runs / "d.png")
-    for name, message in (("c.png", "not a readable"), ("d.png", "takes"), ("e.png", "no such")):
-        result = call("predict", "small", runs / name, "--runs", runs)
-        assert isinstance(result.exception, UserError), result.exception
-        assert message in str(result.exception)
-
-
-def test_an_answer_is_called_by_the_name_of_its_class(capsys) -> None:
-    for found, radius in (((1, "well"), 0.25), ((1, "well"), None), ((-1, None), 0.0)):
-        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, False)
-        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, True)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("x.png: well (L2 radius 0.25") and said[2] == "x.png: well"
-    assert said[4] == "x.png: ABSTAIN"
-    assert [json.loads(line)["class"] for line in said[1::2]] == ["well", "well", None]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.certificates import with_changes
 from support.local_execution import TestExecutor, run_without_ray
 from support.simulated_device import NAME, count_transfers, simulated_device
@@ -44,7 +45,6 @@ from dpdist.certification.worker import (
     expected_log_scores,
     probe,
 )
-from dpdist.cluster.executor import Executor, use_executor
 from dpdist.core.errors import UserError
 from dpdist.core.fields import ATTACKS
 from dpdist.randomness import device_generators
@@ -322,7 +322,7 @@ def certify(tmp_path, monkeypatch):
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
         monkeypatch.setattr(TestExecutor, "gpus", have)
         own = with_changes(settings, **options.pop("settings", {}))
-        found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
+        found = certificates.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
         return found.to_pylist(), tmp_path / name
 
     return run
@@ -352,19 +352,6 @@ def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch
         with pytest.raises(UserError, match=f"counting began on {where}"):
             certify(name, 2.0, gpus=gpus)
         assert certify(name, 2.0)[0] == (there if gpus == 0 else plain)
-
-
-def test_without_the_device_it_is_said_what_to_do(certify, monkeypatch) -> None:
-    monkeypatch.setattr(inference, "GPU", "cuda")
-    with pytest.raises(UserError, match=r"torch .* does not see it.*certify_gpus: 0"):
-        certify("none", 1.0, gpus=1)
-    with (
-        use_executor(Executor()),
-        pytest.raises(UserError, match="needs 1 GPUs, this machine has 0"),
-    ):
-        job._require_gpus(1.0)
-    with pytest.raises(UserError, match=r"certify_gpus: must be 0 in one process .*got 1; leave"):
-        certify("none", gpus=1)
 
 
 def test_a_gpu_is_made_repeatable(monkeypatch) -> None:

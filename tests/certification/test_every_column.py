@@ -16,7 +16,7 @@ from test_edited_tables import SECTIONS, made
 
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.registry import KINDS
+from dpdist.certification.registry import CERTIFICATES
 from dpdist.core.errors import UserError
 
 __all__ = ["made"]
@@ -90,7 +90,7 @@ def test_an_edit_of_any_column_is_refused_or_listed(
                     tried += 1
                     if believed(made[name], tmp_path / "x.parquet", column, some, value):
                         passed.add(column)
-    assert passed <= found.kind.table_format.sampled_columns and tried > 5 * len(
+    assert passed <= found.certificate_class.sampled_columns and tried > 5 * len(
         found.table.column_names
     )
 
@@ -109,9 +109,9 @@ def test_rows_stand_in_the_order_of_their_inputs(
 
 def test_the_docs_list_what_was_drawn() -> None:
     lines = DOCS.read_text().splitlines()
-    for kind in KINDS:
-        names = ", ".join(f"`{name}`" for name in sorted(kind.table_format.sampled_columns))
-        assert f"| `{kind.settings.mode_name()}` | {names} |" in lines
+    for kind in CERTIFICATES:
+        names = ", ".join(f"`{name}`" for name in sorted(kind.sampled_columns))
+        assert f"| `{kind.mode_name()}` | {names} |" in lines
 
 
 @pytest.mark.long
@@ -119,11 +119,7 @@ def test_every_listed_column_is_one_that_an_edit_passes(
     made: dict[str, Path], tmp_path: Path
 ) -> None:
     """The list names no more than it must."""
-    left = {
-        (kind.settings.mode_name(), column)
-        for kind in KINDS
-        for column in kind.table_format.sampled_columns
-    }
+    left = {(kind.mode_name(), column) for kind in CERTIFICATES for column in kind.sampled_columns}
     for path in made.values():
         found = table_reader.read(path)
         rows, mode = found.table.to_pylist(), found.certificate_class.mode_name()

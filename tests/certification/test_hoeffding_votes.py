@@ -3,8 +3,6 @@ ask for it."""
 
 from __future__ import annotations
 
-import json
-import re
 from decimal import Decimal, getcontext
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.benchmarks import load as load_script
 from support.local_execution import call
 from torch import nn
 
@@ -133,52 +130,14 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
         table_reader.read(tmp_path / "h" / "certificates.parquet")
 
 
-def test_the_calculator() -> None:
-    words = ("radius", "--hits", "99", "--draws", "100", "--sigma", "0.5", "--json")
-    usual, hoeffding = (
-        json.loads(call(*words, *more).stdout) for more in ((), ("--bound", "hoeffding"))
-    )
-    assert hoeffding["p_lower"] == float(hoeffding_lower(99, 100, 0.001)) < usual["p_lower"]
-    assert (usual["bound"], hoeffding["bound"]) == ("clopper-pearson", "hoeffding")
-    assert "(Hoeffding, alpha = 0.001)" in call(*words[:-1], "--bound", "hoeffding").stdout
-
-
 def test_the_command(here: None, tmp_path: Path) -> None:
     spec = ModelSpec("linear", (1, 8, 8), 10, {})
     models.save(models.initialise(spec, 0), spec, tmp_path / "model")
     words = ("certify", "--model", "linear", "--weights", tmp_path / "model" / "model.safetensors",
-             "--data", "digits", "--sigma", "0.25", "--n", "100", "--max-inputs", "2",
-             "--runs", tmp_path, "--name", "x")  # fmt: skip
-    done = call(*words, "--bound", "hoeffding")
+             "--data", "digits", "--sigma", "0.25", "--n", "100", "--runs", tmp_path / "r",
+             "--set", "certify.max_inputs=2")  # fmt: skip
+    done = call(*words, "--set", "certify.bound=hoeffding")
     assert done.exit_code == 0, (done.output, done.exception)
-    (path,) = tmp_path.glob("x/certificates/*/certificates.parquet")
+    (path,) = tmp_path.glob("r/model/certificates/*/certificates.parquet")
     assert path.parent.name == "sigma-0.25-hoeffding-n-100"
     assert table_reader.read(path).certificate_class is HoeffdingVotes
-
-
-@pytest.mark.slow
-def test_the_picture_s_results_are_computed_again_and_its_table_says_them():
-    root = Path(__file__).resolve().parents[2]
-    script = load_script("benchmarks/quality/bounds")
-    kept = [
-        json.loads(line)
-        for line in (root / "benchmarks/results/bounds.jsonl").read_text().splitlines()
-    ]
-    for draws in script.DRAWS:
-        mine = [row for row in kept if row["draws"] == draws]
-        for row, again in zip(mine, script.rows(draws), strict=True):
-            assert {**row, "radius": 0} == {**again, "radius": 0}
-            assert row["radius"] == pytest.approx(again["radius"], abs=1e-9)
-    page = (root / "benchmarks/results/certification.md").read_text()
-    shown = 0
-    for line in page.splitlines():
-        if found := re.fullmatch(r"\| ([\d,]+) of ([\d,]+) \| (.+) \| (.+) \| (.+) \|", line):
-            hits, draws = (int(found[place].replace(",", "")) for place in (1, 2))
-            for name, cell in zip(script.BOUNDS, found.groups()[2:], strict=True):
-                (row,) = [
-                    r for r in kept if (r["draws"], r["hits"], r["bound"]) == (draws, hits, name)
-                ]
-                assert f"{row['radius']:.3f}" == cell, line
-                shown += 1
-    assert shown == 18
-    assert script.figure(kept).startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.batch_dependent import CLASSES, SHAPE, Honest, Inputs, Overflows, save
 from torch import Tensor, nn
 
@@ -64,7 +65,7 @@ def test_what_no_check_input_shows_is_certified_as_nothing(
     tables = {}
     for kind in ("Overflows", "Honest"):
         spec = save(kind, tmp_path / kind)
-        tables[kind] = job.certify(
+        tables[kind] = certificates.certify(
             tmp_path / kind, Inputs(72, marked=True), settings_of(SETTINGS | mode),
             tmp_path / f"{kind}-out", actors=2, chunk_seconds=1e-3, trusted_factory=spec.name,
         ).to_pylist()  # fmt: skip
@@ -105,7 +106,7 @@ def undefined(tmp_path: Path, mode: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of inputs at which three in ten draws have no class, and the others the first one."""
     spec = save("Flickers", tmp_path / "model")
     settings = settings_of(SETTINGS | {"n": 2000, "batch": 100} | mode)
-    job.certify(tmp_path / "model", Inputs(66, marked=True), settings, tmp_path / "out",
+    certificates.certify(tmp_path / "model", Inputs(66, marked=True), settings, tmp_path / "out",
                 actors=1, chunk_seconds=1e-3, trusted_factory=spec.name)  # fmt: skip
     return table_reader.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
 
@@ -278,7 +279,7 @@ def test_predictions_abstain() -> None:
 
 def test_a_table_without_such_draws_is_the_same_to_the_byte(here: None, tmp_path: Path) -> None:
     spec, settings = save("Honest", tmp_path / "model"), settings_of(SETTINGS)
-    job.certify(tmp_path / "model", Inputs(4), settings, tmp_path / "out", actors=1,
+    certificates.certify(tmp_path / "model", Inputs(4), settings, tmp_path / "out", actors=1,
                 trusted_factory=spec.name)  # fmt: skip
     table = pq.read_table(tmp_path / "out" / job.TABLE)
     assert all(sum(each) == 200 for each in table["histogram"].to_pylist())

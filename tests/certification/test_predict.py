@@ -10,13 +10,14 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import AttackedClassifier, require_logits
+from dpdist.attacks.job import counting_assignment, require_attackable
 from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.core import binomial
 from dpdist.core.errors import UserError
+from dpdist.randomness.keys import StreamKeys
 from dpdist.randomness.noise_location import NoNoise
 
 pytestmark = pytest.mark.guarantee
@@ -67,7 +68,8 @@ def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
         Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
-        require_logits(AttackedClassifier(BatchMean(), NoNoise(), 2, inputs))
+        source = StreamKeys("attack", "1", "", "", "", 0.0)
+        require_attackable(counting_assignment(BatchMean(), NoNoise(), 2, inputs, source, n=1))
 
 
 class OwnRows(Threshold):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.certificates import check_certificates
 from support.local_execution import run_without_ray
 from support.mechanisms import laplace_epsilon
@@ -27,7 +28,7 @@ from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import CombinedNoise
-from dpdist.certification.cohen import Cohen
+from dpdist.certification.cohen import Cohen, combined_noise_of_table
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
@@ -182,7 +183,7 @@ def certify_plane(home: Path, **more: object) -> Path:
     models.save(plane(), SPEC, home / "model")
     given = {"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"}
     settings = settings_of({**given, **more})
-    job.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
+    certificates.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
     return home / "c" / job.TABLE
 
 
@@ -240,7 +241,7 @@ def test_a_damaged_description_is_named(certified: Path) -> None:
         ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
     ):
         with pytest.raises(UserError, match=message):
-            tables.combined_noise_of_table(tables.build(rows, about | change))
+            combined_noise_of_table(tables.build(rows, about | change))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])

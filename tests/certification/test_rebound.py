@@ -9,7 +9,7 @@ from scipy import stats
 
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.table_reader import (
     achievable_label_radii,
     recertify,
@@ -34,8 +34,7 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
             k = int(histogram[selected])
             partial |= {"k": k, "n": n, "looks": 1, "passed": 1, "hits": [k]}
         rows.append(
-            kind_of(type(settings)).table_format.row(
-                settings,
+            settings.table_row(
                 index,
                 label,
                 settings.decide([partial], settings.build_sampler(None, ())),

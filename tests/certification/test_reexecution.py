@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import certificates
 from support.batch_dependent import (
     CLASSES,
     MODELS,
@@ -17,7 +18,6 @@ from support.batch_dependent import (
     Experts,
     Honest,
     Inputs,
-    Marked,
     save,
 )
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def certify(kind: str, tmp_path: Path, name: str = "out", **more: Any) -> Path:
     spec = save(kind, tmp_path / "model")
     settings = settings_of(SETTINGS | more)
     data = Inputs(70, marked=True)
-    job.certify(tmp_path / "model", data, settings, tmp_path / name, actors=2,
+    certificates.certify(tmp_path / "model", data, settings, tmp_path / name, actors=2,
                 trusted_factory=spec.name)  # fmt: skip
     return tmp_path / name
 
@@ -114,7 +114,9 @@ def test_copies_have_the_noise_that_is_executed(
         models.attach_noise(model, torch.full(split.hidden_shape(SHAPE), 0.5))
         section, first, std = {"n": 64, "batch": 64, "seed": "1"}, split.first, 0.5
     models.save(model, spec, tmp_path / "model")
-    job.certify(tmp_path / "model", Inputs(70), settings_of(section), tmp_path / "out", actors=1)
+    certificates.certify(
+        tmp_path / "model", Inputs(70), settings_of(section), tmp_path / "out", actors=1
+    )
     ((_, batch, copies),) = seen
     inputs = Inputs(70).batch(slice(0, 64))
     with torch.no_grad():
@@ -195,7 +197,9 @@ def test_every_sampler_is_looked_at(
         spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=True)
         section = {"n0": 16, "n": 40, "batch": 16, "seed": "1", "form": "eager"}
     models.save(model, spec, tmp_path / "model")
-    job.certify(tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1)
+    certificates.certify(
+        tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1
+    )
     hidden = {numbers for *_, numbers in asked}
     assert len(hidden) == 1 and (hidden == {36}) == votes
     for index in range(2):
@@ -438,11 +442,3 @@ def test_parameters_are_not_copied_for_a_row_and_kept_answers_are() -> None:
     again = Reexecution(RowChoice(1, 1), network, Honest().full, rows)
     again(0, ESTIMATE, 0, rows, Honest().full(rows), 8)
     assert pointers == {network.weight.data_ptr()} and float(network.calls) == 0
-
-
-def test_models_that_look_at_their_batch_do_so_at_marked_images_only() -> None:
-    for kind in LOOKS:
-        model, alike = MODELS[kind](), Honest()
-        assert isinstance(model, Marked)
-        batch, _ = batches()
-        assert torch.equal(model(batch), alike(batch))

@@ -22,6 +22,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.noise import NOISES, Noise
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.subject import Subject
 from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
 from dpdist.certifying import test_inputs as inputs_with_labels
 from dpdist.cluster.executor import LocalExecutor, use_executor
@@ -331,7 +332,7 @@ def test_checks_of_a_network_that_is_slow_for_one_input_take_a_twentieth(monkeyp
     monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
     data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
     settings = settings_of({"sigma": 0.25, "n": n})
-    subject = job.Subject(Slow(), "0" * 32, "slow")
+    subject = Subject(Slow(), "0" * 32, "slow")
     work = job.CertificationJob(subject, inputs_with_labels(data), settings)
     Slow.now = 0.0
     spec = worker.probe(work._assignment)
@@ -362,7 +363,7 @@ def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limi
     data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
     settings, model = settings_of({"sigma": 0.25, "n": n}), Large()
     model.mixes = mixes
-    subject = job.Subject(model, "0" * 32, "large")
+    subject = Subject(model, "0" * 32, "large")
     work = job.CertificationJob(subject, inputs_with_labels(data), settings)
     Large.rows.clear()
     if mixes and batch > 1:
@@ -384,7 +385,7 @@ def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
     monkeypatch.setattr(worker, "_CHECK_FLOPS", limit)
     data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
     said: list[str] = []
-    subject, settings = job.Subject(Large(), "0" * 32, "large"), settings_of({"sigma": 0.25})
+    subject, settings = Subject(Large(), "0" * 32, "large"), settings_of({"sigma": 0.25})
     settings = settings.model_copy(update={"n": 100})
     work = job.CertificationJob(subject, inputs_with_labels(data), settings, log=said.append)
     with use_executor(LocalExecutor()):

@@ -77,16 +77,15 @@ def call(*arguments: object) -> Result:
 
 @pytest.mark.long
 def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> None:
-    shown = call("certify", "noisy", "--runs", runs, "--csv", tmp_path / "all.csv").output
+    shown = call("certify", "noisy", "--runs", runs).output
     assert "as printed (claimed, does not hold)" in shown and "l2 exact" in shown
     path = runs / "noisy/certificates/scores-hoeffding-l2-n-400-eta-0.95/certificates.parquet"
     got = tables.read(path)
     assert got.num_rows == 10 and set(got["mode"].to_pylist()) == {"scores"}
     # 0.3 or 0.4 with twelve seeds: three or four of ten.
     assert table_reader.from_arrow(got).certified_accuracy(1e-9, "exact", "l2") > 0.1
-    assert "exact_linf" in (tmp_path / "all.csv").read_text().splitlines()[0]
 
-    again = call("certify", "noisy", "--runs", runs, "--rebound", "alpha=0.001")
+    again = call("certify", path, "--set", "certify.alpha=0.001")
     assert again.exit_code == 0
     stricter = tables.read(path.parent.with_name(f"{path.parent.name}-alpha-0.001") / path.name)
     assert (np.asarray(stricter["exact_l2"]) <= np.asarray(got["exact_l2"])).all()
@@ -96,8 +95,8 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     both = table_reader.read(smoothed)
     assert both.mode == "fixed" and both.job_record["hidden"] > 0
     assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
-    with pytest.raises(UserError, match="must be left out or be target-scores without sigma"):
-        call("certify", "noisy", "--runs", runs, "--mode", "target")
+    with pytest.raises(UserError, match=r"certify\.sigma: is required"):
+        call("certify", "noisy", "--runs", runs, "--set", "certify.mode=target")
 
     pipeline.report_stage(RunFolder(runs / "noisy"))
     assert "clipping: none" in (runs / "noisy/report/index.html").read_text()
@@ -109,13 +108,22 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
-    call("certify", "private", "--runs", runs, "--bound", "counts", "--norm", "linf")
+    call(
+        "certify",
+        "private",
+        "--runs",
+        runs,
+        "--set",
+        "certify.bound=counts",
+        "--set",
+        "certify.norm=linf",
+    )
     picture = tmp_path / "curves.png"
     with pytest.raises(UserError, match=r"differ in bound \(hoeffding and counts\)"):
-        call("compare", "noisy", "private", "--runs", runs)
+        call("report", "noisy", "private", "--runs", runs)
     call("certify", "private", "--runs", runs)
     shown = call(
-        "compare", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
+        "report", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
     ).output
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| noisy")]
     assert rows[0][2:4] == ["none", "inf"]
@@ -133,8 +141,8 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
     assert sum(line.startswith("| private | exact profile, L2 | 0.001 | 10 |")
                for line in shown.splitlines()) == 1  # fmt: skip
     assert "Not compared: scores-counts-linf-n-400-eta-0.95 of private" in shown
-    with pytest.raises(UserError, match="--l2: give numbers separated by commas; each must be > 0"):
-        call("compare", "noisy", "--runs", runs, "--l2", "0")
+    with pytest.raises(UserError, match="--l2: must be > 0 and finite, got 0"):
+        call("report", "noisy", "private", "--runs", runs, "--l2", "0")
 
 
 @pytest.mark.long
@@ -143,7 +151,16 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
 
     digit = (load_digits().images[0] * 255 / 16).round().astype(np.uint8)
     Image.fromarray(digit).save(tmp_path / "digit.png")
-    shown = call("predict", "noisy", tmp_path / "digit.png", "--runs", runs, "--n", 500, "--json")
+    shown = call(
+        "predict",
+        "noisy",
+        tmp_path / "digit.png",
+        "--runs",
+        runs,
+        "--set",
+        "certify.n=500",
+        "--json",
+    )
     answer = json.loads(shown.stdout)
     assert answer["label"] in (-1, 0) and answer["sigma"] is None
     assert answer["abstain"] or answer["radius"] > 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 from torch import nn
@@ -16,7 +17,7 @@ from dpdist import models
 from dpdist.certification import job, score_bounds, table_reader
 from dpdist.certification.expected_scores import BettingScores
 from dpdist.certification.predict import Predictor
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import LeadTest, TargetScores
 from dpdist.certification.table_reader import recertify
@@ -149,8 +150,8 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     settings = settings_of({**SECTION, "mode": "target-scores", "radii": (0.001, 0.03, 0.4)})
     assert type(settings) is TargetScores
     assert settings_of(settings.model_dump(mode="json")) == settings
-    table = job.certify(model_folder, Data(), settings, tmp_path / "t", actors=1)
-    again = job.certify(model_folder, Data(), settings, tmp_path / "t2", actors=3,
+    table = certificates.certify(model_folder, Data(), settings, tmp_path / "t", actors=1)
+    again = certificates.certify(model_folder, Data(), settings, tmp_path / "t2", actors=3,
                         chunk_seconds=1e-3)  # fmt: skip
     assert table.equals(again, check_metadata=True)
     rows = table.to_pylist()
@@ -159,7 +160,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     assert all((row["prediction"] == row["selected"]) == (row["radius"] > 0) for row in rows)
     # Bets on the same draws, all of them: no smaller size where a target passed.
     bets = settings_of({**SECTION, "n": 5000, "bound": "betting"})
-    sizes = job.certify(model_folder, Data(), bets, tmp_path / "b", actors=1)["exact_l2"]
+    sizes = certificates.certify(model_folder, Data(), bets, tmp_path / "b", actors=1)["exact_l2"]
     assert all(b > row["radius"] * 0.9 for b, row in zip(sizes.to_pylist(), rows, strict=True))
     found = table_reader.read(tmp_path / "t" / job.TABLE)
     assert (
@@ -172,7 +173,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     )
     assert [sizes.name for sizes in found.sizes] == ["exact"]
     assert len(found.summary_rows((0.001, 0.03))) == 2
-    other, place = found.kind.table_format.recreate(found, "linf", 100)
+    other, place = found.certificate_class.recreate(found, "linf", 100)
     assert type(other) is BettingScores and other.one_sided and place.sigma == found.sigma
     with pytest.raises(UserError, match="early stopping"):
         recertify(found.table, 0.01)
@@ -181,9 +182,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
         broken = [dict(row) for row in rows]
         broken[passed][column] = forged
         with pytest.raises(UserError, match="does not follow from its counts"):
-            kind_of(TargetScores).table_format.check(
-                table.from_pylist(broken, schema=table.schema), "x"
-            )
+            TargetScores.check_table(table.from_pylist(broken, schema=table.schema), "x")
     with pytest.raises(UserError, match=r"certify\.n: must be >= 2, got 1"):
         settings_of({**settings.model_dump(mode="json"), "n": 1})
 
@@ -243,7 +242,7 @@ def test_it_answers_single_inputs_and_refuses_mistakes(model_folder: Path) -> No
         ({"mode": "target-scores"}, r"certify\.radii: must be given when mode is target-scores"),
         ({"mode": "target-scores", "radii": (0.2, 0.1)}, r"certify\.radii: must be ascending"),
         ({"mode": "target-scores", "radii": (0.1,), "bound": "counts"}, r"certify\.bound"),
-        ({"mode": "target-scores", "radii": (0.1,), "sigma": 0.5}, r"certify\.mode"),
+        ({"mode": "target-scores", "radii": (0.1,), "sigma": 0.5}, r"certify\.sigma"),
     ):
         with pytest.raises(UserError, match=complaint):
             settings_of(section)

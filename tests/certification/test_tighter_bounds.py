@@ -9,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from scipy import optimize, special, stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 
 from dpdist.certification import job, table_reader
 from dpdist.certification import score_bounds as betting
 from dpdist.certification.expected_scores import BettingScores
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import (
     BIN_EDGES,
     SCORE_UNIT,
@@ -108,13 +109,13 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
-    plain = job.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
+    plain = certificates.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):
         settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})
         assert type(settings) is BettingScores
         home = tmp_path / settings.folder_name
-        table = job.certify(model, Data(3), settings, home, actors=1)
-        again = job.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
+        table = certificates.certify(model, Data(3), settings, home, actors=1)
+        again = certificates.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
                             chunk_seconds=1e-3)  # fmt: skip
         assert table.equals(again, check_metadata=True)
         assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])
@@ -129,14 +130,12 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
         assert found.comparison_key["one_sided"] is one_sided
         looser = recertify(found.table, 0.2)
         assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()
-        again_by, _ = found.kind.table_format.recreate(found, "linf", 100)
+        again_by, _ = found.certificate_class.recreate(found, "linf", 100)
         assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
         bad = table.to_pylist()
         bad[0]["bins"][3] += 1
         with pytest.raises(UserError, match="not of its draws"):
-            kind_of(BettingScores).table_format.check(
-                pa.Table.from_pylist(bad, schema=table.schema), "x"
-            )
+            BettingScores.check_table(pa.Table.from_pylist(bad, schema=table.schema), "x")
 
 
 def test_only_betting_has_one_side() -> None:

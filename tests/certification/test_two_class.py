@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy import stats
+from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
 
 from dpdist.certification import cohen, job, table_reader, variants
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.statistics import population_bounds
 from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.certification.variants import TwoClass
@@ -92,11 +93,13 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model")
     section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
-    plain = job.certify(tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1)
+    plain = certificates.certify(
+        tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1
+    )
     settings = settings_of({**section, "mode": "two-class"})
     assert type(settings) is TwoClass and settings.folder_name == "sigma-0.5-two-class-n-1130"
-    table = job.certify(tmp_path / "model", Data(), settings, tmp_path / "t", actors=1)
-    again = job.certify(tmp_path / "model", Data(), settings, tmp_path / "t2", actors=3,
+    table = certificates.certify(tmp_path / "model", Data(), settings, tmp_path / "t", actors=1)
+    again = certificates.certify(tmp_path / "model", Data(), settings, tmp_path / "t2", actors=3,
                         chunk_seconds=1e-3)  # fmt: skip
     assert table.equals(again, check_metadata=True)
     assert table["histogram"].equals(plain["histogram"])
@@ -119,7 +122,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         0 <= s.accuracy_lower_bound <= (s.certifiable_upper_bound or 1)
         for s in population_bounds(found, (0.1, 0.5))
     )
-    other, _ = found.kind.table_format.recreate(found, "l2", 100)
+    other, _ = found.certificate_class.recreate(found, "l2", 100)
     assert type(other) is TwoClass
     for column, forged in (
         ("p_lower", 0.999), ("p_upper", 0.0), ("radius", 0.01), ("prediction", 1), ("selected", 7),
@@ -128,9 +131,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         broken = table.to_pylist()
         broken[4][column] = forged if broken[4][column] != forged else forged - 1
         with pytest.raises(UserError, match="does not follow from its counts"):
-            kind_of(TwoClass).table_format.check(
-                pa.Table.from_pylist(broken, schema=table.schema), "x"
-            )
+            TwoClass.check_table(pa.Table.from_pylist(broken, schema=table.schema), "x")
     pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
     with pytest.raises(UserError, match="p_upper"):
         table_reader.read(tmp_path / "t" / job.TABLE)

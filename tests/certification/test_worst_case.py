@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.certification import predict, score_bounds
-from dpdist.certification.certificate import ABSTAIN, Certificate, NoiseSampler
+from dpdist.certification.certificate import Certificate, NoiseSampler
 from dpdist.certification.cohen import Smoothing
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import BY_MODE, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.table import ABSTAIN
 from dpdist.certification.worker import (
     Assignment,
     BlockScores,
@@ -143,7 +144,7 @@ class ByStage:
 
 def settings_in(mode: str, **settings: Any) -> Certificate:
     """Of every mode with a radius that can be decided."""
-    if not issubclass(BY_MODE[mode].settings, Smoothing):
+    if not issubclass(BY_MODE[mode], Smoothing):
         return settings_of({"bound": "betting"} | settings if mode == "betting" else settings)
     return settings_of({"sigma": SIGMA, "mode": mode, **settings})
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import lzma
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
@@ -14,13 +12,11 @@ import pytest
 import yaml
 
 from dpdist.cluster.cluster_file import Needs, check_file, iter_strings, templates
-from dpdist.core.errors import ClusterError, UserError
 
 pytestmark = pytest.mark.whole
 
 VERSION = "0.1.0"
 TEMPLATES = Path(__file__).resolve().parents[2] / "cluster" / "templates"
-RAY, PYTHON = version("ray"), "py{}{}".format(*sys.version_info)
 RAY_UP = ("aws", "gcp", "local")
 KUBERAY = ("kuberay", "rayjob")
 
@@ -95,9 +91,6 @@ def edited(name: str, key: str, old: str, new: str) -> tuple[str, str, object]:
 BAD_RAY_UP = {
     "no provider": (("aws", "provider", DELETE), "provider.type: is missing"),
     "unknown provider": (("aws", "provider/type", "moon"), "the file: Ray refuses it"),
-    "unknown key": (("aws", "max_worker", 3), "'max_worker' was unexpected"),
-    "wrong type": (("aws", "max_workers", "many"), "max_workers: 'many' is not of type"),
-    "unknown head type": (("aws", "head_node_type", "x"), "Ray refuses it: `head_node_type`"),
     "ray's own group": (
         ("aws", "available_node_types/gpu/node_config/SecurityGroupIds", DELETE),
         "available_node_types.gpu.node_config.SecurityGroupIds: is missing: Ray then makes",
@@ -108,39 +101,20 @@ BAD_RAY_UP = {
                              "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}]}),
         "provider.security_group.IpPermissions[0].IpRanges[0].CidrIp: opens the cluster",
     ),
-    "open IPv6 rule": (
-        ("aws", "provider/security_group",
-         {"IpPermissions": [{"Ipv6Ranges": [{"CidrIpv6": "::/0"}]}]}),
-        "CidrIpv6: opens the cluster to the world",
-    ),
     "default network": (
         ("gcp", "available_node_types/gpu/node_config/networkInterfaces", DELETE),
         "available_node_types.gpu.node_config.networkInterfaces: is missing or names the default",
-    ),
-    "named default network": (
-        ("gcp", "available_node_types/gpu/node_config/networkInterfaces",
-         [{"subnetwork": "projects/p/regions/r/subnetworks/default"}]),
-        "networkInterfaces: is missing or names the default network",
     ),
     "open dashboard": (
         edited("aws", START["head"], "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0"),
         "head_start_ray_commands[1]: --dashboard-host=0.0.0.0 shows",
     ),
-    "unsaid dashboard": (
-        edited("local", START["head"], "--dashboard-host=127.0.0.1", ""),
-        "head_start_ray_commands[1]: give --dashboard-host=127.0.0.1",
-    ),
     "Ray's own start commands": (
         ("aws", "head_start_ray_commands", DELETE), "--dashboard-host=0.0.0.0 shows",
     ),
-    "no start": (("local", "worker_start_ray_commands", ["ray stop"]), "no `ray start` among"),
     "no token on head": (
         edited("local", START["head"], "RAY_AUTH_MODE=token ", ""),
         "head_start_ray_commands[1]: RAY_AUTH_MODE is not set",
-    ),
-    "no token on workers": (
-        edited("aws", START["worker"], "RAY_AUTH_MODE=token", "RAY_AUTH_MODE=disabled"),
-        "worker_start_ray_commands[1]: RAY_AUTH_MODE is disabled",
     ),
     "token set too late": (
         ("local", START["worker"],
@@ -175,14 +149,9 @@ BAD_KUBERAY = {
     "no token": (("1/spec/authOptions", DELETE), "token authentication is off"),
     "token off": (("1/spec/authOptions", {"mode": "disabled"}), "token authentication is off"),
     "open service": ((HEAD + "serviceType", "LoadBalancer"), "LoadBalancer opens the dashboard"),
-    "no workers": (("1/spec/workerGroupSpecs", []), "needs headGroupSpec and workerGroupSpecs"),
-    "no cluster": (("1/kind", "Pod"), "there is no RayCluster and no RayJob"),
     "a secret": (
         ("0", {"apiVersion": "v1", "kind": "Secret", "stringData": {"auth_token": "x"}}),
         "[0].Secret: holds a secret",
-    ),
-    "an ingress": (
-        ("0", {"apiVersion": "networking.k8s.io/v1", "kind": "Ingress"}), "leads the world",
     ),
     "an open service beside it": (
         ("0", {"apiVersion": "v1", "kind": "Service", "spec": {"type": "NodePort"}}),
@@ -288,20 +257,6 @@ def test_a_recipe_must_fit(name, tmp_path):
     assert any("has room for 8 training workers, the recipe asks for 9" in t for t in found)
     assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 4, 2)))
     assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 64, 0)))
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [("a: [", "cannot be read as YAML"), ("", "holds no mapping"), ("- 1", "holds no mapping"),
-     ("a: 1\n---\nb: 2\n", "is one document")],
-)  # fmt: skip
-def test_what_is_no_cluster_file_is_refused(content, expected, tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(content)
-    with pytest.raises((ClusterError, UserError), match=expected):
-        check_file(path)
-    with pytest.raises(UserError, match="no such file"):
-        check_file(tmp_path / "none.yaml")
 
 
 def test_versions_in_the_files_are_the_pinned_ones():

@@ -21,7 +21,6 @@ from support.threads import new_settings_after
 from support.training import make, train
 from support.training import prepare_job as job_of
 
-import dpdist
 from dpdist import pipeline
 from dpdist.cluster import executor as module
 from dpdist.cluster.executor import (
@@ -32,19 +31,17 @@ from dpdist.cluster.executor import (
     RayExecutor,
     current_executor,
     open_executor,
-    use_executor,
 )
 from dpdist.cluster.session import Session
 from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
-from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError, UserError
-from dpdist.privacy.ledger import LedgerError, ReplayConflict
+from dpdist.core.errors import ClusterError, DiskFullError, UserError
+from dpdist.privacy.ledger import LedgerError
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
 from dpdist.training.job import prepare
-
-SEED = "5b" * 32
+from dpdist.training.loop import TrainingDiverged
 
 
 def doubler(shared: int) -> Callable[[int], int]:
@@ -111,10 +108,6 @@ def test_chunks_are_done_by_priority_in_this_process() -> None:
     assert [key for key, _ in done_by(LocalExecutor(), stream)] == ["c0", "c1", "c2"]
 
 
-def test_small_work_has_the_same_order(auto: Any) -> None:
-    assert [key for key, _ in done_by(auto.place(True))] == ["c4", "c3", "c2", "c1", "c0"]
-
-
 def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
     asked = done_by(LocalExecutor(shuffle=True), actors=2)
     assert [key for key, _ in asked] == ["c3", "c4", "c1", "c2", "c0"]
@@ -132,16 +125,6 @@ def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
     made.clear()
     LocalExecutor().run_chunks(make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3))
     assert made == [7]
-
-
-def test_errors_of_chunks_and_calls_are_told() -> None:
-    def fails(shared: Any) -> Any:
-        raise InvalidResultsError("none of them hold")
-
-    with pytest.raises(InvalidResultsError, match="none of them hold"):
-        LocalExecutor().run_chunks(fails, None, chunks(1), lambda *_: None)
-    with pytest.raises(UserError, match=r"^the model cannot be certified: invalid literal"):
-        LocalExecutor().run_once(int, "x", "the model cannot be certified")
 
 
 def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
@@ -202,27 +185,6 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
     assert now() == new
 
 
-@pytest.mark.parametrize("common", ["highest", "high", "medium"])
-def test_a_precision_of_one_library_alone_is_set_aside(common: str) -> None:
-    """torch then has no precision of all products, and says so by an error."""
-    cuda, matmul = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-
-    def now(_: Any = None) -> tuple[str, str, str]:
-        return torch.get_float32_matmul_precision(), cuda.fp32_precision, matmul.fp32_precision
-
-    with new_settings_after():
-        torch.set_float32_matmul_precision(common)
-        own = cuda.fp32_precision
-        matmul.fp32_precision = "tf32" if common == "medium" else "bf16"
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        set_apart = cuda.fp32_precision, matmul.fp32_precision
-        assert LocalExecutor().run_once(now, None, "failed") == ("highest", "none", "none")
-        assert set_apart == (cuda.fp32_precision, matmul.fp32_precision)
-        matmul.fp32_precision = "bf16" if common == "medium" else own
-        assert torch.get_float32_matmul_precision() == common
-
-
 def test_what_work_sets_in_torch_ends_with_it() -> None:
     """As a certification on a GPU does: it makes the process' kernels deterministic."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
@@ -244,23 +206,6 @@ def test_what_work_sets_in_torch_ends_with_it() -> None:
     assert before == (False, torch.float32, "highest", "none", False, True, "none")
     LocalExecutor().run_once(sets, None, "failed")
     assert now() == before
-
-
-def test_precisions_of_wholes_and_old_switches_are_set_aside() -> None:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-
-    def now(_: Any) -> tuple[Any, ...]:
-        return matmul.fp32_precision, cudnn.allow_tf32, cudnn.conv.fp32_precision
-
-    new = LocalExecutor().run_once(now, None, "failed")
-    with new_settings_after():
-        cudnn.allow_tf32 = False
-        assert LocalExecutor().run_once(now, None, "failed") == new == ("none", True, "tf32")
-        assert not cudnn.allow_tf32
-        cudnn.allow_tf32, cudnn.fp32_precision, matmul.fp32_precision = True, "tf32", "none"
-        assert matmul.fp32_precision == "tf32"  # which it takes from there
-        assert LocalExecutor().run_once(now, None, "failed") == new
-        assert cudnn.fp32_precision == "tf32"
 
 
 def test_one_that_ends_leaves_the_settings_of_the_others() -> None:
@@ -356,27 +301,6 @@ def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
     assert failed.is_set()
 
 
-@pytest.mark.long
-def test_a_poll_that_failed_once_is_told_where_ctrl_c_does_not_reach() -> None:
-    failed = threading.Event()
-
-    def poll() -> None:
-        if not failed.is_set():
-            failed.set()
-            raise ZeroDivisionError
-
-    def supervise() -> None:
-        with pytest.raises(ZeroDivisionError):
-            LocalExecutor().supervise(lambda: failed.wait(30) and time.sleep(0.1), poll)
-        told.append(True)
-
-    told: list[bool] = []
-    thread = threading.Thread(target=supervise)
-    thread.start()
-    thread.join()
-    assert told
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def work(*_: Any, **__: Any) -> None:
         raise error
@@ -433,33 +357,11 @@ def test_other_work_opens_one_session_for_all_that_follows(auto: Any) -> None:
     assert auto.opened == ["opened", "closed"]
 
 
-def test_what_is_left_of_a_long_job_goes_to_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk once, wherever."""
-    now = iter(range(100))
-    monkeypatch.setattr(module.time, "monotonic", lambda: 10 * next(now))
-    found = done_by(auto.place(True), iter(chunks(6)))
-    assert sorted(found) == [(f"c{i}", 2 * i) for i in range(6)]
-    assert auto.ray().chunks == [f"c{i}" for i in range(2, 6)] and auto.opened == ["opened"]
-
-
 def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
     """A training without steps is small, its teachers need not be."""
     small = auto.place(True)
     assert auto.opened == [] and small.place(True).place(True) is not auto.place(False)
     assert small.place(False) is auto.ray()
-
-
-def test_hosts_are_checked_where_small_work_opens_the_session(auto: Any) -> None:
-    """As a training without steps does for its teachers."""
-    small = auto.place(True)
-    small.check_nodes(["dpdist"], Path("private"))
-    assert auto.opened == []
-    assert small.place(False).checked == [(["dpdist"], Path("private"))]
-
-
-def test_gpus_are_asked_of_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_has_gpus", lambda: True)
-    assert auto.place(True) is auto.ray()
 
 
 @pytest.mark.long
@@ -536,14 +438,6 @@ def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
     assert started[4:] == ["opened", "closed"]
 
 
-def test_blocks_of_one_executor_may_be_nested(started: list[str]) -> None:
-    one, other = LocalExecutor(), LocalExecutor()
-    with use_executor(one), use_executor(other):
-        with use_executor(one):
-            assert current_executor() is one
-        assert current_executor() is other
-
-
 def test_an_open_session_of_ray_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "describe_session", lambda: Session(None, 4, 0, 1))
     monkeypatch.setitem(sys.modules, "ray", Initialised)
@@ -557,23 +451,6 @@ class Initialised:
     @staticmethod
     def is_initialized() -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda name: open_executor(name).__enter__(),
-        lambda name: dpdist.run("digits", executor=name),
-        lambda name: dpdist.certify(torch.nn.Linear(2, 2), None, dpdist.Cohen(sigma=1, n=10), executor=name),  # noqa: E501
-    ],
-)  # fmt: skip
-def test_an_unknown_executor_is_refused(
-    call: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^executor: must be auto, local or ray, got 'here'$"):
-        call("here")
-    assert not list(tmp_path.iterdir())
 
 
 # --- errors of a training in this process -----------------------------------------------------
@@ -604,7 +481,7 @@ def train_with(
     ("error", "message"),
     [
         (UserError("training.loss: is no number"), "^training.loss: is no number$"),
-        (worker.TrainingDiverged("it diverged"), "it diverged"),
+        (TrainingDiverged("it diverged"), "it diverged"),
         (LedgerError("the ledger lacks records"), "^the ledger lacks records$"),
     ],
 )
@@ -684,14 +561,6 @@ def test_a_full_disk_ends_the_training(
         train_with(tmp_path, monkeypatch, error)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("error", [ReplayConflict("other bits"), RuntimeError("a flaky disk")])
-def test_what_a_restart_may_mend_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    assert train_with(tmp_path, monkeypatch, error, error, resources__max_failures=2) == [3]
-
-
 def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -713,37 +582,6 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
 
 
 # --- refusals before anything is done ---------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train", "digits", "--workers", "2"), "resources.workers: must be 1 in one process"),
-        (("run", "digits", "--set", "resources.workers=2"), "resources.workers: must be 1"),
-        (
-            (
-                "tune",
-                "digits",
-                "--set",
-                "tune.asha={rungs: 2}",
-                "--set",
-                "tune.law={name: fixed, runs: 2}",
-            ),
-            "tune.asha: must be left out in one process",
-        ),
-        (
-            ("run", "digits", "--set", "resources.certify_gpus=1"),
-            "resources.certify_gpus: must be what this machine has",
-        ),
-    ],
-)
-def test_what_one_process_cannot_do_is_refused_before_anything_is_written(
-    dpdist: Any, tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    found = dpdist(*arguments, "--local")
-    assert found.code == 2 and found.err.startswith(f"dpdist: {message}"), found.err
-    assert not list(tmp_path.iterdir())
 
 
 # --- --local and --ray of every command -------------------------------------------------------
@@ -774,15 +612,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         ("run", "new.yaml"),
-        ("train", "new.yaml"),
-        ("tune", "searched.yaml"),
         ("certify", "x"),
-        ("certify", "x", "--at", "attacked:pgd,0.1"),
-        ("certify", "runs/x/release"),
-        ("attack", "x", "--sizes", "0.1"),
-        ("attack", "x", "--check-certificates"),
-        ("poison", "new.yaml", "--models", "4", "--select", "1"),
-        ("membership", "new.yaml"),
+        ("attack", "x", "--set", "sizes=[0.1]"),
+        ("audit", "new.yaml", "--kind", "poison", "--set", "models=4", "--set", "select=1"),
     ],
     ids=" ".join,
 )

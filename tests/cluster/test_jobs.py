@@ -154,13 +154,6 @@ def test_a_wrong_token_is_refused(server, monkeypatch):
         JobClient(server.address)
 
 
-def test_nobody_there_and_nonsense(monkeypatch):
-    with pytest.raises(ClusterError, match=r"--address 10\.0\.0\.1: must be http://HOST:PORT"):
-        JobClient("10.0.0.1")
-    with pytest.raises(ClusterError, match=r"no cluster answers at http://127\.0\.0\.1:1"):
-        JobClient("http://127.0.0.1:1")
-
-
 @pytest.mark.long
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
     """A recipe outside of what is sent, or in a folder that is never sent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dpdist.cluster.session import _check_reachable
 from dpdist.cluster.versions import (
     _check_node,
     _compute_fingerprints,
@@ -57,9 +56,3 @@ def test_a_host_without_the_shared_folder_is_named(tmp_path):
     for other, content in ((token, b"another folder's"), (tmp_path / "x" / ".seen", b"driver's")):
         with pytest.raises(ClusterError, match=r"^node 7 does not see the run folder .*--runs"):
             _check_node(driver, PACKAGES, "node 7", other, content)
-
-
-@pytest.mark.parametrize("address", ["nonsense", "host:", ":", "host:abc"])
-def test_a_malformed_address_is_explained(address):
-    with pytest.raises(ClusterError, match="must be HOST:PORT"):
-        _check_reachable(address)

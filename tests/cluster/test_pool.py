@@ -227,11 +227,6 @@ def test_an_interrupt_drops_nothing_that_is_finished(tmp_path: Path) -> None:
     assert results[0] == "interrupted" and sorted(results[1:]) == ["c0", "c1"]
 
 
-def test_two_chunks_of_one_name_are_refused() -> None:
-    with pytest.raises(ClusterError, match="two chunks are called 'c1'"):
-        collect(None, None, [Chunk("c1", 1), Chunk("c1", 2)])
-
-
 @pytest.mark.long
 def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
@@ -295,24 +290,6 @@ def test_a_chunk_that_always_fails_is_named() -> None:
 
     with pytest.raises(ClusterError, match=r"c2 failed 5 times: no such pixel"):
         collect(factory, None, chunks_of(4), actors=1)
-
-
-@pytest.mark.long
-def test_a_factory_that_fails_says_why() -> None:
-    def factory(_: None) -> Any:
-        raise ValueError("weights damaged")
-
-    with pytest.raises(ClusterError, match="weights damaged"):
-        collect(factory, None, chunks_of(2), actors=1)
-
-
-@pytest.mark.long
-def test_actors_that_cannot_start_are_reported() -> None:
-    def factory(_: None) -> Any:
-        return lambda payload: payload
-
-    with pytest.raises(ClusterError, match="no worker could start"):
-        collect(factory, None, chunks_of(2), actors=1, num_gpus=1, start_timeout=1.0)
 
 
 @pytest.mark.long

@@ -248,7 +248,7 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "alone").mkdir()
     with one_thread(), monkeypatch.context() as patch:
         run_without_ray(patch)
-        done = command(patch, capsys, tmp_path / "alone", "train", path)
+        done = command(patch, capsys, tmp_path / "alone", "run", "--until", "train", path)
     assert done.code == 0, done.err
 
 
@@ -326,13 +326,3 @@ def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, ca
     gated.write_text(yaml.safe_dump(raw))
     alone(gated, tmp_path, monkeypatch, capsys)
     assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
-
-
-def test_a_wait_for_a_process_that_has_ended_fails_at_once():
-    """With what it said: 200 seconds passed, and nobody knew why."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.exit('no room')"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match=r"ended with 1 before that(.|\n)*no room"):
-        wait_for(lambda: False, 60, process)

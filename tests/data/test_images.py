@@ -7,15 +7,13 @@ import struct
 import zlib
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from support.datasets import write_split
 
 from dpdist.certification.predict import to_model_input
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, DataSource, load
+from dpdist.data import DataSource, load
 from dpdist.data.parquet import InexactImage, UnreadableImage, decode_picture
 
 GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
@@ -120,52 +118,7 @@ def test_what_cannot_be_read_exactly_is_refused(raw, message, tmp_path):
         load(DataSource("t", 2, tmp_path), "train")
 
 
-@pytest.mark.parametrize("first, second", [(GREY, DEEP), (DEEP, GREY), (GREY, COLOUR)])
-def test_pictures_of_one_set_are_of_one_kind(first, second, tmp_path):
-    write_split(tmp_path / "t", image=[saved(first), saved(second)], label=[0, 1])
-    with pytest.raises(UserError, match=r"row 1: image of shape .*, the first one is shape"):
-        load(DataSource("t", 2, tmp_path), "train")
-    write_split(tmp_path / "t", "train-0", image=[saved(first)], label=[0])
-    write_split(tmp_path / "t", "train-1", image=[saved(second)], label=[0])
-    (tmp_path / "t" / "train.parquet").unlink()
-    with pytest.raises(UserError, match=r"train-1.parquet row 0: shape .*, the rows before it"):
-        load(DataSource("t", 2, tmp_path), "train")
-
-
 # --- tables
-
-
-def refused(root, message, **columns) -> None:
-    with pytest.raises(UserError, match=message):
-        load(DataSource("t", 2, root, columns=Columns(**columns)), "train")
-
-
-def test_the_label_is_no_feature(tmp_path):
-    write_split(tmp_path / "t", a=[1.0, 2.0], label=[0, 1])
-    refused(tmp_path, "label 'label' is among the features", features=("a", "label"))
-    refused(tmp_path, "label 'a' is among", image="a", label="a")
-    refused(tmp_path, "'a' is named twice", features=("a", "a"))
-
-
-@pytest.mark.parametrize(
-    "values", [["1", "2"], [["1", "2"], ["3", "4"]], [[True, False], [True, True]], [True, False]]
-)
-def test_neither_text_nor_truth_values_are_features(tmp_path, values):
-    write_split(tmp_path / "t", a=values, label=[0, 1])
-    refused(tmp_path, "'a' is (string|bool), must be numeric", features=("a",))
-
-
-def test_truth_values_are_no_labels(tmp_path):
-    write_split(tmp_path / "t", a=[1.0, 2.0], label=[True, False])
-    refused(tmp_path, "label column 'label' is bool, must be integer", features=("a",))
-
-
-def test_a_column_is_there_once(tmp_path):
-    (tmp_path / "t").mkdir()
-    arrays = [pa.array([1.0, 2.0]), pa.array([3.0, 4.0]), pa.array([0, 1])]
-    table = pa.Table.from_arrays(arrays, names=["a", "a", "label"])
-    pq.write_table(table, tmp_path / "t" / "train.parquet")
-    refused(tmp_path, "more than one column 'a'", features=("a",))
 
 
 @pytest.mark.parametrize("kind", [complex, bool, str])

@@ -128,9 +128,3 @@ def test_one_private_document_moves_no_other_one_and_no_word(tmp_path, monkeypat
         grown += len(new) - len(old)
     assert grown == 1
     assert (after / WORDS_FILE).read_bytes() == (before / WORDS_FILE).read_bytes()
-
-
-def test_a_list_of_words_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / WORDS_FILE).write_bytes(b"a\nb\xff\n")
-    with pytest.raises(UserError, match="must be UTF-8 text, byte 3 is not"):
-        _ = WordList(tmp_path / WORDS_FILE, 2).token_ids

@@ -13,8 +13,8 @@ from support.datasets import write_images
 
 from dpdist import pipeline
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset, DataSource, load
-from dpdist.data.dataset import count_common_records
+from dpdist.data import Dataset, DataSource, load, refuse_common_records
+from dpdist.data.overlap import count_common
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
@@ -64,22 +64,23 @@ def whole(root: Path, name: str) -> Dataset:
 def test_neither_order_nor_label_nor_encoding_hides_a_record(root):
     records = whole(root, "mine")
     write_images(root / "shuffled", "train", pixels(0, 80)[::-1], np.full(80, 2))
-    assert count_common_records(records, whole(root, "shuffled")) == 80
+    assert count_common(records, whole(root, "shuffled")) == 80
     write_images(root / "some", "train", np.concatenate([pixels(7, 30), pixels(0, 80)[40:45]]))
-    assert count_common_records(records, whole(root, "some")) == 5
-    assert count_common_records(whole(root, "some"), records) == 5
+    assert count_common(records, whole(root, "some")) == 5
+    assert count_common(whole(root, "some"), records) == 5
     deeper = pixels(0, 80).astype(np.uint16) * 257  # the same grey values in 16 bits
     write_images(root / "deeper", "train", deeper)
-    assert count_common_records(records, whole(root, "deeper")) == 80
+    assert count_common(records, whole(root, "deeper")) == 80
     one = pixels(0, 80)
     one[:, 0, 0] ^= 1
     write_images(root / "changed", "train", one)
-    assert count_common_records(records, whole(root, "changed")) == 0
+    assert count_common(records, whole(root, "changed")) == 0
 
 
 def test_inputs_of_another_shape_are_not_said_to_differ(root):
     write_images(root / "larger", "train", pixels(0, 80, side=5))
-    assert count_common_records(whole(root, "mine"), whole(root, "larger")) is None
+    larger = whole(root, "larger")
+    assert not refuse_common_records(whole(root, "mine"), larger, "test", "are the same")
 
 
 # --- the test split

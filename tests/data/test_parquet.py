@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.datasets import png, write_split
-from support.parquet_footers import rewrite_row_count
 
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, DataSource, load, split_by_id
+from dpdist.data import DataSource, load, split_by_id
 
 pytestmark = pytest.mark.whole
 
@@ -80,123 +76,6 @@ def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
     assert part.fingerprint != dataset.fingerprint
 
 
-def test_feature_columns(tmp_path):
-    folder = tmp_path / "table"
-    folder.mkdir()
-    table = pa.table({"a": [1.0, 2.0], "b": [3, 4], "y": [0, 1]})
-    pq.write_table(table, folder / "train.parquet")
-    columns = Columns(label="y", features=("a", "b"))
-    dataset = load(DataSource("table", 2, tmp_path, columns=columns), "train")
-    assert dataset.batch(slice(None)).tolist() == [[1, 3], [2, 4]]
-
-
-def test_list_feature_column(tmp_path):
-    folder = tmp_path / "table"
-    folder.mkdir()
-    pq.write_table(
-        pa.table({"f": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]}), folder / "train.parquet"
-    )
-    dataset = load(DataSource("table", 2, tmp_path, columns=Columns(features=("f",))), "train")
-    assert dataset.batch(slice(None)).tolist() == [[1, 2], [3, 4]]
-
-
-def complaint(root, classes=6, **columns) -> str:
-    with pytest.raises(UserError) as caught:
-        load(DataSource("shapes", classes, root, columns=Columns(**columns)), "train")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_missing_root_set_and_split(tmp_path):
-    assert "no such folder" in complaint(tmp_path / "nowhere")
-    (tmp_path / "other").mkdir()
-    assert "found: other" in complaint(tmp_path)
-    (tmp_path / "shapes").mkdir()
-    assert "no Parquet file of split 'train'" in complaint(tmp_path)
-
-
-def test_wrong_columns(tmp_path):
-    write(tmp_path, image="picture")
-    message = complaint(tmp_path)
-    assert "no column 'image'; it has picture, label" in message and "train.parquet" in message
-
-
-def test_truncated_image_names_its_row(tmp_path):
-    rows = [{"bytes": png(p), "path": ""} for p in images()]
-    rows[4]["bytes"] = rows[4]["bytes"][:40]
-    write(tmp_path, rows=rows)
-    assert "train.parquet row 4: the image cannot be decoded" in complaint(tmp_path)
-    assert not list(tmp_path.rglob(".*"))
-
-
-def test_no_image_and_wrong_size_name_their_row(tmp_path):
-    rows = [{"bytes": png(p), "path": ""} for p in images()]
-    write(tmp_path, rows=[*rows[:2], {"bytes": None, "path": ""}])
-    assert "row 2: no image" in complaint(tmp_path)
-    write(tmp_path, rows=[*rows[:3], {"bytes": png(images(1, 7)[0]), "path": ""}])
-    assert "row 3: image of shape (1, 7, 7)" in complaint(tmp_path)
-
-
-def test_label_outside_classes_names_its_row(tmp_path):
-    write(tmp_path, labels=[0, 1, 2, 9, 4, 5])
-    assert "train.parquet row 3: column 'label' must be 0 to 5" in complaint(tmp_path)
-    write(tmp_path, labels=[0, -1, 2, 3, 4, 5])
-    assert "row 1: column 'label' must be 0 to 5" in complaint(tmp_path)
-    write(tmp_path, labels=[0, 1, None, 3, 4, 5])
-    assert "row 2: no label" in complaint(tmp_path)
-    write(tmp_path, labels=list("abcdef"))
-    assert "must be integer" in complaint(tmp_path)
-
-
-def test_features_that_are_not_numbers(tmp_path):
-    folder = tmp_path / "shapes"
-    folder.mkdir()
-    pq.write_table(pa.table({"f": [1.0, float("nan")], "label": [0, 1]}), folder / "train.parquet")
-    assert "row 1: a feature is missing or not finite" in complaint(tmp_path, features=("f",))
-    pq.write_table(pa.table({"f": ["a", "b"], "label": [0, 1]}), folder / "train.parquet")
-    assert "must be numeric" in complaint(tmp_path, features=("f",))
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("values", [[1.0, 1e300], [[1.0], [-1e300]]])
-def test_features_beyond_float32_are_one_line(tmp_path, values):
-    (tmp_path / "shapes").mkdir()
-    pq.write_table(pa.table({"f": values, "label": [0, 1]}), tmp_path / "shapes" / "train.parquet")
-    said = complaint(tmp_path, features=("f",))
-    assert "row 1: a feature is missing or not finite as float32" in said
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [([["a"], ["b"]], "must be numeric"), ([[[1.0]], [[2.0]]], "must hold numbers, not lists")],
-)
-def test_lists_that_hold_no_numbers(tmp_path, values, message):
-    (tmp_path / "shapes").mkdir()
-    pq.write_table(pa.table({"f": values, "label": [0, 1]}), tmp_path / "shapes" / "train.parquet")
-    assert message in complaint(tmp_path, features=("f",))
-
-
-def test_a_group_is_one_value(tmp_path):
-    (tmp_path / "shapes").mkdir()
-    table = pa.table({"f": [1.0, 2.0], "label": [0, 1], "who": [["a"], ["b"]]})
-    pq.write_table(table, tmp_path / "shapes" / "train.parquet")
-    assert "group column 'who'" in complaint(tmp_path, features=("f",), group="who")
-
-
-def test_not_parquet_and_empty(tmp_path):
-    folder = tmp_path / "shapes"
-    folder.mkdir()
-    (folder / "train.parquet").write_bytes(b"hello")
-    assert "not a readable Parquet file" in complaint(tmp_path)
-    write(tmp_path, rows=[], labels=[])
-    assert "no records" in complaint(tmp_path) or "must be" in complaint(tmp_path)
-
-
-def test_unknown_built_in():
-    with pytest.raises(UserError, match="not built in"):
-        load(DataSource("nothing", 10), "train")
-
-
 def test_digits_are_built_in_and_the_split_is_stable():
     train, test = (load(DataSource("digits", 10), split) for split in ("train", "test"))
     assert len(train) + len(test) == 1797
@@ -233,40 +112,3 @@ def test_bytes_become_the_same_floats_as_in_torch():
     )
     floats = np.array([0.25, -0.0], dtype=np.float32)
     assert to_model_inputs(floats) is floats
-
-
-@pytest.mark.parametrize(
-    ("stated", "only_in_all"),
-    [(150, False), (150, True), (50, True), (2**62, True), (2**40, False), (-5, True)],
-)
-def test_a_footer_that_counts_other_rows_is_refused(tmp_path, stated, only_in_all):
-    """Rows that are not there were records of zeros, all of class 0."""
-    write(tmp_path, rows=[{"bytes": png(images(1)[0])}] * 100, labels=[0, 1] * 50)
-    rewrite_row_count(tmp_path / "shapes" / "train.parquet", 100, stated, only_in_all=only_in_all)
-    said = complaint(tmp_path, classes=2)
-    stored = f"{stated:,} records, as the files' footers count, cannot be stored"
-    assert f"its footer counts {stated:,} rows, " in said or stored in said
-
-
-def test_text_that_is_not_utf_8_is_named_by_row(tmp_path):
-    offsets = pa.py_buffer(np.array([0, 1, 2, 3], np.int32).tobytes())
-    broken = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"ab\xff")])
-    (tmp_path / "shapes").mkdir()
-    for columns in ({"f": [1.0] * 3, "label": broken}, {"f": broken, "label": [0, 1, 0]}):
-        pq.write_table(pa.table(columns), tmp_path / "shapes" / "train.parquet")
-        assert "row 2: column" in (said := complaint(tmp_path, features=("f",)))
-        assert "must be UTF-8 text" in said
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "name"])
-def test_only_regular_files_of_readable_names_are_opened(tmp_path, kind):
-    """A pipe was waited for without end."""
-    write(tmp_path)
-    path = tmp_path / "shapes" / "train.parquet"
-    if kind == "name":
-        path.rename(os.fsdecode(os.fsencode(path.parent) + b"/train-\xff.parquet"))
-    else:
-        path.unlink()
-        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    right = "must be UTF-8 text" if kind == "name" else f"is a {kind}, must be a regular file"
-    assert right in complaint(tmp_path)

@@ -13,7 +13,7 @@ from support.folder_contents import empty, gone, half
 
 from dpdist.core.errors import UserError
 from dpdist.data import record_hashes
-from dpdist.data.parquet import Columns, load_parquet
+from dpdist.data.parquet import Columns, load_split
 
 FILES = ("inputs.npy", "labels.npy", "meta.json")
 
@@ -27,7 +27,7 @@ def made(tmp_path):
     columns = Columns(features=("x", "y"))
 
     def load():
-        return load_parquet([tmp_path / "train.parquet"], "d/train", 3, columns, tmp_path / "cache")
+        return load_split([tmp_path / "train.parquet"], "d/train", 3, columns, tmp_path / "cache")
 
     return load
 

@@ -6,10 +6,8 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from support.datasets import write_split
 
-from dpdist.core.errors import UserError
 from dpdist.data import Columns, DataSource, TextColumn, load
 
 TEXTS = ["ab", "", "é!", "longer than that"]
@@ -36,21 +34,6 @@ def test_bytes_with_begin_end_and_padding(tmp_path):
     longer = load(source(tmp_path, length=7), "train")
     assert longer.folder != dataset.folder and longer.input_shape == (7,)
     assert pickle.loads(pickle.dumps(longer)).fingerprint != dataset.fingerprint
-
-
-def test_complaints(tmp_path):
-    write(tmp_path, ["a", None])
-    with pytest.raises(UserError, match=r"train\.parquet row 1: no text"):
-        load(source(tmp_path), "train")
-    write(tmp_path, [1, 2])
-    with pytest.raises(UserError, match=r"text column 'text' is int64, must be text"):
-        load(source(tmp_path), "train")
-    with pytest.raises(UserError, match=r"no column 'words'; it has text, label"):
-        load(source(tmp_path, column="words"), "train")
-    with pytest.raises(UserError, match="the label 'label' is among the features"):
-        source(tmp_path, column="label")
-    with pytest.raises(UserError, match=r"data\.text: digits are images; leave it out"):
-        load(DataSource("digits", 10, columns=Columns(text=TextColumn())), "train")
 
 
 def test_a_document_is_known_by_all_of_its_text_whatever_reads_it(tmp_path):

@@ -334,7 +334,7 @@ def clipped(data: GroupedRecords, name: str, *, isolate: bool = False) -> tuple[
         perturbation=PERTURBATIONS[name](), isolate=isolate,
     )  # fmt: skip
     step = PrivateStep(engine, data, KEY, "7/nonce")
-    step.shards = build_shards(len(data), len(SIZES), step.reducer, False)
+    step.shards = build_shards(len(data), len(SIZES), step.reducer, False, nominal=False)
     sample = derive_key(KEY, "sample", "7/nonce", 1)
     joined = step.members(sample, 0, len(data), PLAN.step(1))
     return step._clipped_sums(1, PLAN.step(1))[0].sum(0), torch.from_numpy(joined)

@@ -306,20 +306,6 @@ def test_named_losses_refuse_shapes_that_torch_would_broadcast():
         LOSSES["multi-label-bce"](draw(B, 1), draw(B))
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        ("l1", "loss: must be cross-entropy, bce, .*huber or a function of module and batch, got"),
-        (nn.MSELoss(), "got a MSELoss; take 'mse'"),
-        (nn.L1Loss(), "got a L1Loss; take a function of module and batch"),
-        (3, "got a int"),
-    ],
-)
-def test_what_is_no_loss_is_refused(loss, words):
-    with pytest.raises(UserError, match=words):
-        objective_of(loss)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_named_losses_are_torchs_for_a_batch_of_one(name):
     rng = np.random.default_rng(0)
@@ -345,3 +331,98 @@ def test_cross_entropy_of_tokens_counts_no_label_below_0():
     own = [functional.cross_entropy(logits[0, :3], targets[0, :3]),
            functional.cross_entropy(logits[1, :1], targets[1, :1])]  # fmt: skip
     torch.testing.assert_close(LOSSES["cross-entropy"](logits, targets), torch.stack(own))
+
+
+# --- criterion objects: torch's own value for a batch of one, class weights kept as factors
+
+
+class _Focal(nn.Module):
+    """A criterion of somebody's own."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs, targets, reduction="none")
+        losses = (1 - (-losses).exp()) ** 2 * losses
+        return losses if self.reduction == "none" else losses.mean()
+
+
+_CLASSES, _NUMBERS, _YES = draw(B, classes=3), draw(B, 3), draw(B, 3, classes=2)
+_WEIGHT = torch.tensor([0.2, 1.0, 3.0])
+CRITERIA = {
+    "plain": (nn.CrossEntropyLoss(), _CLASSES),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), _CLASSES),
+    "soft": (nn.CrossEntropyLoss(), _NUMBERS.softmax(1)),
+    "sum": (nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.2), _CLASSES),
+    "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=_WEIGHT), _YES),
+    "mse": (nn.MSELoss(), _NUMBERS),
+    "mse summed": (nn.MSELoss(reduction="sum"), _NUMBERS),
+    "l1": (nn.L1Loss(), _NUMBERS),
+    "smooth": (nn.SmoothL1Loss(beta=0.3), _NUMBERS),
+    "huber": (nn.HuberLoss(delta=0.3), _NUMBERS),
+    "poisson": (nn.PoissonNLLLoss(), _YES),
+    "divergence": (nn.KLDivLoss(reduction="batchmean", log_target=True), _NUMBERS.log_softmax(1)),
+    "margin": (nn.MultiMarginLoss(margin=0.5), _CLASSES),
+    "soft margin": (nn.MultiLabelSoftMarginLoss(), _YES),
+    "own": (_Focal(), _CLASSES),
+}
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_a_criterion_gives_each_record_what_it_gives_a_batch_of_one(kind):
+    criterion, targets = CRITERIA[kind]
+    model = network(3)
+    engine = GradientEngine(model, criterion, clipping=FlatClipping(CLIP), micro_batch=8)
+    expected = torch.zeros(engine.size, dtype=torch.float64)
+    for row in range(B):
+        one = targets[row : row + 1]
+        if kind in ("pos_weight", "poisson", "soft margin"):
+            one = one.float()
+        value = criterion(model(INPUTS[row : row + 1]), one)
+        own = torch.autograd.grad(value, list(model.parameters()))
+        gradient = torch.cat([each.flatten() for each in own]).double()
+        expected += gradient * min(1.0, CLIP / max(1e-9, float(gradient.norm())))
+    found = engine.clipped_sum(INPUTS, targets).flat
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert engine.independence == (SCREENED if kind == "own" else KNOWN_LAYERS)
+
+
+def test_class_weights_are_factors_of_a_records_loss():
+    outputs = draw(B, 3)
+    loss = objective_of(nn.CrossEntropyLoss(weight=_WEIGHT, ignore_index=1)).function
+    plain = functional.cross_entropy(outputs, _CLASSES, reduction="none")
+    expected = torch.where(_CLASSES == 1, 0.0, _WEIGHT[_CLASSES] * plain)
+    torch.testing.assert_close(loss(nn.Identity(), (outputs, _CLASSES)), expected)
+
+
+def test_a_criterion_takes_the_mean_over_a_records_own_tokens():
+    outputs, targets = draw(2, 4, 5), torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100]])
+    own = [functional.cross_entropy(outputs[0, :3], targets[0, :3]),
+           functional.cross_entropy(outputs[1, :1], targets[1, :1])]  # fmt: skip
+    loss = objective_of(nn.CrossEntropyLoss()).function
+    for given in (outputs, outputs.transpose(1, 2)):
+        torch.testing.assert_close(loss(nn.Identity(), (given, targets)), torch.stack(own))
+    with pytest.raises(UserError, match="which dimension"):
+        loss(nn.Identity(), (draw(2, 4, 4), targets.clamp(0, 3)))
+
+
+def test_a_criterion_of_several_outputs_and_inputs():
+    mean, spread, wanted = draw(B, 1), draw(B, 1).square() + 0.1, draw(B)
+    loss = objective_of(nn.GaussianNLLLoss()).function
+    expected = [
+        nn.GaussianNLLLoss()(mean[row], wanted[row : row + 1], spread[row]) for row in range(B)
+    ]
+    found = loss(lambda a, b: (a, b), (mean, spread, wanted))
+    torch.testing.assert_close(found, torch.stack(expected))
+    named = loss(lambda a, b: (a, b), {"a": mean, "b": spread, "targets": wanted})
+    assert torch.equal(named, found)
+
+
+def test_a_criterion_refuses_shapes_that_torch_would_broadcast():
+    for criterion in (nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.L1Loss()):
+        loss = objective_of(criterion).function
+        assert loss(nn.Identity(), (draw(B, 1), draw(B))).shape == (B,)
+        with pytest.raises(UserError, match=r"targets' shape, got \(B, 3\) and \(B,\): give"):
+            loss(nn.Identity(), (draw(B, 3), draw(B)))

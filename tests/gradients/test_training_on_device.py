@@ -20,7 +20,6 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import (
     CropAndFlip,
-    FixedHiddenPerturbation,
     HiddenPerturbation,
     InputPerturbation,
     ModulePerturbation,
@@ -28,6 +27,7 @@ from dpdist.gradients.perturbations import (
     Perturbation,
 )
 from dpdist.gradients.sampling import Blocks
+from dpdist.papers.secure_sgd.shares import FixedHiddenPerturbation
 from dpdist.papers.transdenoiser.method import TransDenoiser
 from dpdist.papers.transdenoiser.split import split_noise
 from dpdist.randomness.noise_location import ModuleNoise
@@ -276,15 +276,16 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
         recipe, folder = make(
             tmp_path, f"of-{count}", data=data, training=training, resources={"micro_batch": 64}
         )
-        steps, original = [], worker.Loop._step
+        steps, original = [], worker.Loop.take
 
         def step(self, *arguments, steps=steps, original=original):
             with count_transfers() as seen:
-                original(self, *arguments)
+                taken = original(self, *arguments)
             steps.append((seen, self.step.engine.size))
+            return taken
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker.Loop, "_step", step)
+            patch.setattr(worker.Loop, "take", step)
             worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, simulated_device()))
         seen, size = steps[1]  # neither the first, with its checks, nor the last, which saves
         assert [shape for shape in seen.down if shape == (size,)] == [(size,)]
@@ -306,15 +307,16 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
             tmp_path, where, data={"name": "digits", "max_train": 100}, training=training,
             resources={"noise": where},
         )  # fmt: skip
-        steps, original = [], worker.Loop._step
+        steps, original = [], worker.Loop.take
 
         def step(self, *arguments, steps=steps, original=original):
             with count_transfers() as seen:
-                original(self, *arguments)
+                taken = original(self, *arguments)
             steps.append((seen, self.step.engine.size))
+            return taken
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker.Loop, "_step", step)
+            patch.setattr(worker.Loop, "take", step)
             worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         seen, size = steps[1]
         found.append(parameters(folder))

@@ -43,7 +43,7 @@ class Certified:
     def start(self, case: str) -> str:
         """Begin the certification `case`, or go on with it; the job."""
         return self.cluster.entrypoint(
-            "dpdist certify certified --sigma 0.25 --n 10000 --max-inputs 240 "
+            "dpdist certify certified --sigma 0.25 --n 10000 --set certify.max_inputs=240 "
             f"--output {self.place(case)[1]}"
         )
 

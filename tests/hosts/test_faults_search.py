@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory):
     from dpdist.tuning.manifest import read_trials
     from dpdist.tuning.search import prepare_search
     from dpdist.tuning.searchers import ManifestSearcher
-    from dpdist.tuning.trial import run_trial
+    from dpdist.tuning.trial import continue_recipe_trial, run_trial
 
     threads = torch.get_num_threads()
     folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "search")
@@ -65,7 +65,11 @@ def undisturbed(tmp_path_factory):
     for trial in trials:
         searcher.suggest(f"id-{trial.number}")
         run_trial(
-            folder.path.resolve(), package_fingerprints(PACKAGES), trial.number, lambda *_: None
+            folder.path.resolve(),
+            package_fingerprints(PACKAGES),
+            trial.number,
+            lambda *_: None,
+            continue_recipe_trial,
         )
     search._choose_winner()
     search._promote_winner(json.loads(search.folder.outcome.read_text())["winner"])

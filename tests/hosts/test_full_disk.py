@@ -97,7 +97,7 @@ from dpdist.training.job import PACKAGES
 from dpdist.tuning.search import prepare_search
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.searchers import ManifestSearcher
-from dpdist.tuning.trial import run_trial, read_scores
+from dpdist.tuning.trial import continue_recipe_trial, run_trial, read_scores
 
 place = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "disk", str(place)], check=True)
@@ -117,7 +117,13 @@ def begin(name):
     return search.folder
 
 def trial(folder):
-    run_trial(folder.run.path, package_fingerprints(PACKAGES), 0, lambda rung, score: None)
+    run_trial(
+        folder.run.path,
+        package_fingerprints(PACKAGES),
+        0,
+        lambda rung, score: None,
+        continue_recipe_trial,
+    )
     return read_scores(folder, 0)
 
 quiet = trial(begin("quiet"))

@@ -100,21 +100,6 @@ def test_only_the_centre_of_an_image_is_read() -> None:
     assert bool((slope[..., inside] != 0).all()) and not bool(slope[..., ~inside].any())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"filters": [4]}, "two or more numbers of filters"),
-        ({"kernels": [4]}, "a kernel for each"),
-        ({"kernel": 4}, "must be odd; give kernels"),
-        ({"side": 9}, "side: must be 0 to 8"),
-        ({"kernels": [4, 5], "side": 1}, "are too small"),
-    ],
-)
-def test_networks_that_cannot_be_built(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((UserError, ValueError), match=message):
-        models.initialise(ModelSpec("dpal-cnn", SHAPE, 10, {**OPTIONS, **options}), 0)
-
-
 def test_both_losses_are_the_expansions_at_zero() -> None:
     made = network()
     x, y = 2 * torch.rand(6, *SHAPE) - 1, torch.arange(6)
@@ -184,18 +169,6 @@ def test_noise_has_the_paper_s_scale() -> None:
 # ---- predictions
 
 
-def test_sizes_are_the_printed_ones() -> None:
-    scores = torch.tensor([[0.9, 0.05, 0.0], [0.4, 0.35, 0.25]], dtype=torch.float64)
-    budget = dpal_training.robustness_budget(scores, 10_000)
-    off = math.sqrt(math.log(6 / 0.05) / 20_000)
-    assert float(budget[0]) == pytest.approx(math.log((0.9 - off) / (0.05 + off)) / 2)
-    assert 0 < float(budget[1]) < 0.1
-    assert dpal_training.robustness_budget(scores, 10)[1] == 0
-    kappa, phi = dpal_training.published_certified_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
-    assert float(kappa[0]) == pytest.approx(3.0 / (0.2 * 784 / float(budget[0])))
-    assert float(phi[0]) == pytest.approx(6.0 / (196 / float(budget[0])))
-
-
 def test_predictions_are_products_around_the_training_s_noise() -> None:
     made, method = network(), DPAL(**METHOD)
     made.input_noise.normal_(), made.hidden_noise.normal_()
@@ -237,14 +210,14 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
-    real = dpal_training.DPALTrainer._batch_passes
+    real = dpal_training.DPALSteps._batch_passes
 
     def watched(self: Any, step: int, *rest: int) -> Any:
         found = real(self, step, *rest)
         seen.append([noisy for noisy, _ in found])
         return found
 
-    monkeypatch.setattr(dpal_training.DPALTrainer, "_batch_passes", watched)
+    monkeypatch.setattr(dpal_training.DPALSteps, "_batch_passes", watched)
     recipe, folder = run(tmp_path, training__steps=9)
     job = prepare(recipe, folder, "test")
     execute(job)
@@ -273,23 +246,6 @@ def test_first_steps_train_the_auto_encoder_alone(tmp_path) -> None:
     assert not torch.equal(after.encoder.weight, before.encoder.weight)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"privacy": {**PRIVACY, "noise_multiplier": 1.0}}, "without DP-SGD: give"),
-        ({"model": {**MODEL, "mean": []}}, "takes images in"),
-        ({"model": {"name": "small-cnn", "mean": [0.5], "std": [0.5]}}, "take model dpal-cnn"),
-        ({"method": {**METHOD, "encoder_sensitivity": 5}}, "formula gives 450 for this network"),
-        ({"method": {**METHOD, "output_sensitivity": 5}}, "formula gives 32 for this network"),
-        ({"method": {**METHOD, "epsilon_2": 0.2}}, "it must be smaller"),
-        ({"training": {**TRAINING, "crop": 1}}, "leave out crop and flip"),
-    ],
-)  # fmt: skip
-def test_what_it_refuses(tmp_path, more: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        prepare(*run(tmp_path, **more), "test")
-
-
 # ---- its epsilon
 
 
@@ -310,7 +266,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
     dataset = job.records()
     assert isinstance(dataset, DatasetWithCanaries)
     seen: dict[int, int] = {}
-    real = dpal_training.DPALTrainer._gradient
+    real = dpal_training.DPALSteps._gradient
 
     def watched(self: Any, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Any:
         clean = ((noisy - self._network.input_noise + 1) / 2).round()
@@ -318,7 +274,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
             seen[hash(image.numpy().astype(np.int8).tobytes())] = int(label)
         return real(self, step, noisy, labels, weight)
 
-    monkeypatch.setattr(dpal_training.DPALTrainer, "_gradient", watched)
+    monkeypatch.setattr(dpal_training.DPALSteps, "_gradient", watched)
     execute(job)
     inputs, _ = dataset.canary_records
     present, found = draw_coins(folder.read_run_key(), 40), 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,16 +45,6 @@ def test_sharpness_of_a_quadratic_is_known():
     assert torch.equal(model.theta.detach(), theta.double())
 
 
-def test_sharper_is_larger():
-    values = []
-    for steepness in (1.0, 10.0):
-        model = _Quadratic(torch.ones(4), steepness * torch.ones(4))
-        values.append(
-            LANDSCAPE["sharpness"](model, as_loss, torch.zeros(2, 1), torch.zeros(2)).value
-        )
-    assert 0 < values[0] < values[1]
-
-
 def test_losses_along_a_filter_normalised_direction():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
@@ -77,15 +66,3 @@ def test_losses_along_a_filter_normalised_direction():
     assert not LANDSCAPE["filter_normalised"](torch.randn(4), model[0].bias.detach()).any()
     (again,) = along(model, cross_entropy, inputs, targets, key=KEY, alphas=(0.5,))
     assert again == pytest.approx(losses[2], rel=1e-5)
-
-
-def test_the_table_of_a_run(monkeypatch, capsys, tmp_path):
-    picture = tmp_path / "x.png"
-    monkeypatch.setattr(sys, "argv", ["", "--quick", "--picture", str(picture)])
-    LANDSCAPE["main"]()
-    said = capsys.readouterr().out
-    assert "(box 0.0045, at least)" in said and "first 20 of digits/test" in said
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(sys, "argv", ["", "nothing", "--runs", str(tmp_path)])
-    with pytest.raises(SystemExit, match="nothing: no such run"):
-        LANDSCAPE["main"]()

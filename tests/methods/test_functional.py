@@ -158,35 +158,6 @@ def test_a_symmetric_matrix_keeps_its_norm() -> None:
     assert torch.allclose(unpack_symmetric(pack_symmetric(a), 5), a)
 
 
-def test_models_that_will_not_do() -> None:
-    class Mixes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) - x.flatten(1).mean(0)
-
-    class Merges(nn.Module):
-        """Records that are nearly equal are looked at once: of different ones each is."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            flat = x.flatten(1)
-            near = torch.cdist(flat, flat) < 1.0
-            return flat[near.int().argmax(1)]
-
-    class InFloat32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1).float()
-
-    with pytest.raises(UserError, match="mixes records"):
-        sums(model=nn.Sequential(Mixes(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match=r"mixes records: .* among copies of itself"):
-        sums(model=nn.Sequential(Merges(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="fails in float64, in which method functional sums"):
-        sums(model=nn.Sequential(InFloat32(), nn.Linear(64, CLASSES)))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.Tanh()))
-    with pytest.raises(UserError, match="must end in"):
-        sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES, bias=False)))
-
-
 def test_the_public_features_of_a_batch_of_any_size() -> None:
     """Traced as well, as a certification executes them; of norm 1, each record's own."""
     for shape in (SHAPE, (3, 8, 8)):
@@ -367,6 +338,9 @@ def test_a_declared_number_leaves_room_for_many_more(
         execute(job)
 
 
+# ---- whole commands
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -392,9 +366,6 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
         parse_recipe(raw, "test")
 
 
-# ---- whole commands
-
-
 @pytest.mark.long
 def test_all_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -411,10 +382,11 @@ def test_all_commands(
     run = tmp_path / "runs" / "f"
     assert json.loads((run / "evaluation.json").read_text())["accuracy"] > 0.87
     np.save(tmp_path / "image.npy", np.zeros(SHAPE, np.float32))
-    few = ("--max-inputs", 3)
-    dpdist("predict", "f", "image.npy", "--sigma", 0.1, "--n", 100)
-    dpdist("certify", "f", "--sigma", 0.1, "--n", 100, "--n0", 10, *few)
-    dpdist("attack", "f", "--attacks", "pgd", "--steps", 2, *few)
+    few = ("--set", "max_inputs=3")
+    dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
+    few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
+    dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)
+    dpdist("attack", "f", "--set", "attacks=[pgd]", "--set", "steps=2", *few)
     assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
     dpdist("release", "f")
     card = (run / "release" / "privacy_card.md").read_text()

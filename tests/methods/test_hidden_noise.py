@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +11,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 from scipy import stats
-from support.benchmarks import load as load_benchmark
-from test_recipes_smoke import make_up
 from torch import nn
 
 from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
-from dpdist.methods import hidden_noise_shares
-from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
+from dpdist.papers.secure_sgd import shares as hidden_noise_shares
+from dpdist.papers.secure_sgd.method import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
-from dpdist.runs.recipe import find_recipe, load_recipe
 
 pytestmark = pytest.mark.guarantee
 
@@ -258,74 +253,3 @@ def test_open_training_learns_and_keeps_the_first_layer() -> None:
 
 
 # ---- the benchmark
-
-
-@pytest.fixture(scope="module")
-def bench() -> dict[str, Any]:
-    return vars(load_benchmark("papers/secure-sgd/run"))
-
-
-def test_rows_of_the_benchmark_that_are_compared_have_the_same_noise(bench) -> None:
-    sigmas = {}
-    for name, (recipe, change) in bench["rows"]().items():
-        sigmas[name] = load_recipe(find_recipe(recipe), change).method.noise_scale(784)
-    assert all(first in sigmas and second in sigmas for first, second in bench["pairs"]())
-    apart = {
-        pair
-        for pair in bench["pairs"]()
-        if sigmas[pair[0]] != pytest.approx(sigmas[pair[1]], rel=1e-12)
-    }
-    # HGM against PixelDP at its own epsilon_r, and against the smaller noise of AGM.
-    assert apart == {(f"hgm-{e}", "pixeldp") for e in (4, 8)} | {
-        (f"secure-{e}", f"secure-agm-{e}") for e in (4, 8)
-    }
-    assert sigmas["hgm-4"] == pytest.approx(0.0754, abs=1e-4)
-
-
-def test_the_benchmark_counts_images_and_compares_them_seed_by_seed(bench) -> None:
-    def line(row: str, seed: int, right: list[int]) -> dict[str, Any]:
-        held = bench["bits"](np.array(right, bool))
-        certified = {k: {f"{s:g}": held for s in sizes} for k, sizes in bench["COLUMNS"].items()}
-        other = bench["bits"](np.array([1, 0, 1, 1, 1], bool))
-        attacked = {"none": {"0": held}, "pgd": {"0.05": held}, "mim": {"0.05": other}}
-        noise = {"sigma": 0.1, "l2": 1.0, "linf": 20.0, "printed": 2.0}
-        return {
-            "row": row, "seed": seed, "noise": noise, "n": 10, "right": 7, "inputs": 5,
-            "certified": certified, "attacked": attacked,
-        }  # fmt: skip
-
-    lines = [
-        line("hgm-4", 0, [1, 1, 1, 0, 0]), line("pixeldp-4", 0, [0, 0, 0, 1, 0]),
-        line("hgm-4", 1, [1, 1, 1, 1, 0]), line("pixeldp-4", 2, [1, 1, 1, 1, 1]),
-    ]  # fmt: skip
-    assert bench["success"](lines[0], "worst", "0.05").tolist() == [True, False, True, False, False]
-    text = bench["tables"](lines)
-    assert "| hgm-4 | 0.100 | 2 | 70.0 (70.0 to 70.0) | 70.0 (60.0 to 80.0) |" in text
-    assert "| hgm-4 | pixeldp-4 | exact, L2 | 0.02 | +40.0 |  | 3 : 1 | 0.62 |" in text
-    assert bench["interval"]([1.0, 2.0, 6.0]) == "+3.0 ± 6.6"  # 4.303 * 2.646 / sqrt(3)
-
-
-@pytest.mark.long
-def test_the_benchmark_makes_its_lines_and_continues(
-    bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    small = {"training.batch_size": 8, "privacy.epsilon": None, "privacy.noise_multiplier": 1.0}
-    public = {"method.redistribution.steps": 1, "method.redistribution.max_records": 16}
-    rows = bench["rows"]()
-    few = {
-        "hgm-4": (rows["hgm-4"][0], rows["hgm-4"][1] | public | {"training.batch_size": 8}),
-        "secure-equal-4": (rows["secure-equal-4"][0], rows["secure-equal-4"][1] | small),
-    }
-    monkeypatch.setitem(bench["main"].__globals__, "rows", lambda: few)
-    make_up(tmp_path, load_recipe(find_recipe("pixeldp-mnist")).data)
-    asked = {
-        "data-root": tmp_path, "steps": 1, "inputs": 3, "draws": 20, "seeds": 1,
-        "results": tmp_path / "results.jsonl",
-    }  # fmt: skip
-    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
-    for _ in range(2):
-        bench["main"](words)
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line["row"] for line in lines] == list(few)  # the second time nothing is made again
-    assert lines[0]["proved"] is None and lines[1]["proved"] > 0
-    assert capsys.readouterr().out.count("| secure-equal-4 |") == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 from support.methods import every_method
@@ -12,7 +11,7 @@ from support.methods import every_method
 from dpdist.audits.target import AuditResult
 from dpdist.certification.evaluation import Evaluation
 from dpdist.methods.base import Capabilities, Execution, Method, PublicRecords
-from dpdist.methods.hidden_noise import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
+from dpdist.papers.secure_sgd.method import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
 
 MOST_ABSTRACT, MOST_OVERRIDABLE = 4, 12
 
@@ -70,23 +69,6 @@ def test_no_role_grows(kind):
     assert len(abstract(kind)) <= MOST_ABSTRACT, abstract(kind)
 
 
-def test_members_are_counted():
-    class Wide(Method):
-        name: str = "wide"
-        option: int = 1
-
-        def more(self) -> int:
-            return 1
-
-        def _private(self) -> int:
-            return 1
-
-    Wide.__module__ = "dpdist.methods.wide"
-    assert set(overridable(Wide)) == {*overridable(Method), "more"}
-    assert {"capabilities", "conditions", "cost", "display_name"} <= set(overridable(Method))
-    assert "title" not in overridable(Method)
-
-
 def test_capabilities_are_one_frozen_value():
     assert Capabilities() == Method(name="plain").capabilities
     for method in every_method():
@@ -112,11 +94,3 @@ def test_every_method_has_an_execution_of_itself():
         public = {name for name in vars(type(execution)) if not name.startswith("_")}
         own = public - set(overridable(Execution))
         assert own <= {"noise_location", "release_labels"}, "a hook that nobody calls"
-
-
-def test_the_page_of_the_roles_is_read_in_two_minutes():
-    """From the first line of Capabilities to the last of Execution's hooks."""
-    source = Path(inspect.getsourcefile(Method)).read_text().splitlines()
-    first = inspect.getsourcelines(Capabilities)[1]
-    own, begin = inspect.getsourcelines(Execution)
-    assert begin + len(own) - first < 400 and len(source) < 600

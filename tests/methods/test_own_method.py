@@ -67,7 +67,8 @@ def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, caps
     with Ledger.open(run / "private/ledger.jsonl", plan.fingerprint()) as ledger:
         assert ledger.guarantee(plan).epsilon == plan.guarantee().epsilon
     assert (run / "private/teachers").exists()
-    assert len(list((run / "private").glob("learnt-*"))) == 2
+    assert len(list((run / "private").glob("before-*"))) == 2
+    assert len(list((run / "private").glob("after-*"))) == 2
 
     assert re.search(r"epsilon = (2\.99\d|3\.000) at delta = 0\.0001", out), out
     assert re.search(r"claimed, not proved .*0\.5.*Varied, Theorem 0.*not sound", out), out

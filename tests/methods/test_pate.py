@@ -228,6 +228,9 @@ def test_no_more_is_told_than_was_paid_for() -> None:
     }
 
 
+# ---- once
+
+
 @pytest.mark.parametrize(
     ("section", "given", "said"),
     [
@@ -252,9 +255,6 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
     with pytest.raises(UserError, match=said) as error:
         parse_recipe(raw, "test")
     assert len(str(error.value).splitlines()) == 1
-
-
-# ---- once
 
 
 @pytest.mark.slow
@@ -400,13 +400,6 @@ def test_a_teacher_s_network_may_be_another_where_the_student_s_is_pretrained() 
     assert teachers.model.name == "mlp" and teachers.model.pretrained_part is None
 
 
-def test_a_teacher_s_network_is_checked_before_any_is_trained(tmp_path: Path) -> None:
-    job = job_of(tmp_path, teaching={"model": "nothing"})
-    with pytest.raises(UserError, match="nothing"):
-        votes_of(job)
-    assert not (job.folder.private / "teachers").exists()
-
-
 def test_no_question_is_a_test_record(tmp_path: Path) -> None:
     job, path = job_of(tmp_path), tmp_path / "data/made/test.parquet"
     public = job.public_records()
@@ -415,28 +408,6 @@ def test_no_question_is_a_test_record(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([*pq.read_table(path).to_pylist(), one]), path)
     with pytest.raises(UserError, match=r"method\.public\.data: 1 of the .* are in made/test"):
         prepare(job.recipe, job.folder, "test")
-
-
-@pytest.mark.slow
-def test_damaged_votes_are_said(tmp_path: Path) -> None:
-    job, path = job_of(tmp_path), tmp_path / "run/private" / VOTES
-    np.save(path, np.zeros((20, 2), dtype=np.int64))
-    for content in (path.read_bytes(), b"", path.read_bytes()[:100]):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=r"votes\.npy: damaged: .*; remove it") as error:
-            votes_of(job)
-        assert len(str(error.value).splitlines()) == 1
-    assert not job.folder.ledger.exists()
-
-
-@pytest.mark.slow
-def test_too_few_questions_and_too_high_a_threshold_are_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"needs 500 public inputs of shape \(6,\), made/train has"):
-        job_of(tmp_path / "many", queries=500)
-    assert not list(tmp_path.rglob("teachers"))
-    high = job_of(tmp_path / "high", threshold=900.0)
-    with pytest.raises(UserError, match="none of 20 inputs passed"):
-        votes_of(high)
 
 
 # ---- the whole

@@ -12,14 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from methods.test_pate import METHOD, RAW, job_of, plan_of, votes_of
+from methods.test_pate import METHOD, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.benchmarks import load as load_benchmark
 from support.local_execution import JobRecorder, run_without_ray
 from support.training import execute, parameters
 
-from dpdist.core.errors import UserError
 from dpdist.methods.pate import (
     PATE,
     UNANSWERED,
@@ -31,7 +30,6 @@ from dpdist.methods.pate import (
 from dpdist.models.features import scattering
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
@@ -269,47 +267,3 @@ def test_of_images_features_may_be_the_scattering_ones() -> None:
 
 
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"alpha": 1.0}, "method.spreading.alpha: must be"),
-        ({"alpha": 0}, "method.spreading.alpha: must be"),
-        ({"neighbours": 0}, "method.spreading.neighbours: must be"),
-        ({"features": "pixels"}, "method.spreading.features: must be"),
-        ({"neighbors": 3}, "method.spreading.neighbors"),
-    ],
-)
-def test_bad_options_are_one_line(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said.replace(".", r"\.")) as error:
-        parse_recipe(RAW | {"method": METHOD | {"spreading": given}}, "test")
-    assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"neighbours": 40}, r"method\.spreading\.neighbours: must be < \d+, the public inputs of"),
-        ({"features": "scattering"}, r"method\.spreading\.features: scattering is of images, made"),
-    ],
-)
-def test_what_the_public_inputs_cannot_do_is_said_before_any_teacher(
-    tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UserError, match=said) as error:  # a dry run checks no less
-        job_of(tmp_path, spreading=given)
-    assert len(str(error.value).splitlines()) == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_too_few_public_inputs_are_said_before_any_teacher(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"test: method\.queries: needs 90 public inputs of shape"):
-        job_of(tmp_path, queries=90, answers=3)
-    assert not (tmp_path / "run").exists()
-
-
-def test_images_too_small_for_scattering_are_said(tmp_path: Path) -> None:
-    raw = RAW | {"method": METHOD | {"spreading": {"features": "scattering"}}}
-    with pytest.raises(UserError, match=r"features: scattering of \(1, 8, 8\): .*; take inputs"):
-        prepare(parse_recipe(raw, "test"), RunFolder(tmp_path / "run"), "test")

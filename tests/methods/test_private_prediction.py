@@ -150,6 +150,9 @@ def test_epsilon_is_that_of_one_gaussian(
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
 
 
+# ---- counting
+
+
 @pytest.mark.parametrize(
     ("section", "given", "said"),
     [
@@ -168,19 +171,6 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
     with pytest.raises(UserError, match=said) as error:
         parse_recipe(raw, "test")
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_its_settings_are_not_searched_for() -> None:
-    tune = {
-        "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
-        "law": {"name": "binomial", "mean": 3, "runs": 4},
-    }
-    privacy = RAW["privacy"] | {"nominal_records": None}  # which no search goes with
-    with pytest.raises(UserError, match="private-prediction does not go with tune"):
-        parse_recipe(RAW | {"tune": tune, "privacy": privacy}, "test")
-
-
-# ---- counting
 
 
 def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
@@ -249,8 +239,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     assert here("predict", "x", "0.npy").code == 0
     for words, named in (
         (["--label-only"], "--label-only"),
-        (["--n", "10000"], "--n"),
-        (["--alpha", "0.001"], "--alpha"),
+        (["--set", "certify.n=10000"], "certify.n"),
     ):
         one_line(here("predict", "x", "0.npy", *words), f"{named}: must be left out: this run")
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.
@@ -260,13 +249,13 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     why = "trained without privacy and never leave"
     for asked in (
         ("release", "x"), ("release", "x", "--not-private"), ("certify", "x", "--sigma", 0.5),
-        ("attack", "x", "--norm", "l2"), ("membership", "x.yaml"),
-        ("audit", "x"), ("audit", "x.yaml"), ("denoise", "x", "--classifier", "x", "--name", "y"),
+        ("attack", "x", "--set", "norm=l2"), ("audit", "x.yaml", "--kind", "membership"),
+        ("audit", "x"), ("audit", "x.yaml"), ("import", "y", "--run", "x", "--classifier", "x"),
     ):  # fmt: skip
         one_line(here(*asked), why)
     dry = here("run", "x.yaml", "--name", "other", "--dry-run")
     assert dry.code == 0 and "5 teachers on disjoint shards" in dry.out, dry.err
-    both = here("compare", "x", "x")
+    both = here("report", "x", "x")
     assert both.code == 0 and "proved" in both.out, both.err
     _nothing_leaves(folder, tmp_path)
     # A ledger with more answers than the plan pays for was not written by this run.

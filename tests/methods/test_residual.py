@@ -14,6 +14,7 @@ from scipy.linalg import expm
 from support.benchmarks import load as load_benchmark
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 from support.training import make, train, train_and_crash
 from torch import Tensor, nn
 
@@ -277,14 +278,18 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     assert plan == make_plan(parse_recipe(same, "r"), plan.records, "r")
     assert 0 < read_facts(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
     label = {str(n) for n in range(10)} | {"ABSTAIN"}
-    said = dpdist("predict", "r", "x.npy", "--n", 100)
+    said = dpdist("predict", "r", "x.npy", "--set", "certify.n=100")
     assert label & set(said.split()), said
     assert "fgsm" in dpdist(
-        "attack", "r", "--norm", "l2", "--sizes", "0.5", "--attacks", "fgsm", "--n", 20,
-        "--draws", 2, "--max-inputs", 2,
+        "attack", "r",
+        *sets("norm=l2", "sizes=[0.5]", "attacks=[fgsm]", "n=20", "draws=2", "max_inputs=2"),
     )  # fmt: skip
     said = dpdist(
-        "membership", "r.yaml", "--models", 2, "--attack", "rmia,shadow", "--passes", "2,3"
+        "audit",
+        "r.yaml",
+        "--kind",
+        "membership",
+        *sets("models=2", "attacks=[rmia,shadow]", "passes=[2,3]"),
     )
     for title in ("rmia, mean of 2 passes", "rmia, mean of 3", "shadow, mean of 3", "shadow: "):
         assert title in said
@@ -316,12 +321,6 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
         ((_, said),) = recipe.method.reported_values(folder.private)
         assert "before training" in said and "after" in said
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-
-
-def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
-    section = {"sigma": None, "n": 20}
-    with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
-        parse_recipe({**RECIPE, "certify": section}, "r")
 
 
 @pytest.mark.long
@@ -399,28 +398,3 @@ def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -
     printed = [np.stack([expm(power * u * time) @ x**power for x in inputs]) for u in matrices]
     apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in zip(plain, printed, strict=True)]
     assert max(apart) > 0.05
-
-
-@pytest.mark.long
-def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
-    benchmark = vars(load_benchmark("papers/residual/run"))
-    module = benchmark["make"].__globals__
-    digits = {"data": {"name": "digits", "root": None}, "mean": [0.3], "std": [0.4]}
-    rows = {"none": {}, "En1": benchmark["noisy"](0.5)}
-    monkeypatch.setitem(module["DATA"], "digits", digits)
-    monkeypatch.setitem(module, "ROWS", {"digits": rows})
-    order = (("digits", "shadow", None), ("digits", "audit", ["En1"]))
-    monkeypatch.setitem(module, "ORDER", order)
-    results = tmp_path / "results.jsonl"
-    asked = {
-        "data-root": tmp_path, "records": 240, "epochs": 1, "batch": 10, "passes": 2, "seeds": 1,
-        "population": 20, "canaries": 20, "runs": tmp_path / "runs", "results": results,
-    }  # fmt: skip
-    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr("sys.argv", ["residual.py", *words])
-    for _ in range(2):
-        benchmark["main"]()
-        assert len(results.read_text().splitlines()) == 3  # the second time nothing is made again
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines[-5:] if line.startswith("| En1 | inf | 0.")]
-    assert line.count("|") == lines[-4].count("|") == 12, lines

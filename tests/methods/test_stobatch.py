@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from scipy import stats
 from support.threads import one_thread_each  # noqa: F401
 from support.training import execute, make
@@ -483,15 +482,3 @@ def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None
     both = combined_noise_of_model(where, loaded, SPEC.input_shape, method.input_noise_std)
     worth = method.input_noise_std if both is None else both.combined_sigma
     assert worth >= method.sigma * (1 - 1e-6)  # the layer's norm is at most what is allowed
-
-
-def test_bad_options_are_refused_in_words(tmp_path) -> None:
-    with pytest.raises(ValidationError, match=r"size must be \[least, largest\]"):
-        StoBatch(size=(0.3, 0.1))
-    for bad in ({"split": 1.5}, {"attacks": ()}, {"attacks": ("fgsm",)}, {"xi": -1}):
-        with pytest.raises(ValidationError):
-            StoBatch(**bad)
-    with pytest.raises(UserError, match=r"certify\.sigma is required: the model has noise on its"):
-        make(tmp_path, "a", method="stobatch", certify={"n": 10})
-    with pytest.raises(UserError, match="a sequence of layers beginning"):
-        StoBatch(split=0.5).execution().noise_location(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from support import certificates
 from support.certificates import Data
 from support.local_execution import run_without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attacker, AttackJob, _form, attack_model
+from dpdist.attacks.job import Attacker, AttackJob, choose_form
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.subject import Subject
 from dpdist.certification.table import read_job_record
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode, require_current_sources
@@ -220,34 +217,6 @@ def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Pa
     ]  # fmt: skip
 
 
-def test_models_of_the_zoo_and_of_earlier_versions_keep_their_hash(
-    tmp_path: Path, use: Callable[[Path], None]
-) -> None:
-    spec = models.ModelSpec("linear", (4,), 2)
-    models.save(models.initialise(spec, 1), spec, tmp_path / "zoo")
-    assert "code" not in (tmp_path / "zoo" / "model.json").read_text()
-    by_path = models.ModelSpec("dpdist.models.zoo:linear", (4,), 2)
-    models.save(models.initialise(by_path, 1), by_path, tmp_path / "path")
-    assert "code" not in (tmp_path / "path" / "model.json").read_text()
-    use(write(tmp_path / "code"))
-    old = saved(tmp_path / "old")
-    described = json.loads((old / "model.json").read_text())
-    assert list(described.pop("code")) == COVERED
-    (old / "model.json").write_text(json.dumps(described))
-    models.load(old, trusted_factory="mine:net")
-    (old / "model.json").write_text(json.dumps({**described, "code": ["mine"]}))
-    with pytest.raises(UserError, match="damaged: code"):
-        models.load(old, trusted_factory="mine:net")
-
-
-def test_code_that_cannot_be_read_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("nowhere")
-    module.net = lambda input_shape, classes: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nowhere", module)
-    with pytest.raises(UserError, match="the source of 'nowhere:net' cannot be read; put the"):
-        models.build_model(models.ModelSpec("nowhere:net", (4,), 2))
-
-
 # ---- what is made of it
 
 
@@ -258,12 +227,12 @@ ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
 
 
 def attacked(model: Path, output: Path) -> Any:
-    return attack_model(model, Data(), ATTACK, output, trusted_factory="mine:net")
+    return certificates.attack_model(model, Data(), ATTACK, output, trusted_factory="mine:net")
 
 
 def certified(model: Path, output: Path, **more: Any) -> Any:
     settings = SETTINGS.model_copy(update=more)
-    return job.certify(model, Data(), settings, output, trusted_factory="mine:net")
+    return certificates.certify(model, Data(), settings, output, trusted_factory="mine:net")
 
 
 def test_a_finished_table_is_refused_for_changed_code(
@@ -310,15 +279,17 @@ def test_a_worker_with_other_code_does_nothing(
     run_without_ray(monkeypatch)
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
-    certifying = job.CertificationJob(
-        job.Subject.load(model, "mine:net"), Data(), SETTINGS
-    )._assignment
-    attacking = AttackJob(model, Data(), ATTACK, "mine:net").assignment
+    certifying = job.CertificationJob(Subject.load(model, "mine:net"), Data(), SETTINGS)._assignment
+    attacking = AttackJob(Subject.load(model, "mine:net"), Data(), ATTACK).assignment
     certifying.on_device()
     Attacker(attacking)
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
     use(tmp_path / "code")
-    for begin in (certifying.on_device, lambda: Attacker(attacking), lambda: _form(attacking)):
+    for begin in (
+        certifying.on_device,
+        lambda: Attacker(attacking),
+        lambda: choose_form(attacking.counting),
+    ):
         with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
             begin()
 
@@ -383,32 +354,3 @@ def test_a_module_below_the_package_is_covered_by_its_own_name(tmp_path, use, mo
         "helpers",
         "helpers.layers",
     }
-
-
-def test_a_factory_from_a_module_of_a_computed_name_is_refused(tmp_path, use):
-    name = "''.join(['helpers', '.f', 'ar'])"
-    (tmp_path / "helpers").mkdir()
-    (tmp_path / "helpers/__init__.py").write_text(LAZY.format(module=name))
-    (tmp_path / "helpers/far.py").write_text(LAYERS)
-    use(tmp_path)
-    with pytest.raises(UserError, match=r"model\.name: must name the module that .*helpers\.far"):
-        models.initialise(models.ModelSpec("helpers:net", (1, 6, 6), 3), 1)
-
-
-def test_threads_make_syntax_trees_one_after_the_other(tmp_path, use, monkeypatch):
-    """Python 3.11 ends in a SystemError otherwise, now and then."""
-    use(write(tmp_path / "code"))
-    parse, active, most = ast.parse, [], []
-
-    def watched(raw: bytes) -> ast.Module:
-        active.append(raw)
-        most.append(len(active))
-        time.sleep(0.002)
-        active.pop()
-        return parse(raw)
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(4) as threads:
-        patch.setattr(ast, "parse", watched)
-        patch.setattr("dpdist.models.factory_code._IMPORTS", {})
-        found = list(threads.map(lambda _: FactoryCode.from_factories(("mine:net",)), range(4)))
-    assert max(most) == 1 and all(code == found[0] for code in found)

@@ -145,40 +145,6 @@ def test_own_factory_by_name(tmp_path, monkeypatch):
     assert models.load(tmp_path / "m", trusted_factory="mine:net")[0].out_features == 5
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (ModelSpec("nothing", (4,), 2), "unknown 'nothing'"),
-        (ModelSpec("no_such_module:f", (4,), 2), "cannot import"),
-        (ModelSpec("linear", (4,), 2, options={"depth": 3}), "cannot be built"),
-        (ModelSpec("mlp", (4,), 2, options={"activation": "sin"}), "unknown 'sin'"),
-        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"kernels": [5, 3]}), "lists of one length"),
-        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"kernels": [4, 3, 3]}), "kernels odd"),
-        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"groups": 5}), "divisible by num_groups"),
-        (ModelSpec("pool-cnn", (3, 2, 2), 2), "too small for its layers"),
-        (ModelSpec("builtins:len", (4,), 2), "cannot be built"),
-        (ModelSpec("linear", (3, 4, 4), 2, mean=(0.1, 0.2)), "1 or 3 values"),
-        (ModelSpec("linear", (4,), 2, std=(0.0,)), "must be > 0"),
-    ],
-)
-def test_what_cannot_be_built_is_explained(spec, message):
-    with pytest.raises(UserError, match=message):
-        models.build_model(spec)
-
-
-def test_damaged_and_missing_files(tmp_path):
-    with pytest.raises(UserError, match="no model there"):
-        models.load(tmp_path)
-    spec = ModelSpec("linear", (4,), 2)
-    models.save(models.build_model(spec), spec, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(UserError, match="does not fit the model"):
-        models.load(tmp_path)
-    (tmp_path / "model.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match="newer version"):
-        models.load(tmp_path)
-
-
 class Tied(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -193,14 +159,6 @@ def tied(shape, classes):
     return Tied(classes)
 
 
-def failing(shape, classes):
-    return {}["no such layer"]
-
-
-def three(width, depth, classes):
-    return torch.nn.Linear(width, classes)
-
-
 def test_tied_weights_are_saved(tmp_path):
     name = f"{__name__}:tied"
     spec = ModelSpec(name, (6,), 6)
@@ -209,37 +167,6 @@ def test_tied_weights_are_saved(tmp_path):
     loaded = models.load(tmp_path, trusted_factory=name)
     inputs = torch.rand(3, 6)
     assert torch.equal(loaded(inputs), module(inputs))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (f"{__name__}:failing", "cannot be built: KeyError: 'no such layer'$"),
-        (f"{__name__}:three", "missing .*'classes'; write a function of input_shape and num_class"),
-        (":net", "cannot import ':net'"),
-        ("torchvision.models:resnet18", r"name: torchvision, options: {architecture: resnet18}"),
-        ("__main__:net", "must be importable in every worker, got '__main__:net'"),
-    ],
-)
-def test_factories_that_fail(name, message):
-    with pytest.raises(UserError, match=message):
-        models.build_model(ModelSpec(name, (6,), 6))
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.Linear(6, 5), r"gives \(2, 5\) for 2 inputs, must be \(2, 4\)"),
-        (nn.Linear(7, 4), "fails on inputs of shape"),
-        (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)), "draws random numbers"),
-        (nn.LSTM(6, 4), "gives tuple"),
-    ],
-    ids=["classes", "shape", "dropout", "tuple"],
-)
-def test_modules_that_cannot_be_trained(module, message):
-    with pytest.raises(UserError, match=message):
-        models.check_outputs(module, ModelSpec("mine:net", (6,), 4))
-    models.check_outputs(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0)), ModelSpec("x", (6,), 4))
 
 
 @pytest.mark.long
@@ -270,9 +197,3 @@ def test_dense_layers_fit_behind_convolutions(sides):
         options = {"width": 3, "dense": dense}
         network = models.build_model(ModelSpec("tf-cnn", (2, *sides), 5, options=options))
         assert network(torch.zeros(3, 2, *sides)).shape == (3, 5)
-
-
-@pytest.mark.parametrize("side", [1, 6, 10])
-def test_images_that_are_too_small_for_convolutions_are_refused(side):
-    with pytest.raises(UserError, match=rf"\(1, {side}, {side}\) are too small for its layers"):
-        models.build_model(ModelSpec("tf-cnn", (1, side, side), 5))

@@ -17,7 +17,7 @@ from dpdist import data, models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.data.text import next_tokens
-from dpdist.evaluation import _evaluate_next_tokens, evaluate_stage
+from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import ParameterPerturbation
@@ -28,8 +28,8 @@ from dpdist.reports.compare import accuracy_differences
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.pretraining import pretrain
 
 pytestmark = pytest.mark.whole
@@ -227,54 +227,15 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert "classes: the next token\ncolumns: inputs text\n" in shown.output
 
 
-def test_documents_of_one_token_have_nothing_to_tell():
-    class Single(list):
-        name = "texts"
-
-        def batch(self, rows):
-            return torch.zeros(len(self), 2, dtype=torch.int64)
-
-        def targets(self, rows):
-            return torch.full((len(self), 2), -100)
-
-    with pytest.raises(UserError, match="texts: no document of its test split"):
-        _evaluate_next_tokens(Single("ab"), lambda inputs, start: torch.zeros(*inputs.shape, 3))
-
-
-def test_complaints(root, tmp_path):
-    text = {"length": LENGTH, "words": 4, "predict": "next"}
-    named = {"name": "texts", "root": str(root), "text": text}
-    for section, values, said in (
-        ("data", {**named, "classes": 3}, r"data\.classes: leave it out.* it is 7 tokens"),
-        ("data", {**named, "labels": [1, 2]}, r"data\.names, labels: leave them out"),
-        ("certify", {"sigma": 0.5}, "certify: is for inputs that are numbers"),
-        ("tune", {"trials": 2, "space": {"training.learning_rate": {"choice": [0.1]}}}, "tune"),
-        ("method", {"name": "input-noise", "sigma": 0.5}, "method input-noise: is for inputs"),
-    ):
-        with pytest.raises(UserError, match=said):
-            recipe_of(root, **{section: values})
-    with pytest.raises(UserError, match=r"data\.text\.words: not beside tokenizer"):
-        recipe_of(root, data={"text": {**text, "tokenizer": "tokenizer.json"}})
-    other = recipe_of(root, model={"name": "mlp", "options": {}})
-    with pytest.raises(UserError, match="reads no tokens; take transformer, or next-word-lstm"):
-        prepare(other, RunFolder(tmp_path / "run"), "test")
-    public = {"data": {**named, "text": {**text, "length": 8}}}
-    public["training"] = {"batch_size": 4, "steps": 2, "learning_rate": 0.01}
-    other = recipe_of(root, model={"initial": str(tmp_path / "public")}, public=public)
-    with pytest.raises(UserError, match=r"public\.data\.text: must be data\.text"):
-        pretrain(other, "test")
-    label = recipe_of(root, data={"classes": 7, "text": {**text, "predict": "label"}})
-    with pytest.raises(UserError, match="no column 'label'"):
-        prepare(label, RunFolder(tmp_path / "run"), "test")
-
-
-@pytest.mark.parametrize("name", ["membership", "poison"])
-def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, name):
+@pytest.mark.parametrize("kind", ["membership", "poison"])
+def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, kind):
     file = tmp_path / "x.yaml"
     file.write_text(recipe_of(root).to_yaml())
-    done = CliRunner().invoke(app, [name, str(file), "--runs", str(tmp_path / "runs")])
+    done = CliRunner().invoke(
+        app, ["audit", str(file), "--kind", kind, "--runs", str(tmp_path / "runs")]
+    )
     assert isinstance(done.exception, UserError)
-    assert str(done.exception).startswith(f"dpdist {name}: is for records of one label")
+    assert str(done.exception).startswith("dpdist audit: is for records of one label")
     assert not (tmp_path / "runs").exists()
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.attacks.gradient_attacks import RandomisedClassifier, loss_gradient
-from dpdist.attacks.job import AttackedClassifier, CounterFactory, choose_form, count_answers
+from dpdist.attacks.job import choose_form, count_answers, counting_assignment
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
-from dpdist.certification.worker import expected_log_scores
+from dpdist.certification.worker import build_checked_counter, expected_log_scores
 from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_per_record
 from dpdist.models import BlockNoise, ModelSpec, find_batch_dependence
@@ -33,7 +33,6 @@ from dpdist.randomness.noisy_modules import MODES
 
 pytestmark = pytest.mark.guarantee
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE, SOURCE = (1, 6, 6), StreamKeys("test", "1", "m", "d", "", 1.0)
 SPEC = ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
 STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run
@@ -121,20 +120,6 @@ def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message:
         models.load(tmp_path)
 
 
-def test_noise_that_no_place_has_is_named() -> None:
-    with pytest.raises(UserError, match="mode must be one of additive, multiplicative, relative"):
-        ModuleNoise(STDS, "subtractive")
-    for bad in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="noise on 1: must be a finite number >= 0"):
-            ModuleNoise({"1": bad})
-        with pytest.raises(UserError, match="noise on the input"):
-            ModuleNoise(STDS, input_std=bad)
-    layer = nn.Linear(4, 4)
-    twice = nn.Sequential(layer, layer)
-    with pytest.raises(UserError, match="module '0' ran 2 times in a forward pass, not once"):
-        ModuleNoise({"0": 1.0}).normals_shape(twice, (4,))
-
-
 @pytest.mark.parametrize("place", [InputNoise(0.5), ModuleNoise(STDS, "relative", 0.3)], ids=str)
 def test_an_evaluated_input_has_noise_of_its_own_wherever_it_stands(place) -> None:
     model, x = models.initialise(SPEC, 0).eval(), torch.rand(6, *SHAPE)
@@ -194,13 +179,10 @@ def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> Non
     "place", [find_noise_location(threshold()), ModuleNoise({"0": np.hypot(2 * PI, INNER)})]
 )
 def test_an_attack_counts_and_differentiates_under_all_the_noise(place: ModuleNoise) -> None:
-    counted = AttackedClassifier(threshold(), place, 2, X.numpy()[None])
-    counted = replace(counted, spec=choose_form(counted, SOURCE))
-    counters = CounterFactory(counted, SOURCE)
-    likely(
-        int(count_answers(counters.build_counter("a"), X, 0, "s", 20_000, counters.batch)[1]),
-        20_000,
-    )
+    counted = counting_assignment(threshold(), place, 2, X.numpy()[None], SOURCE, n=20_000)
+    spec = choose_form(counted)
+    counter = build_checked_counter(replace(counted, spec=spec)).for_purpose("a")
+    likely(int(count_answers(counter, X, 0, "s", 20_000, spec.batch)[1]), 20_000)
     classifier = RandomisedClassifier(counted.model, place)
     normals = torch.randn(4, *classifier.noise_shape((1,)))
     x = X.expand(4, 1)
@@ -222,17 +204,13 @@ class Torn(nn.Module):
 
 def test_an_attack_executes_the_form_that_was_certified() -> None:
     """And its workers are held to the answers of that form, ties included."""
-    counted = AttackedClassifier(Torn(), InputNoise(0.25), 2, X.numpy()[None])
-    counted = replace(counted, spec=choose_form(counted, SOURCE))
+    counted = counting_assignment(Torn(), InputNoise(0.25), 2, X.numpy()[None], SOURCE, n=100)
+    spec = choose_form(counted)
     for form, leads in (("frozen", 1), ("eager", 0)):
-        assert counted.spec is not None
-        like = replace(counted, spec=replace(counted.spec, form=form, generator="philox"))
-        fixed = choose_form(like, SOURCE)
+        fixed = choose_form(counted, replace(spec, form=form, generator="philox"))
         assert (fixed.form, fixed.generator) == (form, "aes")  # what an attack draws by
-        counters = CounterFactory(replace(like, spec=fixed), SOURCE)
-        assert (
-            count_answers(counters.build_counter("a"), X, 0, "s", 100, counters.batch)[leads] == 100
-        )
+        counter = build_checked_counter(replace(counted, spec=fixed))
+        assert count_answers(counter, X, 0, "s", 100, spec.batch)[leads] == 100
 
 
 # ---- training draws the same

@@ -229,42 +229,6 @@ def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
     assert macs[0] == macs[1] and len(set(macs[0])) == 3  # a budget knows them again
 
 
-@pytest.mark.long
-def test_pairs_that_are_refused():
-    secret = [{"prompt": "SECRET", "chosen": "SECRET", "rejected": "b"}]
-    for rows, more, said in (
-        ([], {}, "must be rows with named fields"),
-        ([{"prompt": "SECRET"}], {}, "record 0: must have prompt, chosen and rejected: all te"),
-        ([{"chosen": "SECRET a", "rejected": "SECRET b"}], {}, "must have prompt, chosen and rej"),
-        (secret * 2, {}, r"must have one pair of each prompt.* got 1 more: give unit='prompt'"),
-        (secret, {"length": 6}, "length must leave a token of both answers in some pair, got 6"),
-        (secret, {"length": 1}, "length must be a whole number of tokens >= 2, got 1"),
-        (secret, {"saw": " "}, "saw must say what the reference and the first weights were tra"),
-        (secret, {"saw": "Preferences"}, "saw must be other data than preferences, whose records"),
-        (secret, {"reference": "runs/sft"}, "reference must be a model of transformers that is p"),
-        (secret, {"reference": lm.make("bert")}, "must be a causal .* got BertForMaskedLM"),
-        (secret, {"length": 99, "reference": lm.make("llama", vocab_size=262,
-                                                     max_position_embeddings=98)},
-         "length must be at most 98, the positions of the reference, got 99"),
-        (secret, {"reference": nn.Linear(2, 2)}, "must be a causal .* got Linear"),
-        (secret, {"reference": lm.with_lora(lm.make("llama")).get_base_model()},
-         "must have its adapters from peft.get_peft_model"),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=said) as caught:
-            make(rows, **more)
-        assert "SECRET" not in str(caught.value)
-    for same in ("SECRET", " SECRET\n", "\uff33ECRET"):  # another form of S
-        twice = [*secret, {**secret[0], "prompt": same}]
-        with pytest.raises(UserError, match="must have one pair of each prompt"):
-            make(twice)
-        assert [make(twice, unit="prompt").unit_id(n) for n in (0, 1)] == 2 * [
-            '[{"role": "user", "content": "SECRET"}]'
-        ]
-    with pytest.warns(UserWarning, match="of 1 of 2 pairs nothing is learned, since an answer"):
-        cut = make([{**secret[0], "prompt": 16 * "a"}, secret[0]], length=16)
-    assert (cut.batch([0])["labels"] == -100).all() and (cut.batch([1])["labels"] >= 0).any()
-
-
 def test_windows_and_kernels_that_ignore_the_mask_are_refused():
     model = tiny("mistral")  # a window of 5 tokens
     with pytest.raises(UserError, match=r"length: must be at most 5 .* sliding_window .* got 9"):
@@ -357,9 +321,9 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     )  # fmt: skip
     for loss, data, said in (
         (language_model_loss, records, "must be dpdist.preference_loss for pairs"),
-        ("cross-entropy", records, "loss: must be dpdist.preference_loss for preferences, got 'c"),
+        ("cross-entropy", records, "under a named loss it gets one argument, a dict"),
         ("bce", dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
-         "loss: must be dpdist.language_model_loss for documents, got 'bce'"),
+         "under a named loss it gets one argument, a dict"),
         (preference_loss, dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
          r"must have the fields input_ids, labels and reference .*dpdist.preferences\("),
     ):  # fmt: skip
@@ -400,7 +364,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
         privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
     )  # fmt: skip
     assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
-    assert made._spec.input_shape == (24,)  # of one answer with its prompt
+    assert made._learner.spec.input_shape == (24,)  # of one answer with its prompt
     assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
@@ -463,13 +427,6 @@ def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypa
     for part in (release.model, release.model.network, copy.deepcopy(release.model.network)):
         with pytest.raises(UserError, match=r"reference must be public, got one that .*release"):
             make(rows_of(), tokenizer=folder, reference=part)
-
-
-@pytest.mark.parametrize("beta", [0, -0.1, float("nan"), float("inf"), "0.1", torch.ones(6)])
-def test_a_beta_that_holds_to_no_reference_is_refused(beta):
-    model = tiny()
-    with pytest.raises(UserError, match=r"beta: must be a finite number > 0, got"):
-        preference_loss(model, fields_of(model), beta=beta)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
+from support import certificates
 from support.local_execution import run_without_ray
 
 import dpdist
@@ -169,7 +170,6 @@ def train(described: dict, path: Path) -> RunFolder:
 
 
 PLAIN = {"name": "small-cnn", "options": {"width": 4}}
-PIXELDP = {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
 
 
 @pytest.mark.long
@@ -204,7 +204,7 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mir
         def batch(self, indices):
             return torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(1))[indices]
 
-    job.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
+    certificates.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
     source = StreamKeys(
         "certify", "5", models.model_hash(tmp_path / "model"), "these", "gaussian", 0.5
     )
@@ -231,7 +231,7 @@ def test_every_form_of_the_executed_classifier_is_the_average(tmp_path):
 
 
 def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
-    """`dpdist denoise`: the whole is averaged once, not its classifier inside it again."""
+    """`dpdist import --run`: the whole is averaged once, not its classifier inside it again."""
     quick = {"batch_size": 50, "steps": 2, "learning_rate": 0.1}
     autoencoder = {"name": "conv-autoencoder", "options": {"channels": [4]}}
     public = raw(
@@ -262,39 +262,6 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert not spec.averages_views and not spec.classifier.averages_views
     assert models.read_spec(run.model_folder).shifts == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": {**PLAIN, "shifts": 9}}, r"model\.shifts: must be <= 8"),
-        ({"model": {**PLAIN, "shifts": True}}, r"model\.shifts: must be a number"),
-        ({"method": PIXELDP, "certify": None}, r"leaves noise inside the model"),
-        (
-            {"public": {"model": {**PLAIN, "shifts": 1}, "training": raw()["training"]},
-             "model": {"name": "mlp", "classifier": "c", "shifts": 1}},
-            r"public\.model\.shifts: of the model that is trained",
-        ),
-        (
-            {"public": {"model": {**PLAIN, "mirrored": True}, "training": raw()["training"]},
-             "model": {"name": "mlp", "classifier": "c"}},
-            r"public\.model\.mirrored: of the model that is trained",
-        ),
-        (
-            {"method": PIXELDP, "certify": None, "model": {**PLAIN, "mirrored": True}},
-            r"model\.mirrored: method pixeldp leaves noise inside the model",
-        ),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_it_is_told(change, said):
-    with pytest.raises(UserError, match=said):
-        parse_recipe(raw(**change), "test")
-
-
-def test_images_that_are_too_small_are_told_before_training(tmp_path):
-    with pytest.raises(UserError, match=r"model\.shifts: must be below the image's sides, got 8"):
-        train(raw(model=PLAIN | {"shifts": 8}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

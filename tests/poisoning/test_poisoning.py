@@ -1,4 +1,4 @@
-"""`dpdist poison`: whose votes count, what they certify, and that none of it leaves private/."""
+"""Votes against poisoning: whose count, what they certify, and that none leaves private/."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load as load_tensors
 from scipy import stats
+from support.settings import sets
 from support.training import make
 
 from dpdist import models, pipeline
@@ -24,8 +24,6 @@ from dpdist.cli.audit import _assumption_rows
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
-from dpdist.papers.stobatch.functional_sums import CoefficientSums
-from dpdist.poisoning import evaluation
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
     FILE,
@@ -100,7 +98,7 @@ def test_an_input_may_move_besides() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"select": 3}, "--select"), ({"radii": (0.0, 0.1)}, "--sigma")],
+    [({"select": 3}, "select"), ({"radii": (0.0, 0.1)}, "sigma")],
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -234,35 +232,6 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
     assert (first == again).all()
 
 
-def test_models_on_the_same_records_make_their_features_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(
-        tmp_path,
-        model={"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}},
-        method={"name": "functional", "rounds": 1, "sigma": 0.3, "noise": "own"},
-    )  # fmt: skip
-    setup = setup_of(recipe, Poisoning(2, seed=SEED, every=8))
-    made: list[int] = []
-    real = CoefficientSums.features
-
-    def counted(made_by: CoefficientSums, inputs: torch.Tensor) -> torch.Tensor:
-        made.append(len(inputs))
-        return real(made_by, inputs)
-
-    monkeypatch.setattr(CoefficientSums, "features", counted)
-    shared = said_by(Voter(setup)).vote
-    assert sum(made) == setup.plan.records  # of two models, each of three sums
-    alone = Voter(setup)
-    for number in range(2):
-        assert alone._shared_state is not None
-        alone._shared_state.clear()
-        assert (load_tensors(alone(number)[FILE])["votes"] == shared[number]).all()
-    assert len({tuple(each) for each in shared.tolist()}) == 2
-    assert Voter(setup_of(recipe, Poisoning(2, partitions=True, seed=SEED)))._shared_state is None
-    assert Voter(setup_of(recipe, Poisoning(2, bag=30, seed=SEED)))._shared_state is None
-
-
 def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     settings = Poisoning(4, partitions=True, seed=SEED, every=20)
@@ -286,7 +255,11 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         assert votes.vote[number].tolist() == said.tolist()
     # How many records data.max_train lets in follows from their number: a change must leave that.
     done = dpdist_without_ray(
-        "poison", "x.yaml", "--partitions", "--models", 4, "--every", 20, "--seed", SEED
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("partitions=true", "models=4", "every=20", f"seed={SEED}"),
     )
     assert done.code == 0 and "data.max_train is a share of it" in done.out
 
@@ -306,8 +279,14 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe_of(tmp_path)
-    asked = ("poison", "x.yaml", "--models", 6, "--select", 2, "--alpha", 0.3, "--every", 40)
-    done = dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv")
+    asked = (
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("models=6", "select=2", "alpha=0.3", "every=40"),
+    )
+    done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv")
     assert done.code == 0, done.err
     for said in ("changed records withstood", "% at 1", "these votes, if published", "zero-out"):
         assert said in done.out, said
@@ -322,47 +301,12 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
     (home / "journal.jsonl").write_text("".join(lines[:3]))
     shutil.rmtree(home / "models/0004")
-    assert dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
+    assert dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv").out == done.out
     assert (home / "votes.parquet").read_bytes() == table
     # Of another seed: said without the secret one.
-    done = dpdist_without_ray(*asked, "--seed", SEED)
+    done = dpdist_without_ray(*asked, "--set", f"seed={SEED}")
     secret = json.loads((home / "settings.json").read_text())["seed"]
     assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
-
-
-def test_mistakes_are_told_before_a_model_is_trained(
-    dpdist_without_ray: Any, tmp_path: Path
-) -> None:
-    begun(recipe_of(tmp_path), tmp_path)
-    before = sorted((tmp_path / "runs").rglob("*"))
-    for asked, complaint in (
-        (("--models", 6, "--select", 6), "--select"),
-        (("--radii", "0.1"), "--sigma"),
-        (("--partitions", "--sigma", 0.1), "--partitions"),
-        (("--partitions", "--radii", "0.1"), "--partitions"),
-        (("--seed", "12"), "seed"),
-        (("--start", 10_000), "no test input"),
-        (("--csv", "runs/x/certificates.csv"), "may be published"),
-        (("--csv", "runs/x/private/run_key"), "must end in .csv"),
-        (("--partitions", "--alpha", 0.1), "--alpha: goes with models that draw"),
-        (("--partitions", "--select", 3), "--select: goes with models that draw"),
-        (("--partitions", "--bag", 3), "choose one"),
-        (("--bag", 10_000), "--bag: x has"),
-        (("--bag", 5, "--select", 66), "--select"),
-        (("--models", 1_000_000_000), "--models: must be <= 10000"),
-    ):
-        done = dpdist_without_ray("poison", "x.yaml", *asked)
-        assert done.code == 2 and complaint in done.err, (asked, done.err)
-        assert sorted((tmp_path / "runs").rglob("*")) == before
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "MOST_VOTES", 1000)
-        done = dpdist_without_ray("poison", "x.yaml", "--models", 50)
-    assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
-    assert sorted((tmp_path / "runs").rglob("*")) == before
-    free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
-    assert free.privacy.noise_multiplier == 0
-    done = dpdist_without_ray("poison", "x.yaml", "--name", "free")
-    assert done.code == 2 and "no trade-off curve" in done.err
 
 
 @pytest.mark.long
@@ -370,8 +314,14 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
-    asked = ("poison", "x.yaml", "--bag", 30, "--models", 8, "--select", 2, "--every", 40)
-    done = dpdist_without_ray(*asked, "--alpha", 0.3, "--seed", SEED, "--changes", "0,1")
+    asked = (
+        "audit",
+        "x.yaml",
+        "--kind",
+        "poison",
+        *sets("bag=30", "models=8", "select=2", "every=40"),
+    )
+    done = dpdist_without_ray(*asked, *sets("alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
     assert done.code == 0, done.err
     for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
         assert said in done.out, said
@@ -382,7 +332,7 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     voter = Voter(setup_of(recipe, settings))
     own, _ = settings.training_plan(recipe, len(voter._records))
     assert own.privacy.clipping == "none"
-    sets = []
+    member_sets = []
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         members = draw_subset(derive_key(key, "bag"), len(voter._records), 30)
@@ -392,30 +342,14 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
         assert votes.vote[number].tolist() == said.tolist()
-        sets.append(members)
-    assert members.sum() == 30 and (sets[0] != sets[1]).any()
+        member_sets.append(members)
+    assert members.sum() == 30 and (member_sets[0] != member_sets[1]).any()
     # A model whose logits are no numbers votes for nothing, as one whose training diverged.
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     assert voter._votes(model, "seed").tolist() == [NONE] * len(votes.index)
     # What a bag's training does follows from its size, not from how many records there are.
     assert settings.training_plan(recipe, 90)[1] == settings.training_plan(recipe, 2000)[1]
-
-
-def test_teachers_cannot_vote_themselves() -> None:
-    recipe = load_recipe(find_recipe("digits-pate"))
-    with pytest.raises(UserError, match="teachers of its own"):
-        Poisoning().training_plan(recipe, 1100)
-    plain, _ = Poisoning(partitions=True).training_plan(recipe, 1100)
-    assert plain.privacy.noise_multiplier == 0
-    for name, why in (
-        ("digits-dpal-audited", "canaries plants records in this training"),
-        ("digits-private-prediction", "never leave"),
-        ("digits", "a private search is no single training"),
-    ):
-        for how in (Poisoning(), Poisoning(partitions=True), Poisoning(bag=10)):
-            with pytest.raises(UserError, match=why):
-                how.training_plan(load_recipe(find_recipe(name)), 1100)
 
 
 def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
@@ -448,66 +382,13 @@ def test_public_records_are_trusted() -> None:
     assert "data.public" in dict(_assumption_rows(told, exact, PLAN))["trusted"]
 
 
-def write_points(folder: Path, copied: int) -> None:
-    """Two classes in the plane; so many of the test inputs are training records too, under the
-    other label."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    splits = {name: rng.random((count, 2)) for name, count in (("train", 60), ("test", 12))}
-    labels = {name: (x[:, 0] > 0.5).astype(int) for name, x in splits.items()}
-    x = np.concatenate([splits["train"], splits["test"][:copied]])
-    y = np.concatenate([labels["train"], 1 - labels["test"][:copied]])
-    for name, (inputs, wanted) in {
-        "train": (x, y), "test": (splits["test"], labels["test"])
-    }.items():  # fmt: skip
-        table = pa.table({"a": inputs[:, 0], "b": inputs[:, 1], "label": wanted})
-        pq.write_table(table, folder / f"{name}.parquet")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "how", [(), ("--partitions",), ("--bag", 10)], ids=["private", "partitions", "bags"]
-)
-def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
-    dpdist_without_ray: Any, tmp_path: Path, how: tuple[Any, ...]
-) -> None:
-    data = {
-        "name": "mine",
-        "root": str(tmp_path),
-        "classes": 2,
-        "columns": {"features": ["a", "b"]},
-    }
-    (tmp_path / "x.yaml").write_text(
-        json.dumps({
-            "name": "x", "data": data, "model": {"name": "linear"},
-            "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
-            "training": {"batch_size": 20, "steps": 3, "learning_rate": 1.0},
-        })
-    )  # fmt: skip
-    said = []
-    for copied in (0, 1, 3):
-        write_points(tmp_path / "mine", copied)
-        asked = ("poison", "x.yaml", "--models", 4, "--select", 1, "--seed", SEED, *how[:2])
-        if how == ("--partitions",):
-            asked = ("poison", "x.yaml", "--models", 4, "--seed", SEED, *how)
-        done = dpdist_without_ray(*asked, "--changes", "0,1", "--runs", f"runs-{copied}")
-        assert done.code == 0, done.err
-        assert "records whose input is a test input" in done.out
-        (path,) = (tmp_path / f"runs-{copied}").rglob("votes.parquet")
-        said.append(path.read_bytes())
-    assert said[0] == said[1] == said[2]
-    # The training itself refuses what would be in its published scores.
-    done = dpdist_without_ray("train", "x.yaml", "--runs", "train")
-    assert done.code == 2 and "data.drop_test_records: true" in done.err
+# ---- and poisoned records do not
 
 
 def test_a_training_that_one_record_stops_withstands_nothing() -> None:
     recipe = load_recipe(find_recipe("digits-noisy-records"))
     with pytest.raises(UserError, match="nothing is withstood: one inserted copy of a test input"):
         Poisoning().training_plan(recipe, 1000)
-
-
-# ---- and poisoned records do not
 
 
 @pytest.mark.long
@@ -694,8 +575,3 @@ def test_a_table_of_votes_that_was_edited_is_refused(
     """Its digest is that of its settings: who edits computes it again."""
     with pytest.raises(UserError, match="damaged"):
         read_votes(write_votes(tmp_path / "votes.parquet", settings, **columns))
-
-
-def test_a_table_of_votes_is_read(tmp_path: Path) -> None:
-    votes = read_votes(write_votes(tmp_path / "votes.parquet"))
-    assert votes.vote.shape == (3, 2) and votes.index.tolist() == [0, 5]

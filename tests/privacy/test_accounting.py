@@ -16,10 +16,10 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
-from support.mechanisms import laplace_epsilon
+from support.mechanisms import laplace_epsilon, smallest_delta
 
 from dpdist.privacy import accounting
-from dpdist.privacy.accounting import compose_rdp, compute_epsilon, delta_profile
+from dpdist.privacy.accounting import compose_rdp, compute_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.pld import (
     CountsDpEvent,
@@ -51,7 +51,7 @@ def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, se
     assert exact <= value * (1 + 1e-9) and value == pytest.approx(exact, rel=1e-3)
     by_rdp = compose_rdp(event, neighbours).get_epsilon(1e-5)
     assert exact <= by_rdp <= 1.15 * exact
-    assert delta_profile([event], neighbours)(exact) == pytest.approx(1e-5, rel=1e-2)
+    assert smallest_delta(event, neighbours, exact) == pytest.approx(1e-5, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_one_sampled_step_by_integration():
     remove = np.maximum(0, mixed - math.exp(at) * base).sum() * width
     add = np.maximum(0, base - math.exp(at) * mixed).sum() * width
     event = dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise))
-    assert delta_profile([event], BOTH[0])(at) == pytest.approx(max(remove, add), rel=1e-3)
+    assert smallest_delta(event, BOTH[0], at) == pytest.approx(max(remove, add), rel=1e-3)
 
 
 def test_composition_by_sampling_the_privacy_loss():
@@ -172,11 +172,11 @@ def test_composition_by_sampling_the_privacy_loss():
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
     )
     error = gain.std() / math.sqrt(runs)
-    assert abs(gain.mean() - delta_profile([event], BOTH[0])(at)) < 5 * error
+    assert abs(gain.mean() - smallest_delta(event, BOTH[0], at)) < 5 * error
     wrong = dpa.SelfComposedDpEvent(
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise * 1.1)), steps
     )
-    assert abs(gain.mean() - delta_profile([wrong], BOTH[0])(at)) > 5 * error
+    assert abs(gain.mean() - smallest_delta(wrong, BOTH[0], at)) > 5 * error
 
 
 def test_laplace_parts_match_their_exact_profile():
@@ -240,7 +240,6 @@ def test_full_batches_can_be_searched_under_replace_one():
 def test_no_noise_costs_infinity():
     for event in (dpa.NonPrivateDpEvent(), dpa.GaussianDpEvent(0.0), dpa.LaplaceDpEvent(0.0)):
         assert compute_epsilon([dpa.ComposedDpEvent([GAUSS, event])], 1e-5, BOTH[0])[0] == math.inf
-        assert delta_profile([event], BOTH[0])(1.0) == 1.0
     assert compute_epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 
@@ -427,15 +426,6 @@ def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, coun
     assert name.startswith("RDP")
     with pytest.raises(UnsupportedMechanismError, match="does not resolve"):
         accounting.coarse_epsilon([event], 1e-15, BOTH[0])
-
-
-def test_a_delta_profile_is_never_below_the_exact_one():
-    """The group lemma asks for the deltas of single records, which are tiny."""
-    step = dpa.PoissonSampledDpEvent(1 - 2.0**-50, dpa.GaussianDpEvent(100.0))
-    profile = accounting.delta_profile([dpa.SelfComposedDpEvent(step, 10_000)], BOTH[0])
-    for delta in TINY:
-        at = float(gaussian_epsilon(delta, 1.0))
-        assert delta * (1 - 1e-9) <= profile(at) <= 10 * delta
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dpdist.cli.account import budget_app
+from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.privacy import budget as budgets
 from dpdist.privacy.budget import (
@@ -419,25 +419,25 @@ def test_a_budget_of_another_format_is_neither_read_nor_added_to(folder, header)
 def test_the_command(folder):
     reserve(folder, "one")
     reserve(folder, "two")
-    arguments = ["--folder", str(folder), "--delta", "1e-4"]
-    shown = CliRunner().invoke(budget_app, [*arguments, "--json"], catch_exceptions=False)
+    arguments = ["budget", "--folder", str(folder), "--delta", "1e-4"]
+    shown = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     (entry,) = json.loads(shown.stdout)
     assert (entry["epsilon"], entry["delta"], entry["name"]) == (4.0, 1e-4, "toy")
     assert entry["records"] == 1000
     assert [run["epsilon"] for run in entry["runs"]] == [PLAN.guarantee().epsilon] * 2
     assert 0 < entry["spent"]["of_ceiling"] < 1 and entry["spent"]["guarantee"] is False
-    text = CliRunner().invoke(budget_app, arguments, catch_exceptions=False).stdout
+    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "toy: epsilon 4 at delta 0.0001" in text and "name of two" in text
     assert "no guarantee by itself" in text
     alone = f"alone {format_epsilon(PLAN.guarantee().epsilon)} at delta 0.0001"
     assert text.count(alone) == 2
-    unsaid = CliRunner().invoke(budget_app, arguments[:2], catch_exceptions=False).stdout
+    unsaid = CliRunner().invoke(app, arguments[:3], catch_exceptions=False).stdout
     assert unsaid == text  # beside a ceiling, by default at its own delta
     with pytest.raises(UserError, match="not a folder"):
-        CliRunner().invoke(budget_app, ["--folder", str(folder) + "x"], catch_exceptions=False)
+        CliRunner().invoke(app, ["budget", "--folder", str(folder) + "x"], catch_exceptions=False)
     with pytest.raises(UserError, match="delta"):
         CliRunner().invoke(
-            budget_app, ["--folder", str(folder), "--delta", "1"], catch_exceptions=False
+            app, ["budget", "--folder", str(folder), "--delta", "1"], catch_exceptions=False
         )
 
 
@@ -459,6 +459,6 @@ def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
     with pytest.raises(BudgetExceeded, match="accounted under add-or-remove-one only"):
         reserve(folder.with_name("new"), "one", plan=replaced, phases=parts, terms=filtered)
     assert size(folder) == before
-    arguments = ["--folder", str(folder), "--delta", "1e-4", "--replace-one"]
+    arguments = ["budget", "--folder", str(folder), "--delta", "1e-4", "--replace-one"]
     with pytest.raises(UserError, match="budget: parallel parts are accounted under"):
-        CliRunner().invoke(budget_app, arguments, catch_exceptions=False)
+        CliRunner().invoke(app, arguments, catch_exceptions=False)

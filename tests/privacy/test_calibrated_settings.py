@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpdist.cli.account import account_app
+from dpdist.cli.main import app
 from dpdist.privacy.calibration import batch_size_for, noise_multiplier_for, steps_for
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -54,20 +54,21 @@ def test_batch_sizes_meet_the_target_of_the_setting(neighbours):
 @pytest.mark.long
 @pytest.mark.parametrize("neighbours", RELATIONS)
 @pytest.mark.parametrize(
-    ("command", "given", "capped"),
+    ("given", "capped"),
     [
-        ("noise", {"batch-size": 40, "steps": 3}, True),
-        ("steps", {"batch-size": 40, "noise-multiplier": 2.5}, True),
-        ("batch", {"noise-multiplier": 2.5, "steps": 3}, False),
+        ({"batch-size": 40, "steps": 3}, True),
+        ({"batch-size": 40, "noise-multiplier": 2.5}, True),
+        ({"noise-multiplier": 2.5, "steps": 3}, False),
     ],
 )
-def test_the_commands_pass_the_whole_setting_on(command, given, capped, neighbours):
+def test_the_commands_pass_the_whole_setting_on(given, capped, neighbours):
     """What is printed with an answer is the cost of that answer under what was asked for."""
-    asked = {"epsilon": 3.0, **DATA, **given, "neighbours": neighbours}
+    asked = {"epsilon": 3.0, **DATA, **given}
     if capped:
         asked["batch-cap"] = 41
     arguments = [part for name, value in asked.items() for part in (f"--{name}", str(value))]
-    shown = CliRunner().invoke(account_app, [command, *arguments, "--json"], catch_exceptions=False)
+    arguments += ["--replace-one"] * (neighbours == "replace-one")
+    shown = CliRunner().invoke(app, ["account", *arguments, "--json"], catch_exceptions=False)
     answer = json.loads(shown.stdout)
     found = {name: answer[name] for name in ("batch_size", "steps", "noise_multiplier")}
     cap = 41 if capped else None

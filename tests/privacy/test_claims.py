@@ -9,16 +9,17 @@ import pytest
 from scipy import stats
 from support.mechanisms import heterogeneous_std
 
-from dpdist.papers.published import hgm_claim, published_claims
+from dpdist.papers import composition
+from dpdist.papers.pate import claims as votes_of_pate
+from dpdist.papers.published import published_claims
 from dpdist.papers.residual import claims as residual_claims
+from dpdist.papers.secure_sgd.claims import hgm_claim, redistribution, secure_sgd_claim
 from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
-from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
-from dpdist.privacy import claims
-from dpdist.privacy.mechanisms import (
-    gaussian_epsilon,
+from dpdist.papers.transdenoiser.claims import (
     mixed_gaussian_added_std,
-    redistribution,
+    transdenoiser_training_claim,
 )
+from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
 pytestmark = pytest.mark.guarantee
@@ -102,7 +103,7 @@ def test_residual_budgets_do_not_follow(table):
     # No batch size is printed: other ones, and twice the epochs, come near the printed budgets.
     for records, batch, near in ((9988, 250, 15.84), (12_500, 512, 22.03)):
         steps = 200 * records // batch
-        found = claims.secure_sgd_claim(records, batch, 1.1, steps).epsilon
+        found = secure_sgd_claim(records, batch, 1.1, steps).epsilon
         assert found == pytest.approx(near, abs=0.01)
 
 
@@ -122,8 +123,8 @@ def test_the_training_theorem_of_transdenoiser():
 
 
 def test_pate_is_charged_without_its_votes():
-    everything = claims.pate_guarantee(4000, 4000, 200.0, 40.0).epsilon
-    capped = claims.pate_guarantee(4000, 1323, 200.0, 40.0).epsilon
+    everything = votes_of_pate.pate_guarantee(4000, 4000, 200.0, 40.0).epsilon
+    capped = votes_of_pate.pate_guarantee(4000, 1323, 200.0, 40.0).epsilon
     assert capped == pytest.approx(6.08, abs=0.01)  # below the printed, data-dependent 7.44
     assert everything > 11
 
@@ -280,9 +281,9 @@ def test_advanced_composition_is_the_theorem_and_never_below_the_optimal_one():
             slack = mpmath.mpf(total) - k * mpmath.mpf(d)
             spread = mpmath.sqrt(2 * k * mpmath.log(1 / slack)) * e
             exact = float(spread + k * e * (mpmath.exp(e) - 1))
-        advanced = claims.advanced_composition_epsilon(e, d, k, total)
+        advanced = composition.advanced_composition_epsilon(e, d, k, total)
         assert advanced == pytest.approx(exact, rel=1e-9)
-        optimal = claims.optimal_composition_epsilon(e, d, k, total)
+        optimal = composition.optimal_composition_epsilon(e, d, k, total)
         assert 0 < optimal <= min(advanced, k * e)
 
 
@@ -291,7 +292,7 @@ def test_optimal_composition_is_that_of_randomised_response_by_counting_answers(
     """All answers of k randomised responses, each of which gives all away with probability d."""
     import itertools
 
-    epsilon = claims.optimal_composition_epsilon(e, d, k, k * d + 1e-2)
+    epsilon = composition.optimal_composition_epsilon(e, d, k, k * d + 1e-2)
     p = math.exp(e) / (1 + math.exp(e))
 
     def profile(at: float) -> float:
@@ -311,22 +312,27 @@ def test_optimal_composition_is_that_of_randomised_response_by_counting_answers(
     "wrong", [(0.1, 1e-6, 10, 1e-5), (0.0, 0.0, 1, 0.1), (0.1, 1.0, 1, 0.1), (0.1, 0.0, 0, 0.1)]
 )
 def test_composition_of_nothing_is_refused(wrong):
-    for theorem in (claims.advanced_composition_epsilon, claims.optimal_composition_epsilon):
+    for theorem in (
+        composition.advanced_composition_epsilon,
+        composition.optimal_composition_epsilon,
+    ):
         with pytest.raises(ValueError):
             theorem(*wrong)
 
 
 def test_the_central_limit_is_no_bound():
     exact = float(gaussian_epsilon(1e-5, 4.0))
-    assert claims.clt_epsilon(1.0, 4.0, 1, 1e-5) > exact  # expm1(x) > x: above without sampling
+    assert (
+        composition.clt_epsilon(1.0, 4.0, 1, 1e-5) > exact
+    )  # expm1(x) > x: above without sampling
     steps = PrivacyPlan.dp_sgd(
         records=60_000, batch_size=600, noise_multiplier=1.1, steps=1000, delta=1e-5
     )
     proved = steps.guarantee().epsilon
-    near = claims.clt_epsilon(0.01, 1.1, 1000, 1e-5)
+    near = composition.clt_epsilon(0.01, 1.1, 1000, 1e-5)
     assert near < proved < 1.2 * near  # below what is proved: never to be charged
-    assert claims.advanced_dp_sgd_epsilon(0.01, 1.1, 1000, 1e-5) > proved
-    assert claims.clt_epsilon(0.01, 0.01, 1000, 1e-5) == math.inf
+    assert composition.advanced_dp_sgd_epsilon(0.01, 1.1, 1000, 1e-5) > proved
+    assert composition.clt_epsilon(0.01, 0.01, 1000, 1e-5) == math.inf
 
 
 # ---- PATE by its votes
@@ -352,11 +358,11 @@ def renyi(p, q, order):
 def test_the_cost_of_votes_is_above_every_neighbour_s_renyi_divergence(votes):
     """By the laws themselves, against all votes that one teacher's change makes."""
     std, orders = 6.0, np.array([1.5, 2.0, 4.0, 8.0, 16.0])
-    log_q = claims.vote_flip_log_probability(np.array([votes]), std)
+    log_q = votes_of_pate.vote_flip_log_probability(np.array([votes]), std)
     own = argmax_law(votes, std)
     missed = 1 - own.max()
     assert missed <= math.exp(log_q[0]) * (1 + 1e-6)
-    bound = claims.data_dependent_rdp(log_q, std, orders)[0]
+    bound = votes_of_pate.data_dependent_rdp(log_q, std, orders)[0]
     assert np.all(bound <= orders / std**2)
     for giver in range(len(votes)):
         for taker in range(len(votes)):
@@ -373,7 +379,7 @@ def test_the_cost_of_votes_is_above_every_neighbour_s_renyi_divergence(votes):
 def test_the_cost_of_votes_is_the_theorem_s_in_high_precision():
     mpmath = pytest.importorskip("mpmath")
     std, order, votes = 40.0, 12.0, [240, 6, 4]
-    log_q = claims.vote_flip_log_probability(np.array([votes]), std)
+    log_q = votes_of_pate.vote_flip_log_probability(np.array([votes]), std)
     with mpmath.workdps(50):
         q = sum(mpmath.erfc((votes[0] - n) / (2 * mpmath.mpf(std))) / 2 for n in votes[1:])
         assert float(mpmath.log(q)) == pytest.approx(float(log_q[0]), rel=1e-12)
@@ -384,7 +390,7 @@ def test_the_cost_of_votes_is_the_theorem_s_in_high_precision():
         a = (1 - q) / (1 - (q * mpmath.exp(e2)) ** ((m2 - 1) / m2))
         b = mpmath.exp(e1) / q ** (1 / (m1 - 1))
         value = mpmath.log((1 - q) * a ** (order - 1) + q * b ** (order - 1)) / (order - 1)
-    found = claims.data_dependent_rdp(log_q, std, np.array([order]))[0, 0]
+    found = votes_of_pate.data_dependent_rdp(log_q, std, np.array([order]))[0, 0]
     assert found == pytest.approx(float(value), rel=1e-8) and found < order / std**2
 
 
@@ -393,16 +399,18 @@ def test_costs_of_votes_grow_with_disagreement_up_to_the_bound_without_votes():
     told = []
     for top in (250, 220, 190, 160, 126):
         votes = np.array([[top, 250 - top, 0]] * 400)
-        found = claims.data_dependent_pate_claims(votes, 40.0)
+        found = votes_of_pate.data_dependent_pate_claims(votes, 40.0)
         assert found["all pass"] == found["expected"] and found["all pass"].kind == "claimed"
         told.append(found["all pass"].epsilon)
-    fixed = claims.pate_guarantee(400, 400, math.inf, 40.0).epsilon
+    fixed = votes_of_pate.pate_guarantee(400, 400, math.inf, 40.0).epsilon
     assert told == sorted(told) and told[0] < fixed / 5 and told[-1] == fixed
-    tested = claims.data_dependent_pate_claims(np.array((agreed + split) * 50), 40.0, 200.0, 100.0)
-    proved = claims.pate_guarantee(100, 100, 100.0, 40.0).epsilon
+    tested = votes_of_pate.data_dependent_pate_claims(
+        np.array((agreed + split) * 50), 40.0, 200.0, 100.0
+    )
+    proved = votes_of_pate.pate_guarantee(100, 100, 100.0, 40.0).epsilon
     assert tested["expected"].epsilon < tested["all pass"].epsilon <= proved
     assert "the figure is private" in tested["expected"].assumptions
-    quiet = claims.data_dependent_pate_claims(np.array([[10**6, 0]]), 1.0)
+    quiet = votes_of_pate.data_dependent_pate_claims(np.array([[10**6, 0]]), 1.0)
     assert quiet["all pass"].epsilon == pytest.approx(math.log(1e5) / 5000, rel=1e-6)
 
 
@@ -411,25 +419,25 @@ def test_a_test_of_the_most_votes_costs_its_own_sensitivity():
     std, most, threshold = 40.0, 320, 200.0
     rarer = float(stats.norm.logcdf((threshold - most) / std))
     orders = 1 + np.geomspace(0.05, 5000.0, 400)
-    bound = claims.data_dependent_rdp(np.array([rarer]), math.sqrt(2) * std, orders)[0]
+    bound = votes_of_pate.data_dependent_rdp(np.array([rarer]), math.sqrt(2) * std, orders)[0]
     own = stats.norm.cdf((most - threshold) / std)
     for moved in (-1, 1):
         there = stats.norm.cdf((most + moved - threshold) / std)
         for order in (1.5, 2.0, 8.0, 32.0):
             laws = (np.array([x, 1 - x]) for x in (own, there))
-            (most_here,) = claims.data_dependent_rdp(
+            (most_here,) = votes_of_pate.data_dependent_rdp(
                 np.array([rarer]), math.sqrt(2) * std, np.array([order])
             )[0]
             assert renyi(*laws, order) <= most_here <= order / (2 * std**2)
     votes = np.array([[most, 0]] * 400)
-    found = claims.data_dependent_pate_claims(votes, 1e7, threshold, std)["all pass"].epsilon
+    found = votes_of_pate.data_dependent_pate_claims(votes, 1e7, threshold, std)["all pass"].epsilon
     alone = float(np.min(400 * bound + math.log(1e5) / (orders - 1)))
     assert found == pytest.approx(alone, rel=1e-6)
-    assert found < claims.pate_guarantee(400, 400, std, 1e7).epsilon / 2
+    assert found < votes_of_pate.pate_guarantee(400, 400, std, 1e7).epsilon / 2
 
 
 def test_nothing_plans_or_charges_by_votes_or_by_the_central_limit():
-    """The functions are named in the calculator alone."""
+    """The functions are named beside the papers alone, which nothing imports."""
     from pathlib import Path
 
     import dpdist
@@ -442,4 +450,4 @@ def test_nothing_plans_or_charges_by_votes_or_by_the_central_limit():
         for path in (folder.parent / room).rglob("*.py")
         if any(name in path.read_text() for name in names)
     }
-    assert users == {"dpdist/privacy/claims.py", "dpdist/cli/account.py"}
+    assert users == {"dpdist/papers/composition.py", "dpdist/papers/pate/claims.py"}

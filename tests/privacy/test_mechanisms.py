@@ -9,7 +9,10 @@ import pytest
 from scipy import integrate, stats
 from support.mechanisms import heterogeneous_std, laplace_epsilon
 
+from dpdist.papers.pate.claims import confident_gnmax_epsilon
+from dpdist.papers.secure_sgd import claims as hgm
 from dpdist.papers.stobatch import claims as dpal_claims
+from dpdist.papers.transdenoiser.claims import mixed_gaussian_added_std
 from dpdist.privacy import mechanisms as m
 
 pytestmark = pytest.mark.guarantee
@@ -159,10 +162,10 @@ def test_profile_handles_extremes():
 
 
 def test_heterogeneous_noise_is_the_exact_gaussian_after_whitening():
-    r = m.redistribution([4.0, 1.0, 0.0, 3.0])
+    r = hgm.redistribution([4.0, 1.0, 0.0, 3.0])
     assert r.sum() == pytest.approx(1) and r.min() > 0
     change = np.array([0.5, -0.2, 0.1, 1.0])
-    weighted = m.weighted_sensitivity(np.abs(change), r)
+    weighted = hgm.weighted_sensitivity(np.abs(change), r)
     std = heterogeneous_std(1.0, 1e-5, weighted, r, m.analytic_gaussian_scale)
     distance = np.linalg.norm(change / std)  # what an observer of all outputs can tell apart
     assert m.gaussian_delta(1.0, 1.0, distance) == pytest.approx(1e-5, rel=1e-6)
@@ -174,7 +177,7 @@ def test_heterogeneous_noise_is_the_exact_gaussian_after_whitening():
 def test_uniform_redistribution_is_the_extended_gaussian():
     r = np.full(5, 0.2)
     bounds = np.full(5, 1 / math.sqrt(5))
-    assert m.weighted_sensitivity(bounds, r) == pytest.approx(1.0)
+    assert hgm.weighted_sensitivity(bounds, r) == pytest.approx(1.0)
     std = heterogeneous_std(1.0, 1e-5, 1.0, r)
     assert std == pytest.approx(np.full(5, 4.8542), abs=1e-4)
 
@@ -182,7 +185,7 @@ def test_uniform_redistribution_is_the_extended_gaussian():
 @pytest.mark.parametrize("r", [[0.5, 0.5, 0.0], [0.5, 0.6, 0.1], [0.5, 0.5]])
 def test_bad_redistribution_vectors(r):
     with pytest.raises(ValueError):
-        m.weighted_sensitivity([1.0, 1.0, 1.0], r)
+        hgm.weighted_sensitivity([1.0, 1.0, 1.0], r)
 
 
 def test_the_smallest_singular_value_charges_heterogeneous_noise_no_less_than_its_own_theorem():
@@ -197,19 +200,19 @@ def test_the_smallest_singular_value_charges_heterogeneous_noise_no_less_than_it
                 (rng.dirichlet(np.ones(size)), True),
                 (np.full(size, 1 / size), False),
             ):
-                weighted = m.weighted_sensitivity(bounds, r)
+                weighted = hgm.weighted_sensitivity(bounds, r)
                 by_smallest = np.linalg.norm(bounds) / math.sqrt(size * r.min())
                 assert by_smallest >= weighted * (1 - 1e-12)
                 assert (by_smallest > weighted * (1 + 1e-6)) == loose
 
 
 def test_mixed_noise():
-    assert m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0) == 2.0
-    added = m.mixed_gaussian_added_std(0.5, 2.0, 1.0, 1.0)
+    assert mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0) == 2.0
+    added = mixed_gaussian_added_std(0.5, 2.0, 1.0, 1.0)
     assert math.hypot(added, 1.0) == pytest.approx(2.0)
-    assert m.mixed_gaussian_added_std(0.5, 2.0, 9.0, 1.0) == 0.0
+    assert mixed_gaussian_added_std(0.5, 2.0, 9.0, 1.0) == 0.0
     # The published factor T takes credit for noise that is not there.
-    credited = m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0, steps=400)
+    credited = mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0, steps=400)
     assert math.hypot(credited, math.sqrt(0.01)) < 0.2
 
 
@@ -234,7 +237,7 @@ def test_multivariate_noise_generalises_hgm_and_transdenoiser_s_theorem_does_not
     r, bounds = np.array([0.99, 0.01]), np.array([1.0, 0.1])
     noise = np.diag(2 * r)
     own = m.mahalanobis_sensitivity(noise, bounds)
-    assert own == pytest.approx(m.weighted_sensitivity(bounds, r), rel=1e-12)
+    assert own == pytest.approx(hgm.weighted_sensitivity(bounds, r), rel=1e-12)
     by_least = float(np.linalg.norm(bounds) / math.sqrt(noise.min()))  # Theorem 1's condition
     assert by_least > 7 * own
     sigma = m.extended_gaussian_scale(1.0, 1e-5, own)  # HGM's noise for epsilon 1
@@ -287,7 +290,7 @@ def test_dpal_constants():
 
 
 def test_confident_gnmax():
-    exact = m.confident_gnmax_epsilon(1e-5, 4000, 1323, 200.0, 40.0)
+    exact = confident_gnmax_epsilon(1e-5, 4000, 1323, 200.0, 40.0)
     orders = np.arange(1.05, 60, 0.01)
     by_rdp = np.min(
         orders * (4000 / (2 * 200.0**2) + 1323 / 40.0**2)
@@ -296,7 +299,7 @@ def test_confident_gnmax():
     )
     assert exact <= by_rdp <= 1.1 * exact
     with pytest.raises(ValueError):
-        m.confident_gnmax_epsilon(1e-5, 10, 11, 1.0, 1.0)
+        confident_gnmax_epsilon(1e-5, 10, 11, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("bad", [(0.0, 1e-5), (-1.0, 1e-5), (1.0, 0.0), (1.0, 1.0)])

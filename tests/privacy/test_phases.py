@@ -10,11 +10,11 @@ from typing import ClassVar
 import dp_accounting as dpa
 import pytest
 
+from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.privacy import phases
 from dpdist.privacy.budget import Charge, RenyiFilter
 from dpdist.privacy.calibration import calibrate_noise
 from dpdist.privacy.card import build_card
-from dpdist.privacy.mechanisms import confident_gnmax_epsilon
 from dpdist.privacy.phases import (
     FixedBatches,
     GaussianAnswers,

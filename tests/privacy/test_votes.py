@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpdist.methods.pate import PATE
-from dpdist.privacy.claims import pate_claim
-from dpdist.privacy.mechanisms import confident_gnmax_epsilon
+from dpdist.methods.pate import PATE, pate_claim
+from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 

@@ -73,10 +73,10 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     assert table["certified"][1]["accuracy"] == facts.tables[0].certified_accuracy(0.1)
     assert 0 <= table["population"][0]["at_least"] <= table["certified"][0]["accuracy"]
 
-    again = answer("certify", "small", "--rebound", "alpha=0.01")
+    again = answer("certify", facts.tables[0].path, "--set", "certify.alpha=0.01")
     assert again["run"] == "small" and again["certificates"][0]["alpha"] == 0.01
     assert answer("run", "small.yaml", "--name", "other")["run"] == "other"
-    both = answer("compare", "small", "other", "--l2", "0.1")
+    both = answer("report", "small", "other", "--l2", "0.1")
     assert [run["run"] for run in both["runs"]] == ["small", "other"]
     plain, certified, *_ = both["differences"]
     assert (plain["what"], plain["size"], certified["size"]) == ("plain accuracy", None, 0.1)
@@ -113,19 +113,3 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
         f"{row[2]} % at {row[0]}" for row in html._certificate_section(found, folder)["rows"]
     ]
     assert certified_accuracy_record(found)["radii"] == found.reported_radii
-
-
-def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):
-    done = command(monkeypatch, capsys, work, "log", "small", "tensorboard:later")
-    assert (done.code, done.out) == (0, "") and list((work / "later" / "small").iterdir())
-    done = command(monkeypatch, capsys, work, "log", "small", "elsewhere:x")
-    assert (
-        done.code == 2
-        and "--log: must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE" in done.err
-    )
-
-
-def test_a_refusal_prints_nothing_on_standard_output(work, monkeypatch, capsys):
-    for words in (["run", "nothing"], ["certify", "nothing"], ["release", "nothing"]):
-        done = command(monkeypatch, capsys, work, *words, "--json")
-        assert (done.code, done.out) == (2, "") and done.err.startswith("dpdist: ")

@@ -18,7 +18,7 @@ from dpdist import evaluation, pipeline
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.registry import kind_of, settings_of
+from dpdist.certification.registry import settings_of
 from dpdist.certification.statistics import ERROR, curve_difference, difference_interval
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
@@ -54,9 +54,7 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
         verdict = counted.decide(
             [{"selected": selected, "histogram": counts}], counted.build_sampler(None, ())
         )
-        rows.append(
-            kind_of(type(settings)).table_format.row(settings, index, labels, verdict, None)
-        )
+        rows.append(settings.table_row(index, labels, verdict, None))
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
                      "sigma": settings.sigma, "start": indices.start,
@@ -197,18 +195,6 @@ def test_what_cannot_be_paired_is_refused(
         accuracy_differences(two, SIZES)
 
 
-def test_what_only_one_run_has_is_named(tmp_path: Path, two: list[Any]) -> None:
-    two[1].tables.append(certificates(tmp_path / "other-sigma", set(), sigma=0.25))
-    _, notes = accuracy_differences(two, SIZES)
-    assert notes == [
-        "Not compared: other-sigma of later (the other run has no certificates on these terms)."
-    ]
-    two[1].tables = []
-    assert accuracy_differences(two, SIZES) == ([],
-        ["Not compared: t1 of first (the other run has no "
-                                            "certificates on these terms)."])  # fmt: skip
-
-
 def plain(wrong: list[int], fingerprint: str = "d", inputs: int = 40) -> dict[str, Any]:
     return {
         "accuracy": (inputs - len(wrong)) / inputs, "inputs": inputs, "data": "points/test",
@@ -236,18 +222,6 @@ def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
     assert "corrected for the 2 rows above" in text and "sample of" in text
     with pytest.raises(UserError, match="evaluated on different data"):
         accuracy_differences([runs[0], run_of(tmp_path / "b", **plain([1], "other"))], SIZES)
-
-
-def test_evaluations_that_do_not_name_inputs(tmp_path: Path) -> None:
-    first = run_of(tmp_path / "first", **plain([1]))
-    for damage in (
-        {"wrong": None}, {"wrong": "x"}, {"wrong": 3}, {"wrong": "-1"}, {"wrong": "40"},
-        {"wrong": ""}, {"inputs": 0}, {"inputs": 10**15}, {"fingerprint": None},
-    ):  # fmt: skip
-        said = {k: v for k, v in {**plain([1]), **damage}.items() if v is not None}
-        damaged = run_of(tmp_path / "damaged", **said)
-        with pytest.raises(UserError, match="damaged"):
-            accuracy_differences([first, damaged], SIZES)
 
 
 def test_a_run_says_which_inputs_it_got_wrong(

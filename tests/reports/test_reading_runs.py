@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.training import make, train
 
@@ -22,9 +21,7 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, certify_scores
-from dpdist.certification.registry import kind_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.variants import HoeffdingVotes
 from dpdist.certification.worker import ScoreSampler
 from dpdist.cli import certify
 from dpdist.cluster import job_folder
@@ -47,15 +44,14 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
     verdict = certify_scores(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
     place = ScoreSampler(1.0, NORMS)
-    kind = kind_of(ExpectedScores).table_format
-    rows = [kind.row(settings, i, label, verdict, place) for i, label in enumerate(labels)]
+    rows = [settings.table_row(i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
                      "bound": bound, "radii": [0.01]},
         "model": "m", "data": "d", "sensitivity": asdict(NORMS), "seed": "s",
         "classifier": {"form": "eager", "batch": 100, "notes": []},
     }  # fmt: skip
-    tables.write(tables.build(rows, about, kind.schema()), path)
+    tables.write(tables.build(rows, about, settings.table_schema()), path)
     return path
 
 
@@ -67,7 +63,7 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     verdict = settings.decide(
         [{"selected": 0, "histogram": [N - 5, 5]}], settings.build_sampler(None, ())
     )
-    rows = [kind_of(kind).table_format.row(settings, i, i // 3, verdict, None) for i in range(4)]
+    rows = [settings.table_row(i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {
             "n": N, "mode": settings.mode, "noise": settings.noise, "sigma": settings.sigma,
@@ -93,7 +89,7 @@ def test_every_page_prints_the_same_certified_accuracy(
     found = table_reader.read(path)
     assert found.certified_accuracy(0.01) == 0.75
     assert (found.size_if_correct() >= 0.01).tolist() == [True, True, True, False]
-    certify._print_tables("run", [path], [], False)
+    certify._print_table("run", table_reader.read(path), [], False)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
     assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
@@ -114,24 +110,6 @@ def test_every_page_prints_the_same_certified_accuracy(
     assert picture == 0.75
     section = html._certificate_section(found, RunFolder(tmp_path))
     assert ("0.01", "75.00") in {row[:2] for row in section["rows"]}  # type: ignore[attr-defined]
-
-
-def test_comparison_tells_smoothing_noises_and_bounds_apart(tmp_path: Path) -> None:
-    found = [
-        table_reader.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
-        for i, changes in enumerate(
-            [{}, {"sigma": 0.25}, {"noise": "laplace"}, {"kind": HoeffdingVotes}]
-        )
-    ]
-    rows = compare.certified_accuracy_rows([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
-    assert [row[1] for row in rows] == [
-        "vote (Cohen), gaussian 0.5", "vote (Cohen), gaussian 0.25", "vote (Cohen), laplace 0.5",
-        "vote (Hoeffding), gaussian 0.5",
-    ]  # fmt: skip
-    # An L1 ball of four dimensions contains half an L2 one.
-    assert found[2].norm == "l1" and [row[4] for row in rows] == ["75.0"] * 4
-    # So are tables of other n, modes or inputs: by name and number of inputs.
-    assert [row[2:4] for row in rows] == [[table.name, "4"] for table in found]
 
 
 def attacks(
@@ -243,29 +221,6 @@ def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
         assert "mean scores" in table.description or not by
 
 
-def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> None:
-    found = table_reader.read(smoothed_table(tmp_path / "mine" / "certificates.parquet"))
-    assert (found.name, found.title) == ("mine", "sigma-0.5-fixed-n-1000")
-    path = score_table(tmp_path / "other" / "certificates.parquet", "counts", [0])
-    assert table_reader.read(path).title.startswith("scores")
-
-
-def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
-    empty = tables.build([], {})
-    with pytest.raises(UserError, match="no certificates in the table"):
-        table_reader.from_arrow(empty)
-    path = score_table(tmp_path / "certificates.parquet", "counts", [0])
-    tables.write(tables.read(path).drop_columns(["sums"]), path)
-    with pytest.raises(UserError, match="no column 'sums'"):
-        table_reader.read(path)
-    old = pa.Table.from_pylist(
-        [{"attack": "none", "size": 0.0, "index": 0, "label": 0, "distance": 0.0, "prediction": 0,
-          "hits": 1, "n": 1}], schema=attack_tables.SCHEMA)  # fmt: skip
-    pq.write_table(old, tmp_path / "attacks.parquet")
-    with pytest.raises(UserError, match="damaged: the settings in it are not those"):
-        read_attack(tmp_path / "attacks.parquet")
-
-
 def test_one_input_has_one_certificate(tmp_path: Path) -> None:
     table = tables.read(smoothed_table(tmp_path / "a/certificates.parquet"))
     twice = pa.concat_tables([table, table.slice(0, 1)])
@@ -282,24 +237,8 @@ def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> N
     (kept / "settings.json").write_text("{}")
     before = (kept / path.name).read_bytes()
     with pytest.raises(UserError, match=r"first-alpha-0\.01: holds a certification"):
-        certify._recertify_table(run, path.parent, "alpha=0.01")
+        certify._recertified(path.parent, {"certify": {"alpha": 0.01}})
     assert (kept / path.name).read_bytes() == before
-
-
-def test_a_run_shows_results_of_its_own_model_only(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    recipe, run = make(
-        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=40,
-        training__steps=1, model="linear", privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, run)
-    own = read_facts(run).training_summary["model"]
-    smoothed_table(run.certificates / "own/certificates.parquet", {"model": own})
-    assert [table.name for table in read_facts(run).tables] == ["own"]
-    smoothed_table(run.certificates / "foreign/certificates.parquet")
-    with pytest.raises(UserError, match=r"foreign.*: of another model than this run's"):
-        read_facts(run)
 
 
 def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> None:

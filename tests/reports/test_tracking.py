@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from support.training import make, train
@@ -45,13 +44,6 @@ def test_what_is_made_of_private_records_is_refused(name):
     assert kept.figures == []
 
 
-def test_a_figure_that_is_not_finite_is_left_out():
-    kept = Kept()
-    Tracker(kept).log("privacy/epsilon", float("inf"), 1)
-    Tracker(kept).log("privacy/epsilon", 1.5, 2)
-    assert kept.figures == [("privacy/epsilon", 1.5, 2)]
-
-
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     from dpdist.evaluation import evaluate_stage
@@ -77,11 +69,11 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
 
 @pytest.mark.long
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
-    searched = [
-        f for f in iter_metrics(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]
-    ]
+    of_search = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
+    searched = [f for f in iter_metrics(of_search) if "epsilon" in f[0]]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
-    fixed = replace(facts, guarantee=replace(facts.guarantee, fixed_key=True))
+    fixed_key = replace(facts.guarantee, fixed_key=True)
+    fixed = replace(facts, account=replace(facts.account, guarantee=fixed_key))
     assert not [f for f in iter_metrics(fixed) if "privacy" in f[0]]
 
 
@@ -98,51 +90,6 @@ def test_tensorboard_s_files_hold_them(facts, tmp_path):
             found.append(value.tag)
         raw = raw[size + 16 :]
     assert found == [name for name, _, _ in iter_metrics(facts)]
-
-
-def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
-    """Against a stand-in: mlflow.set_tracking_uri, start_run, log_metric (and end_run)."""
-    told: list[tuple] = []
-    fake = ModuleType("mlflow")
-    fake.set_tracking_uri = lambda uri: told.append(("uri", uri))
-    fake.start_run = lambda run_name: told.append(("run", run_name))
-    fake.log_metric = lambda key, value, step: told.append((key, value, step))
-    fake.end_run = lambda: told.append(("end",))
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
-    open_tracker("mlflow:http://127.0.0.1:5000", "mine").log_run(facts)
-    assert told[:2] == [("uri", "http://127.0.0.1:5000"), ("run", "mine")] and told[-1] == ("end",)
-    assert told[2:-1] == list(iter_metrics(facts))
-
-
-def test_wandb_is_told_by_one_run_of_its_own(facts, monkeypatch):
-    """Against a stand-in: wandb.Settings, init, and the run's log and finish."""
-    told: list[tuple] = []
-    settings: dict = {}
-
-    def init(**given):
-        settings.update(given.pop("settings"))
-        told.append(("init", given))
-        return SimpleNamespace(
-            log=lambda values, step: told.append((*values.items(), step)),
-            finish=lambda: told.append(("end",)),
-        )
-
-    fake = ModuleType("wandb")
-    fake.Settings, fake.init = dict, init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    open_tracker("wandb:team/mine", "run-1").log_run(facts)
-    assert told[0] == ("init", {"project": "mine", "entity": "team", "name": "run-1"})
-    assert told[-1] == ("end",)
-    assert [(*pair, step) for pair, step in told[1:-1]] == list(iter_metrics(facts))
-    # a step that is lower than the last is dropped by the library
-    assert [step for _, step in told[1:-1]] == sorted(step for _, step in told[1:-1])
-    assert settings["console"] == "off" and settings["save_code"] is False
-    for name in ("disable_code", "disable_git", "x_disable_meta", "x_disable_stats",
-                 "x_disable_machine_info"):  # fmt: skip
-        assert settings[name] is True
-    told.clear()
-    open_tracker("wandb:mine", "run-1")
-    assert told == [("init", {"project": "mine", "entity": None, "name": "run-1"})]
 
 
 def test_wandb_s_own_files_hold_the_figures_and_nothing_of_this_machine(
@@ -171,27 +118,12 @@ def test_wandb_s_own_files_hold_the_figures_and_nothing_of_this_machine(
     assert not list(tmp_path.rglob("requirements.txt")) and not list(tmp_path.rglob("*meta*"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "library"),
-    [("tensorboard", "tensorboardX"), ("mlflow", "mlflow"), ("wandb", "wandb")],
-)
-def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UserError, match=rf"--log: needs .*: pip install 'dpdist\[{kind}\]'"):
-        open_tracker(f"{kind}:{tmp_path}", "run")
-    for address in ("comet:here", kind, "", ":x"):
-        with pytest.raises(
-            UserError, match="must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE"
-        ):
-            open_tracker(address, "run")
-
-
 def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsys):
     """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
     pytest.importorskip("tensorboardX")
-    searched = replace(facts, search=SimpleNamespace())
+    searched = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
     monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
-    assert not list(tmp_path.iterdir()) and "dpdist log" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and "dpdist report" in capsys.readouterr().err
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"])
     assert list(tmp_path.iterdir())

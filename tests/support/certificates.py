@@ -10,12 +10,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpdist.attacks.job import CertificateCheckJob
+from dpdist.attacks.job import AttackJob, CertificateCheckJob
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import Plausibility
+from dpdist.certification import job
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.registry import settings_of
+from dpdist.certification.subject import Subject
 from dpdist.certification.table_reader import recertify
 from dpdist.cluster.resumable_job import run_job
 
@@ -25,6 +27,32 @@ def with_changes(settings: Certificate, **changes: Any) -> Certificate:
     return settings_of({**settings.model_dump(), **changes})
 
 
+def certify(
+    folder: Path,
+    dataset: Any,
+    settings: Certificate,
+    output: Path,
+    trusted_factory: str | None = None,
+    **options: Any,
+) -> pa.Table:
+    """Certify the model in a folder, as every door to a certification does in the end."""
+    subject = Subject.load(folder, trusted_factory)
+    return job.certify(subject, dataset, settings, output, **options).table
+
+
+def attack_model(
+    folder: Path,
+    dataset: Any,
+    settings: AttackSettings,
+    output: Path,
+    trusted_factory: str | None = None,
+    **options: Any,
+) -> pa.Table:
+    """Attack the model in a folder, as `dpdist attack` does."""
+    subject = Subject.load(folder, trusted_factory)
+    return run_job(AttackJob(subject, dataset, settings), output, **options)
+
+
 def check_certificates(
     model: Path,
     dataset: Any,
@@ -32,12 +60,13 @@ def check_certificates(
     settings: AttackSettings,
     output: Path,
     actors: int | None = None,
-    **more: Any,
+    claim: str | None = None,
+    trusted_factory: str | None = None,
 ) -> tuple[pa.Table, Plausibility]:
     """Attack every certificate of the table at `path` within its radius, as `dpdist attack
-    --check-certificates` does: what was found, and the verdict. more: as
-    `CertificateCheckJob`'s."""
-    work = CertificateCheckJob(model, dataset, path, settings, **more)
+    --check-certificates` does: what was found, and the verdict."""
+    subject = Subject.load(model, trusted_factory)
+    work = CertificateCheckJob(subject, dataset, path, settings, claim)
     return run_job(work, output, actors=actors), work.verdict
 
 

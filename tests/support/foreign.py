@@ -50,13 +50,6 @@ def loaded(num_classes: int = 10) -> nn.Module:
     return module
 
 
-def half_loaded(num_classes: int = 10) -> nn.Module:
-    """Loads all but the head, as who takes a backbone for other classes does."""
-    module = loaded(num_classes)
-    module.head.reset_parameters()
-    return module
-
-
 @lru_cache
 def trained(seed: int = 0) -> Net:
     """A `net` after a few steps on the training digits, its BatchNorm's statistics away from their

@@ -16,8 +16,3 @@ def squared(module: nn.Module, batch: Any) -> Tensor:
 def mean(module: nn.Module, batch: Any) -> Tensor:
     """A mean over the batch, which is refused."""
     return squared(module, batch).mean()
-
-
-def of_outputs(outputs: Any, targets: Tensor) -> Tensor:
-    """A loss of outputs and targets, which is no loss of a module and a batch."""
-    return (outputs - targets).square()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import dp_accounting as dpa
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dpdist.privacy.accounting import compute_privacy_losses
+from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.mechanisms import Array, extended_gaussian_scale
 
 
@@ -32,3 +35,9 @@ def heterogeneous_std(
     """
     r = np.asarray(r, float)
     return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
+
+
+def smallest_delta(event: dpa.DpEvent, neighbours: Neighbours, epsilon: float) -> float:
+    """Delta of an event at epsilon, by the privacy losses that its epsilon is computed from."""
+    _, losses = compute_privacy_losses([event], neighbours)
+    return max(loss.delta(epsilon) for loss in losses)

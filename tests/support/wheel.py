@@ -24,7 +24,7 @@ def build(source: Path, kind: str, folder: Path) -> Path:
 def build_wheel(folder: Path) -> Path:
     """Built in `folder` from a copy: what an old build/ holds would get into it."""
     source = folder / "source"
-    for name in ("cluster", "dpdist", "tuning", "recipes"):
+    for name in ("cluster", "dpdist", "tuning"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("cluster.yaml", "pyproject.toml", "README.md", "LICENSE"):

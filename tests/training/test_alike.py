@@ -26,11 +26,11 @@ from dpdist.training.collectives import (
 )
 from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import model_spec
 from dpdist.training.private_step import build_shards
 from dpdist.training.worker import (
     PermitGate,
-    TrainingDiverged,
     ensure_method_state,
     method_state_digest,
     read_method_state,
@@ -99,11 +99,11 @@ def test_no_leaf_s_digest_is_that_of_another_sum(small_leaves):
 def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reproducible):
     reducer = Reducer(0, 1, torch.device("cpu"))
     found = {
-        build_shards(records, planned, reducer, reproducible).largest_shard
+        build_shards(records, planned, reducer, reproducible, nominal=True).largest_shard
         for records in (planned - 30, planned - 1, planned, planned + 1, planned + 500)
     }
     assert len(found) == 1
-    count = build_shards(planned, planned, reducer, reproducible).num_rows
+    count = build_shards(planned, planned, reducer, reproducible, nominal=True).num_rows
     assert found == {-(-planned // count)}
 
 

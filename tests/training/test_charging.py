@@ -15,8 +15,8 @@ from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs import charging
 from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
-from dpdist.training import job
 
 RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
 NOISE = 4.0
@@ -43,15 +43,15 @@ def exact(delta: float) -> float:
 def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
     """As a filter, and as a composition: what fits at the run's delta may not fit at it."""
     limits = {"budget": str(tmp_path / "filter"), "budget_ceiling": 3.0, **given}
-    ceiling = job.budget_terms(recipe(**limits)).ceiling
+    ceiling = charging.budget_terms(recipe(**limits)).ceiling
     assert ceiling is not None and (ceiling.epsilon, ceiling.delta) == (3.0, delta)
     composed = limits | {"budget": str(tmp_path / "sum"), "budget_composition": "non-adaptive"}
     low = recipe(**composed | {"budget_ceiling": 0.99 * exact(delta)})
     with pytest.raises(UserError, match="above their ceiling"):
-        job.reserve_charge(low, RECORDS, CHARGE, "r.yaml", enforce=True)
-    assert job.budget_terms(low).ceiling is None
+        charging.reserve_charge(low, RECORDS, CHARGE, "r.yaml", enforce=True)
+    assert charging.budget_terms(low).ceiling is None
     high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
-    job.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
+    charging.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
     assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
 
 
@@ -66,17 +66,17 @@ def test_a_run_that_its_budget_refuses_takes_no_name(tmp_path):
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
     limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "neighbours": relation}
-    ceiling = job.budget_terms(recipe(**limits)).ceiling
+    ceiling = charging.budget_terms(recipe(**limits)).ceiling
     assert ceiling is not None and ceiling.neighbours == relation
 
 
 def test_every_record_is_on_the_budget(tmp_path):
     own = recipe(budget=str(tmp_path / "b"))
-    job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+    charging.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
     (budget,) = read_budgets(tmp_path / "b")
     assert len(budget.known) == len(RECORDS.hashes)
     last = SimpleNamespace(hashes=RECORDS.hashes[-1:])
-    job.reserve_charge(
+    charging.reserve_charge(
         own, last, Charge.for_plan("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True
     )
     (budget,) = read_budgets(tmp_path / "b")  # the same one: it knows the last record
@@ -87,9 +87,9 @@ def test_every_record_is_on_the_budget(tmp_path):
 def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost):
     own = recipe(budget=str(tmp_path / "b"))
     if not lost:
-        job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+        charging.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
     released = Charge.for_plan("run", "a run", PLAN, (GaussianReleases(NOISE, 3),))
-    job.settle_charge(own, RECORDS, released, "r.yaml")
+    charging.settle_charge(own, RECORDS, released, "r.yaml")
     (budget,) = read_budgets(tmp_path / "b")
     (charge,) = budget.charges
     assert (charge.phases, charge.status) == (released.phases, "settled")

@@ -37,11 +37,12 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
-from dpdist.training.model_setup import build_engine, describe_cost, initial_model, model_spec
+from dpdist.training.model_setup import build_engine, initial_model, model_spec
 from dpdist.training.private_step import PrivateStep
 from dpdist.tuning.search import check_search
-from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit, apply_values
+from dpdist.tuning.space import TrialLimit, apply_values
 
 pytestmark = [
     pytest.mark.whole, pytest.mark.guarantee,
@@ -49,7 +50,6 @@ pytestmark = [
 ]  # fmt: skip
 
 WELL, ILL = 180, 20
-RATES = {"data__rates": {"ill": 4, "well": 1}}
 COUNTS = {"ill": ILL, "well": WELL}
 
 
@@ -143,46 +143,6 @@ def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
 # --- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"privacy__batch_cap": 50}, "privacy.batch_cap: must be left out with data.rates, got 50"),
-        ({"method": {"name": "functional"}}, "data.rates: must be left out with method functional"),
-        ({"method": {"name": "secure-sgd", "redistribution": None}}, "out with method secure-sgd"),
-        (
-            {"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}},
-            "data.rates: must be left out with method input-noise",
-        ),
-        (
-            {
-                "privacy__unit": "group", "privacy__max_records_per_group": 2,
-                "data__columns": {"features": ["f*"], "group": "f0"},
-            },
-            "privacy.unit: must be record with data.rates, got group",
-        ),
-        ({"data__rates": {"ill": 4}}, "data.rates: must be one number for each of the 2 classes, "
-         "got none for 'well'"),
-        ({"data__rates": {"ill": 4, "well": 1, "dead": 1}}, "got the unknown class 'dead'"),
-        ({"data__rates": {"ill": 0, "well": 1}}, "data.rates.ill: must be"),
-        ({"data__rates": {"ill": -1, "well": 1}}, "data.rates.ill: must be"),
-        ({"data__class_counts": {}}, "data.class_counts: must be the public number of records of "
-         "each class with data.rates, got none"),
-        ({"data__class_counts": {"ill": 5}}, "data.class_counts: must be one number for each"),
-        ({"data__class_counts": {"ill": 0, "well": 200}}, "data.class_counts.ill: must be"),
-        ({"data__rates": {}}, "data.class_counts: must be left out without data.rates, got"),
-        (
-            {"data__rates": {}, "data__class_counts": {}, "data__importance_weights": True},
-            "data.importance_weights: must be left out without data.rates, got True",
-        ),
-        ({"data__targets": "number", "data__names": []}, "data.rates: "),
-    ],
-)  # fmt: skip
-def test_what_has_no_rates_is_refused_in_one_line(root, sections, said):
-    with pytest.raises(UserError, match=said) as caught:
-        recipe_of(root, **sections)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_every_method_says_whether_it_takes_rates():
     from support.methods import every_method
 
@@ -198,13 +158,6 @@ def test_counts_that_are_not_those_of_the_records_are_refused(root):
     few = recipe_of(root, data__class_counts={"ill": 2, "well": 100}, data__hold_out=0.3)
     with pytest.raises(UserError, match=r"at least the \d+ records that data.hold_out leaves"):
         check_trainable(few, "test")
-
-
-def test_rates_that_leave_a_class_out_are_named(root):
-    """The rare class alone is the batch: the others' rate is nothing, to all digits."""
-    far = recipe_of(root, data__rates={"ill": 1e9, "well": 1e-9}, training__batch_size=20)
-    with pytest.raises(UserError, match=r"data\.rates: must leave each class a chance to join"):
-        check_trainable(far, "far")
 
 
 def test_other_class_counts_than_those_of_the_run_are_refused(root):
@@ -452,24 +405,6 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
         own_loop(tmp_path / "one", rates={0: 1, 1: 2})
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"class_counts": None}, "data.class_counts: must be the public number"),
-        ({"class_counts": {0: 100, 1: 20}}, "class_counts: must add up to the 200 records"),
-        ({"rates": {0: 1}}, "data.rates: must be one number for each of the 2 classes"),
-        ({"rates": None}, "data.class_counts: must be left out without data.rates"),
-        ({"rates": {0: 1, 1: 0.0}}, "data.rates.1: must be"),
-        ({"rates": {0: 1, 1: 4, "1": 9}}, "data.rates: must name each class once"),
-        ({"class_counts": {0: 180, 1: 20, "0": 1}}, "data.class_counts: must name each class once"),
-    ],
-)
-def test_arguments_of_a_loop_that_make_no_rates_are_refused(tmp_path, options, said):
-    with pytest.raises(UserError, match=said):
-        own_loop(tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
-
-
 # --- audits -------------------------------------------------------------------------------------
 
 
@@ -543,16 +478,3 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
     with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
         other = recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
         check_search(other, RunFolder(tmp_path / "y"), "r.yaml")
-
-
-def test_a_search_whose_batches_leave_a_class_out_is_refused(root):
-    """At 20 of 200 records the rare class alone would make the batch; at 26 it would not."""
-    tune = {
-        "space": {"training.batch_size": {"choice": [20, 26]}},
-        "law": {"name": "fixed", "runs": 2}, "score": {"hold_out": 0.3, "noise": 2.0},
-    }  # fmt: skip
-    recipe = recipe_of(root, tune=tune, data__rates={"ill": 1e9, "well": 1e-9})
-    plan_with_noise(recipe, WELL + ILL, 1.0)
-    cost = SearchCost(recipe, RecordCounts(WELL + ILL, 0.0), recipe.tune.law, "r.yaml")
-    with pytest.raises(UserError, match=r"^r\.yaml: data\.rates: must leave each class a chance"):
-        cost.plan  # noqa: B018

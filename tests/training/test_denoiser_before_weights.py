@@ -15,7 +15,6 @@ from support.recipes import write_recipe
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.data.registry import SYNTHETIC
 from dpdist.models.outputs import ViewAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -180,50 +179,6 @@ def test_weights_made_with_another_denoiser_are_refused(weights, tmp_path, chang
         prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
-def test_folders_of_before_are_still_those_of_their_section(tmp_path):
-    """They do not say that they have no denoiser."""
-    described = raw(tmp_path / "w")
-    described["public"] = {"sigma": 0.5, "training": TRAINING | {"steps": 2}}
-    recipe = parse_recipe(described, "test")
-    pretrain(recipe, "test")
-    path = tmp_path / "w" / "provenance.json"
-    told, before = RunFolder(tmp_path / "told"), RunFolder(tmp_path / "before")
-    prepare(recipe, told, "test")
-    about = json.loads(path.read_text())
-    del about["made_by"]["denoiser"]
-    path.write_text(json.dumps(about))
-    prepare(recipe, before, "test")
-    assert before.pretraining_record.read_text() == told.pretraining_record.read_text()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": {**CNN, "denoiser": "d"}}, "public.denoiser: needs model.initial"),
-        ({"public": {"denoiser": UNET, "training": TRAINING}}, "public.sigma: required"),
-        (
-            {"public": raw(Path("w"))["public"] | {"weights": "torchvision"}},
-            "public.weights: does not go with public.denoiser",
-        ),
-        ({"model": {**CNN, "initial": "w", "trained": ["0"]}}, "model.trained: does not go with"),
-        (
-            {"method": {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}},
-            "public.denoiser: a frozen denoiser does not go with method pixeldp",
-        ),
-        (
-            {"public": raw(Path("w"))["public"] | {"denoiser": {**UNET, "shifts": 1}}},
-            r"public\.denoiser\.shifts",
-        ),
-    ],
-)
-def test_what_does_not_hold_together_is_told(change, said):
-    described = raw(Path("w"), **change)
-    if "denoiser" in described["model"]:
-        described["public"] = described["public"] | {"model": CNN}
-    with pytest.raises(UserError, match=said):
-        parse_recipe(described, "test")
-
-
 def altered(weights: Path, folder: Path, **change) -> Path:
     """The same with another denoiser in its description."""
     shutil.copytree(weights, folder)
@@ -261,56 +216,6 @@ def test_a_method_with_noise_inside_takes_no_weights_behind_a_denoiser(weights, 
     described = raw(weights, method=method, public=None)
     with pytest.raises(UserError, match=r"stand behind a frozen denoiser.* method secure-sgd"):
         prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
-
-
-def test_a_denoiser_must_keep_the_shape(tmp_path):
-    described = raw(tmp_path / "w")
-    described["public"]["denoiser"] = CNN
-    with pytest.raises(UserError, match="before a classifier it must keep the shape"):
-        pretrain(parse_recipe(described, "test"), "test")
-    described["public"]["denoiser"] = {"name": "uneet"}
-    with pytest.raises(UserError, match="must be of the zoo, got 'uneet'"):
-        pretrain(parse_recipe(described, "test"), "test")
-    assert not (tmp_path / "w").exists()
-
-
-@pytest.mark.parametrize(
-    ("method", "refused"),
-    [
-        ({"name": "stobatch", "sigma": 0}, True),
-        ({"name": "functional", "encoder": 0.1}, True),
-        ({"name": "dpal", "encoder_sensitivity": 450, "epsilon": 50, "epsilon_2": 1}, True),
-        ({"name": "functional"}, False),
-        ({"name": "residual", "gamma": 0.1}, False),
-        ({"name": "dp-sgd"}, False),
-    ],
-)
-def test_methods_that_work_on_the_inputs_themselves_take_none(method, refused):
-    described = raw(Path("w"))
-    try:
-        parse_recipe(described | {"method": method}, "test")
-    except UserError as error:
-        assert ("frozen denoiser does not go with" in str(error)) == refused, error
-    else:
-        assert not refused
-
-
-def test_the_same_holds_of_a_denoiser_alone(weights, tmp_path):
-    described = raw(weights, public=None, method={"name": "functional", "encoder": 0.1})
-    described["model"] = {**CNN, "denoiser": str(weights)}
-    with pytest.raises(UserError, match="a frozen denoiser does not go with method functional"):
-        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
-
-
-def test_weights_of_which_nothing_but_the_denoiser_fits_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(SYNTHETIC["strokes"], "records", 400)
-    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-    described = raw(tmp_path / "w", data={"name": "digits"})
-    described["model"] = {"name": "linear", "initial": str(tmp_path / "w")}
-    described["public"]["data"] = {"name": "strokes", "classes": 200}
-    described["public"]["training"] = TRAINING | {"steps": 2}
-    with pytest.raises(UserError, match=r"other classes.* 0 of 2 tensors"):
-        pretrain(parse_recipe(described, "test"), "test")
 
 
 def test_the_trained_modules_are_those_behind_the_denoiser(weights):

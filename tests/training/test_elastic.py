@@ -10,8 +10,8 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_group, read_groups
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -114,30 +114,6 @@ def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     assert read_groups(folder) == [first]
     append_group(folder, later)
     assert read_groups(folder) == [first, later]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"resources": {"workers": {"min": 3, "max": 2}}},
-         r"resources\.workers: min must be at most max"),
-        ({"resources": {"workers": {"min": 0}}}, r"\.min: must be >= 1(.|\n)*\.max: is required"),
-        ({"resources": {"workers": RANGE, "cpus_per_worker": 0.5}},
-         r"resources\.workers: a range needs whole cpus_per_worker"),
-        ({"resources": {"workers": RANGE, "gpus_per_worker": 0.5}},
-         r"resources\.workers: a range needs whole cpus_per_worker and gpus_per_worker"),
-        ({"resources": {"workers": 0}}, r"resources\.workers: must be >= 1, got 0"),
-        ({"resources": {"workers": "two"}}, r"resources\.workers: input should be a valid integer"),
-        ({"tune": {"space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
-                   "law": {"name": "fixed", "runs": 2}}, "resources": {"workers": RANGE}},
-         r"resources\.workers as a range does not go with tune"),
-        ({"privacy__budget": "b", "privacy__budget_ceiling": 3.0, "resources": {"workers": RANGE}},
-         "with privacy.budget_ceiling, needs training.reproducible"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(tmp_path, changes, message):
-    with pytest.raises(UserError, match=message):
-        make(tmp_path, **changes)
 
 
 def test_more_workers_than_canonical_shards_are_refused(tmp_path):

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import dpdist
-from dpdist import Privacy, UserError, estimate
+from dpdist import Privacy, estimate
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.training import estimate as module
-from dpdist.training.model_setup import examples_per_second
+from dpdist.training.estimate import examples_per_second
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -130,24 +130,6 @@ def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
     assert own.seconds_per_step > 20 / 100 + 47 * 2.0  # rows are filled up
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"data": True}, "data: must be records, or their number"),
-        ({"data": 1}, "data: must be records, or their number of at least 2, got 1"),
-        ({"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
-        ({"steps": None}, "exactly one of steps and epochs"),
-        ({"batch_size": 500}, "must be <= the 200"),
-        ({"optimizer": "rmsprop"}, "optimizer: must be one of sgd, adam, adamw"),
-        ({"loss": "hinge"}, "loss: must be"),
-        ({"model": nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))}, "normalises over the batch"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(given, said):
-    with pytest.raises(UserError, match=said):
-        estimated(**given)
-
-
 # --- rates by class
 
 
@@ -171,24 +153,6 @@ def test_rates_by_class_are_priced_at_the_largest(tmp_path, private):
     # With a target epsilon the noise rises, with a given noise epsilon does.
     key = "noise_multiplier" if "epsilon" in private else "epsilon"
     assert getattr(found, key) > getattr(equal, key)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"class_counts": None}, "data.class_counts: must be the public number"),
-        ({"rates": None}, "data.class_counts: must be left out without data.rates"),
-        ({"class_counts": {0: 100, 1: 20}}, "class_counts: must add up to the 200 records"),
-        ({"rates": {0: 1, 1: 4, 2: 1}}, "data.class_counts: must be one number for each of the 3"),
-        ({"rates": [1, 4]}, "data.rates: input should be a valid dictionary"),
-        ({"privacy": {**PRIVATE, "batch_cap": 30}}, "batch_cap: must be left out with data.rates"),
-        ({"data": (INPUTS, INPUTS[:, 0])}, "rates: must be left out where records have not one"),
-        ({"data": INPUTS}, "rates: must be left out where records have not one"),
-    ],
-)
-def test_rates_that_no_training_takes_are_not_estimated(given, said):
-    with pytest.raises(UserError, match=said):
-        estimated(**{**RATES, **given})
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])

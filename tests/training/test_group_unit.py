@@ -30,10 +30,10 @@ from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise, refuse_unused
+from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
-from dpdist.training.model_setup import describe_cost
 from dpdist.training.private_step import PrivateStep
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -178,12 +178,6 @@ def test_every_method_says_whether_it_takes_groups():
     assert all("capabilities" in vars(type(method)) for method in able)
 
 
-def test_an_option_of_groups_without_groups_is_refused(root):
-    privacy = {"noise_multiplier": 1.0, "delta": 1e-3, "max_records_per_group": 3}
-    with pytest.raises(UserError, match="only applies with unit: group"):
-        refuse_unused(recipe_of(root, privacy=privacy), "test")
-
-
 def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
     plan = make_plan(recipe, GROUPS, "test")
@@ -202,10 +196,10 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda own: [*own[:-2], None, None], "is none for 2 of"),
+        (lambda own: [*own[:-2], None, None], "is empty for 2 of"),
         (lambda own: [float(len(each)) for each in own], "must be a whole number or a text"),
         (lambda own: [each == "patient 1" for each in own], "must be a whole number or a text"),
-        (lambda own: [[each] for each in own], "must hold one value per record"),
+        (lambda own: [[each] for each in own], "must hold one value for each record"),
     ],
 )
 def test_unknown_groups_are_refused(root, change, said):
@@ -224,7 +218,7 @@ def test_groups_of_two_types_are_refused(root):
         whole.schema.get_field_index("patient"), "patient", numbers
     )
     pq.write_table(other, root / "scans" / "train-1.parquet")
-    with pytest.raises(UserError, match="texts or numbers in all files alike"):
+    with pytest.raises(UserError, match="7 and '7' would be two groups"):
         check_trainable(recipe_of(root), "test")
 
 
@@ -354,14 +348,14 @@ def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
     assert training.steps_left == 2 * 17 // 5
     before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     training.step()
-    key = training._step.key
+    key = training._loop.step.key
     torch.manual_seed(0)
     engine = GradientEngine(
         torch.nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0),
         micro_batch=training._engine.micro_batch,
     )  # fmt: skip
     groups = GroupedRecords(dpdist.as_records(points()), Groups.from_values(WHOM, 2))
-    alone = PrivateStep(engine, groups, key, training._step.attempt)
+    alone = PrivateStep(engine, groups, key, training._loop.step.attempt)
     expected = alone.gradient(0, training.plan.step(0))[0].clone()
     after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
@@ -416,15 +410,6 @@ def test_a_private_group_is_not_held_out(tmp_path):
     with pytest.raises(UserError, match="must share no record with data"):
         loop_of(tmp_path / "run", held_out=(inputs, labels))
     loop_of(tmp_path / "run", held_out=(inputs + 1, labels)).run_all()
-
-
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_fit_takes_groups(tmp_path):
-    run = dpdist.fit(
-        torch.nn.Linear(4, 2), dpdist.as_records(points(), unit=WHOM), learning_rate=0.1,
-        privacy=dpdist.Privacy(**PRIVACY), batch_size=5, steps=2, folder=tmp_path / "run",
-    )  # fmt: skip
-    assert run.read_plan().group == GroupUnit("unit_id", 2)
 
 
 # --- other inputs and targets -------------------------------------------------------------------

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray.train
 import torch
 from support.training import KEY, make, parameters, release_ids, run_thread_workers, train
 
 from dpdist.cluster import executor as module
 from dpdist.cluster.executor import Executor, LocalExecutor
-from dpdist.cluster.work import MAX_PREEMPTIONS, WorkerGroup, WorkerPlace
+from dpdist.cluster.work import MAX_PREEMPTIONS, WorkerGroup
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
@@ -172,9 +169,9 @@ class Signalled(LocalExecutor):
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
         real = worker.Loop.save
 
-        def signalled(loop: worker.Loop, done: int) -> None:
-            real(loop, done)
-            if done == 3:
+        def signalled(loop: worker.Loop) -> None:
+            real(loop)
+            if loop.done == 3:
                 for _ in range(self.times):
                     signal.raise_signal(signal.SIGTERM)
 
@@ -246,24 +243,3 @@ def test_preemptions_are_bounded_apart_from_failures():
     config = module._failure_config(group_of(3))
     assert config.max_failures == 3
     assert getattr(config, "max_preemption_failures", MAX_PREEMPTIONS) == MAX_PREEMPTIONS > 0
-
-
-def test_an_older_ray_without_the_call_is_not_asked(monkeypatch):
-    @dataclasses.dataclass
-    class FailureConfig:
-        max_failures: int = 0
-
-    monkeypatch.delenv(module.WATCHER_VARIABLE, raising=False)
-    monkeypatch.setattr(ray.train, "FailureConfig", FailureConfig)
-    assert module._failure_config(group_of(3)) == FailureConfig(3)
-    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None, raising=False)
-    ask = module._preemption_question()
-    assert ask is not None and ask() is False
-    monkeypatch.setattr(ray.train, "get_preemption_info", SimpleNamespace, raising=False)
-    assert module._preemption_question()() is True
-    monkeypatch.setenv(module.WATCHER_VARIABLE, "0")  # a session on this machine
-    assert module._preemption_question() is None
-    monkeypatch.delenv(module.WATCHER_VARIABLE)
-    monkeypatch.delattr(ray.train, "get_preemption_info")
-    assert module._preemption_question() is None
-    assert WorkerPlace(0, 1, "cpu").host_leaves is None

@@ -10,7 +10,7 @@ import torch
 
 import dpdist
 from dpdist import UserError
-from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.clipping import FlatClipping, max_batch
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.phases import GaussianSteps
@@ -170,3 +170,11 @@ def test_it_is_public_and_its_example_runs():
     assert dpdist.PrivateStep is PrivateStep
     found = doctest.DocTestFinder().find(PrivateStep, "PrivateStep", globs={})
     assert [doctest.DocTestRunner().run(one).failed for one in found if one.examples] == [0]
+
+
+def test_a_batch_beyond_what_the_slack_covers_is_refused() -> None:
+    engine = step_of(CLIP).engine
+    limit = max_batch(engine.precision)
+    private_step.check_clip(engine, CLIP, limit / 2)
+    with pytest.raises(UserError, match=r"training\.batch_size"):
+        private_step.check_clip(engine, CLIP, limit)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ import torch
 from support.local_execution import command, run_without_ray
 from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
-from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
 
 import dpdist
-from dpdist import Privacy, PrivateTraining, UserError, private_training
+from dpdist import Privacy, PrivateTraining, UserError, models
+from dpdist.core.fields import DRAWS_BY_ROW
 from dpdist.core.files import read_json
 from dpdist.evaluation import load_model
 from dpdist.gradients.clipping import AutomaticClipping
@@ -34,11 +34,13 @@ from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.reports.technical_file import technical_file
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training import checkpoint, job, model_setup
 from dpdist.training.monitoring import read_groups
 from dpdist.training.records import records_with_canaries
+from dpdist.training.script_learner import is_finite
+from dpdist.training.script_state import form_of
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -203,23 +205,6 @@ def test_an_automatic_clip_is_on_the_card(tmp_path):
     assert AutomaticClipping(1.0).gamma == 0.01
 
 
-def test_an_automatic_clip_has_no_other_rule():
-    recipe = {
-        "name": "tiny", "data": {"name": "digits"}, "model": {"name": "linear"},
-        "privacy": {"epsilon": 3, "delta": 1e-4, "clip_norm": "automatic"},
-        "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
-    }  # fmt: skip
-    privacy = parse_recipe(recipe, "tiny").privacy
-    assert (privacy.clipping, privacy.clip_norm) == ("automatic", 1.0)
-    recipe["privacy"]["clipping"] = "flat"
-    with pytest.raises(UserError, match=r"tiny: privacy\.clip_norm: must be a number"):
-        parse_recipe(recipe, "tiny")
-    with pytest.raises(UserError, match=r"privacy\.clip_norm: must be a number with clipping"):
-        Privacy(epsilon=3, delta=1e-5, clip_norm="automatic", clipping="per-layer")
-    with pytest.raises(UserError, match=r"privacy\.clip_norm: "):
-        Privacy(epsilon=3, delta=1e-5, clip_norm="automated")
-
-
 # --- an ordinary run folder
 
 
@@ -264,19 +249,8 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         done = run(*words_)
         assert done.code == 0, (words_, done.out + done.err)
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
-    again = run("train", t.run.recipe_file, *runs)
+    again = run("run", "--until", "train", t.run.recipe_file, *runs)
     assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
-
-
-@pytest.mark.long
-def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
-    t = training(tmp_path / "own", held_out=records(20, 2))
-    t.run_all()
-    assert read_json(t.run.evaluation)["inputs"] == 20
-    folder, name = str(t.run.model_folder), t.run.read_recipe().model.name
-    code = f"from dpdist import models; models.load({folder!r}, trusted_factory={name!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
 
 
 MINE = """
@@ -308,15 +282,8 @@ def net(input_shape, classes):
 """
 OTHER_FACTORIES = {
     "sizes": ("Mine()", "Mine(7)", r"first must be Linear\(.* out_features=5, .* out_features=7"),
-    "types": ("Mine()", "Mine().double()", r"must be \(5,\) torch.float32, got .* torch.float64"),
-    "shapes": ("self.slope =", "self.more = nn.Parameter(torch.ones(2)); self.slope =",
-               r"more must be left out, got \(2,\) torch.float32"),
-    "names": ("self.second", "self.last", "second must be Linear.* got nothing of that name"),
     "settings": ("Mine()", "Mine(5, 0.2)", r"slope must be LeakyReLU\(negative_slope=0.1\), got"),
-    "classes": ("return Mine()", "return nn.Sequential(Mine())", "the top must be Mine, got Seq"),
     "forward": ("(self.scale * ", "(1.5 * ", "the code of Mine is another"),
-    "property": ("return SCALE", "return 1.5 * SCALE", "the code of Mine is another"),
-    "attribute": ("turns = 2", "turns = 3", "the code of Mine is another"),
     "module": ("SCALE = 1.0", "SCALE = 1.5", "with the trained weights it answers otherwise"),
 }  # fmt: skip
 
@@ -366,37 +333,6 @@ def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeyp
     assert done.stdout == f"{of_the_script.model(torch.ones(1, 6)).tolist()}\n", done.stderr
 
 
-def test_nothing_is_said_of_a_range_that_nobody_declared(tmp_path, monkeypatch, capsys):
-    """Normalised pictures of a script: numbers of three dimensions, outside of [0, 1]."""
-    text = "from torch import nn\n\n\ndef net(input_shape, classes):\n"
-    text += "    return nn.Sequential(nn.Flatten(), nn.Linear(16, classes))\n"
-    (tmp_path / "nets_of_pictures.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import nets_of_pictures
-
-    inputs = 3 * torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    model, factory = nets_of_pictures.net((1, 4, 4), 2), "nets_of_pictures:net"
-    labels = (inputs.mean((1, 2, 3)) > 0).long()
-    told = {"data": (inputs, labels), "batch_size": 8, "factory": factory}
-    run = training(tmp_path / "own", model, sgd(model), **told).run_all()
-    dpdist.write_release(run, not_private=True)
-    card = (run.release_folder / "README.md").read_text()
-    assert "images (channels, height, width), as the training had them. Classes" in card
-    assert "[0, 1]" not in card and "8 bits" not in card
-    np.save(tmp_path / "one.npy", inputs[0].numpy())
-    label = int(model(inputs[:1]).argmax())
-    for where in (run.path, run.release_folder):
-        words_ = ("predict", str(where), str(tmp_path / "one.npy"), "--trust-factory", factory)
-        words_ = words_ if where != run.path else words_[:3]
-        done = command(monkeypatch, capsys, tmp_path, *words_)
-        assert done.code == 0 and f"{label} (no certificate)" in done.out, done.err
-    release = dpdist.load(run.release_folder, trusted_factory=factory)
-    assert release.description.raw_inputs
-    assert release.answerer(sigma=0.01, n=200)(inputs[0].numpy()).label in (label, -1)
-    verify = ("verify", str(run.release_folder), "--trust-factory", factory)
-    assert command(monkeypatch, capsys, tmp_path, *verify).code == 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("case", OTHER_FACTORIES)
 def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
@@ -406,38 +342,6 @@ def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
         dpdist.write_release(of_the_script.run.path, factory="nets_later:net")
     assert "\n" not in str(error.value)
     assert not of_the_script.run.release_folder.exists()
-
-
-@pytest.mark.long
-def test_a_factory_is_for_runs_that_need_one(of_the_script, tmp_path, monkeypatch):
-    run = of_the_script.run
-    with pytest.raises(UserError, match="cannot import"):
-        dpdist.write_release(run, factory="nowhere_later:net")
-    with pytest.raises(UserError, match="must be importable"):
-        dpdist.write_release(run, factory="__main__:net")
-    again = training(tmp_path / "own-2", Net(), factory="test_private_training:net")
-    again.run_all()
-    with pytest.raises(
-        UserError, match=r"factory: must be left out for this run, whose model test"
-    ):
-        dpdist.write_release(again.run, not_private=True, factory="nets_later:net")
-    run_without_ray(monkeypatch)
-    settings = dpdist.Cohen(sigma=0.25, n=20, n0=5, max_inputs=2)
-    dpdist.certify(run, None, settings, folder=run.certificates / "one", executor="local")
-    with pytest.raises(UserError, match="factory: must be given to a run without certificates"):
-        dpdist.write_release(run, factory="nets_later:net")
-
-
-def test_a_run_of_before_does_not_describe_its_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_training, "module_record", lambda *_: {})
-    whole = private_training.pack
-    monkeypatch.setattr(
-        private_training, "pack", lambda name, value: {} if name == "module" else whole(name, value)
-    )
-    t = training(tmp_path / "own")
-    t.run_all()
-    with pytest.raises(UserError, match="factory: must be given by the script of this run"):
-        dpdist.write_release(t.run, not_private=True, factory="test_private_training:net")
 
 
 def test_held_out_records_must_not_be_private(tmp_path):
@@ -545,17 +449,6 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
         t.checkpoint()
 
 
-def test_a_loop_that_stopped_early_is_told_how_it_ends(tmp_path):
-    stopped = training(tmp_path / "runs/stopped")
-    with pytest.raises(UserError, match=r"^finish: must be called after a step, got none"):
-        stopped.finish()
-    stopped.step()
-    assert stopped.guarantee.epsilon < stopped.plan.guarantee().epsilon
-    stopped.close()
-    with pytest.raises(UserError, match=r"a loop that stops earlier calls training\.finish\(\)"):
-        dpdist.write_release(stopped.run)
-
-
 def test_an_early_end_costs_all_planned_steps(tmp_path):
     """Where a loop stops can depend on its scores; the epsilon of the whole plan covers that."""
     private = {**PRIVATE, "budget": str(tmp_path / "budgets")}
@@ -575,10 +468,7 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
     assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
     assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
     assert card["guarantee"]["epsilon"] == planned.epsilon
-    dpdist.write_release(run, dossier=True, not_private=True)
-    assert "The training was stopped after 2 of 6 steps; all are charged." in (
-        (run.release_folder / "dossier.md").read_text()
-    )
+    assert "The training was stopped after 2 of 6 steps; all are charged." in technical_file(facts)
     (budget,) = read_budgets(tmp_path / "budgets")
     assert budget.charges[0].status == "settled"
     assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)
@@ -602,7 +492,7 @@ def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charge
 
     monkeypatch.setattr(Ledger, "record", record)
     if charged == 4:
-        monkeypatch.setattr(private_training.models, "save", lambda *_: record(None, 0, ""))
+        monkeypatch.setattr(models, "save", lambda *_: record(None, 0, ""))
     with pytest.raises(KeyboardInterrupt):
         t.finish()
     t.close()
@@ -621,7 +511,7 @@ def test_an_early_end_that_failed_is_asked_for_again(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
-        patched.setattr(private_training.models, "save", full)
+        patched.setattr(models, "save", full)
         t.finish()
     assert not t.run.training_summary.exists()
     assert t.finish() == t.run and dpdist.read_facts(t.run).training_summary["steps_taken"] == 1
@@ -636,24 +526,6 @@ def test_what_changed_before_an_early_end_is_on_the_card(tmp_path):
     t.finish()
     assert t.guarantee.kind == "assumed: post-processing"
     assert torch.equal(flat(t.model), torch.cat([each.flatten() for each in best.values()]))
-
-
-def test_a_checkpoint_inside_a_step_is_refused_for_what_it_is(tmp_path):
-    """As a signal's handler may ask for it; the step was blamed, for an interruption."""
-    t = training(tmp_path / "own")
-    kept = t.optimizer.step
-
-    def told() -> None:
-        t.checkpoint()
-        kept()
-
-    t.step()
-    t.optimizer.step = told
-    line = r"^checkpoint: must be called between two steps, got a call inside one .* set a flag"
-    with pytest.raises(UserError, match=line):
-        t.step()
-    with pytest.raises(UserError, match=line):
-        t.checkpoint()
 
 
 def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
@@ -683,17 +555,6 @@ def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
     optimizer.param_groups[0][key] = 0.017
     t.run_all()
     assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
-
-
-def test_a_schedule_that_cycles_momentum_is_no_change(tmp_path):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
-    t = training(tmp_path / "own", model, optimizer, state=[cycle])
-    while t.steps_left:
-        t.step()
-        cycle.step()
-    assert t.guarantee.kind == "proved"
 
 
 def test_only_the_gradient_that_was_released_is_read(tmp_path):
@@ -746,6 +607,13 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+class Drawing(nn.Module):
+    """Draws one number for the whole pass."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.rand(())
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
@@ -763,118 +631,25 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [
-        lambda module, batch: F.cross_entropy(
-            module(batch["a"], batch["b"]), batch["targets"], reduction="none"
-        ),
-        lambda module, batch: F.cross_entropy(module(*batch[:-1]), batch[-1], reduction="none"),
-    ],
-)
-def test_the_loss_that_a_refusal_names_trains_a_module_of_two_arguments(tmp_path, loss):
-    x, y = torch.rand(2, 80, 2), torch.arange(80) % 2
-    inputs = {"a": x[0], "b": x[1]} if "targets" in loss.__code__.co_consts else (x[0], x[1])
-    training(tmp_path / "own", Two(), loss=loss, data=(inputs, y)).step()
-
-
-@pytest.mark.parametrize(
     ("model", "optimizer", "options", "said"),
     [
         (Net, lambda m: torch.optim.LBFGS(m.parameters()), {}, "must take its step from .grad"),
-        (Net, lambda m: torch.optim.SparseAdam(m.parameters()), {}, "must take dense gradients"),
-        (Net, lambda m: torch.optim.Adam(m.parameters(), capturable=True), {},
-         "optimizer: must not be capturable, got a model on the CPU"),
-        (lambda: Net().to("meta"), sgd, {}, "first.weight is on the device meta: give it some"),
-        (Net, lambda m: torch.amp.GradScaler("cpu"), {}, "leave the scaler out"),
         (Net, lambda m: sgd(m.first), {}, "must hold every trained parameter, lacks second.weight"),
-        (Net, lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(1))]), {},
-         "must hold parameters of the model alone, got 1"),
-        (Net, sgd, {"state": [torch.amp.GradScaler("cpu")]}, "state[0]: must not be a GradScaler"),
-        (Net, sgd, {"state": [3]}, "state[0]: must have state_dict"),
-        (Net, sgd, {"state": 3}, "state: must be a list of objects, got int"),
-        (Net, sgd, {"privacy": None}, "privacy: must be a section or a dict"),
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
-        (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
         (normed, sgd, {}, "normalises over the batch"),
-        (dropping, sgd, {}, "model: draws random numbers"),
+        (lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 2)), sgd, {},
+         "model: must draw random numbers for each record, got rand for all rows of a pass"),
         (Mixing, sgd, {}, "depends on another example"),
-        (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
-        (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
-        (Net, sgd, {"privacy": {"epsilon": -1, "delta": 1e-3}}, "privacy.epsilon: must be"),
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
-        (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(weight=torch.ones(10))},
-            r"got a CrossEntropyLoss with weight; take a function of module and batch",
-        ),
-        (
-            Net, sgd, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
-            r"got a CrossEntropyLoss with label_smoothing; take a function of module and batch",
-        ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
         (Net, sgd, {"data": (records()[0], records()[1][:, None])},
          "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
-        (lambda: nn.LSTM(WIDTH, 2), sgd, {},
-         "model: must return one tensor for the loss cross-entropy, got a tuple"),
-        (lambda: nn.Linear(WIDTH, 1), sgd, {}, "must have one output a class for the loss cross"),
-        (lambda: torch.jit.script(nn.Linear(WIDTH, 2)), sgd, {},
-         "model: must be a module in Python, got TorchScript at the top: train the module that"),
-        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(WIDTH, 2), torch.zeros(1, WIDTH))), sgd,
-         {}, "got TorchScript at 0"),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), sgd, {}, "0.weight of a lazy layer is not there"),
-        (Net, lambda m: torch.optim.SGD, {}, "got type: make one, such as torch.optim.SGD(model."),
-        (Net, sgd, {"folder": ""}, "folder: must be the path of a run, new or begun, got ''"),
-        (Net, sgd, {"folder": None}, "folder: must be the path of a run, new or begun, got None"),
-        (Net, sgd, {"folder": Path(__file__)}, "folder: must be a folder, got"),
-        (Net, sgd, {"folder": Path(__file__) / "run"}, "test_private_training.py is a file"),
-        (Net, sgd, {"folder": Path(__file__).parent}, "must be new, empty or a run's, got"),
-        (Net, sgd, {"factory": net}, "factory: must be 'package.module:function', the name of a"),
-        (Net, sgd, {"factory": "net"}, "factory: must be 'package.module:function', the name of a"),
-        (Net, sgd, {"privacy": {**PRIVATE, "max_grad_norm": 1.0}},
-         "privacy.max_grad_norm: unknown key, take clip_norm"),
-        (Net, sgd, {"held_out": torch.rand(10, WIDTH)}, "held_out: must have targets, got inputs"),
-        (Net, sgd, {"held_out": (torch.rand(10, 7), torch.ones(10).long())},
-         "held_out: must have inputs of the shape of those of data, (B, 6), got (B, 7)"),
         (Net, sgd, {"held_out": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
          "held_out: targets must be 0 to 1 (2 classes), got others"),
-        (Net, sgd, {"loss": F.cross_entropy}, "got torch's cross_entropy; take 'cross-entropy'"),
-        (Net, sgd, {"loss": partial(F.mse_loss, reduction="none")},
-         "got torch's mse_loss; take 'mse'"),
-        (
-            Net, sgd, {"loss": partial(F.cross_entropy, label_smoothing=0.1)},
-            "got torch's cross_entropy; take a function of module and batch that returns one value "
-            "a record, such as lambda module, batch: torch.nn.functional.cross_entropy(module(",
-        ),
-        (Net, sgd, {"loss": F.nll_loss},
-         "such as lambda module, batch: torch.nn.functional.nll_loss(module(batch[0]), batch"),
-        (Net, sgd, {"loss": torch.nn.functional.softplus}, "got torch's softplus; take a function"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; take 'cross-en"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss(reduction="mean")}, "take 'cross-entropy'"),
-        (Net, sgd, {"loss": nn.L1Loss()}, "got a L1Loss; take a function of module and batch"),
-        (Net, sgd, {"loss": nn.NLLLoss(reduction="sum")}, "got a NLLLoss; take a function"),
-        (Net, sgd, {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
-         "got <lambda>, which fails on invented records (batch is (inputs, "
-         "targets)): TypeError: cross_entropy_loss()"),
-        (Net, sgd, {"loss": lambda outputs: outputs},
-         "which cannot be called with two arguments: too many positional arguments"),
-        (Net, sgd, {"loss": lambda a, b, c: a}, "arguments: missing a required argument: 'c'"),
-        (Net, sgd, {"loss": lambda module, batch: module(batch)}, "fails on invented records"),
-        (Net, sgd, {"loss": lambda module, batch: batch["x"]}, "fails on invented records (batch"),
-        (Net, sgd, {"loss": lambda module, batch: None}, "one loss per example"),
-        (Net, sgd, {"loss": None}, "loss: must be a name or a function of module and batch, got a"),
-        (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
-        (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
-         f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
-        (Two, sgd, {"data": (dict.fromkeys("ab", torch.rand(80, 2)), torch.zeros(80).long())},
-         "ONE argument, a dict of all: take that apart in forward, or give a loss of your own, "
-         "such as lambda module, batch: torch.nn.functional.cross_entropy(module(batch['a'], "
-         "batch['b']), batch['targets'], reduction='none')"),
-        (Two, sgd, {"data": ((torch.rand(80, 2), torch.rand(80, 2)), torch.zeros(80).long())},
-         "cross_entropy(module(*batch[:-1]), batch[-1], reduction='none')"),
-        (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
-        (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss(),
+                    "data": (records()[0], 7 * torch.ones(80).long())},
+         "targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"factory": "support.foreign:net"}, "factory: must build this model"),
     ],
 )  # fmt: skip
@@ -887,75 +662,91 @@ def test_refusals_are_one_line_and_leave_nothing(tmp_path, model, optimizer, opt
     assert not (tmp_path / "own").exists()
 
 
-@pytest.mark.parametrize("kind", ["floats", "one-hot rows"])
-def test_floats_for_classes_are_refused(tmp_path, kind):
-    inputs, labels = torch.randn(40, WIDTH), torch.randint(2, (40,))
-    targets = labels.float() if kind == "floats" else nn.functional.one_hot(labels, 2).float()
-    model = Net()
-    with pytest.raises(UserError, match="must be whole numbers for the loss cross-entropy"):
-        dpdist.PrivateTraining(
-            model, sgd(model), (inputs, targets), loss="cross-entropy", privacy=PRIVATE,
-            batch_size=8, steps=1, folder=tmp_path / "own",
-        )  # fmt: skip
-
-
-def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
+def test_a_scheduler_that_no_checkpoint_keeps_is_on_the_card(tmp_path):
     model = Net()
     optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     t = training(tmp_path / "own", model, optimizer)
-    with pytest.raises(UserError, match="state: must hold the StepLR of this optimizer"):
-        t.step()
+    for report in t:
+        scheduler.step()
+        assert (t.guarantee.kind == "proved") == (report.step < 2)
+    assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
+
+
+class Told(torch.optim.lr_scheduler.LRScheduler):
+    """A rate that follows what it is told, and says nothing of it in its arguments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, told: list[float]) -> None:
+        self.told = told
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1 if len(self.told) < 2 else 0.05 for _ in self.base_lrs]
+
+
+def test_a_criterion_object_trains_and_must_stay_the_same(tmp_path):
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), label_smoothing=0.1)
+    t = training(tmp_path / "own", loss=criterion)
+    t.step()
     t.close()
-    assert not t.run.path.exists() and scheduler is not None
+    with pytest.raises(UserError, match="loss"):
+        training(tmp_path / "own", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).step()
+    training(tmp_path / "own", loss=criterion).run_all()
+    plain = [training(tmp_path / str(n), m := Net(), loss=loss).run_all() and flat(m)
+             for n, loss in enumerate(("cross-entropy", nn.CrossEntropyLoss()))]  # fmt: skip
+    assert torch.allclose(*plain)
 
 
-@pytest.mark.parametrize("change", ["freeze", "unfreeze", "exchange"])
-def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
-    model = Net()
-    model.first.bias.requires_grad_(change != "unfreeze")
-    trained = [each for each in model.parameters() if each.requires_grad]
-    t = training(tmp_path / "own", model, torch.optim.SGD(trained, lr=0.3))
-    t.step()
-    if change == "freeze":
-        t.model.first.weight.requires_grad_(False)
-    elif change == "unfreeze":
-        t.model.first.bias.requires_grad_()
-    else:
-        t.model.first = nn.Linear(WIDTH, 5)
-    with pytest.raises(UserError, match="model: must train the same parameters in all steps"):
-        t.step()
-    t.close()
-    assert Ledger.read(t.run.ledger).release_counts == {0: 1}
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    """Dropout follows from the run's key and the step, whatever the script's generator did."""
 
+    def network() -> nn.Module:
+        torch.manual_seed(4)
+        return dropping()
 
-def test_another_mode_is_refused(tmp_path):
-    """Dropout that was switched off when the model was checked must stay so."""
-    model = dropping().eval()
-    t = training(tmp_path / "own", model, sgd(model))
-    t.step()
-    model.train()
-    with pytest.raises(UserError, match=r"the mode in which it was checked.*model\.eval\(\)"):
-        t.step()
-    model.eval()
-    t.step()
+    whole = training(tmp_path / "whole", model := network())
+    whole.run_all()
+    killed = training(tmp_path / "killed", network())
+    for _ in range(3):
+        torch.rand(7)
+        killed.step()
+    killed.close()
+    training(tmp_path / "killed", again := network()).run_all()
+    assert torch.equal(flat(model), flat(again))
+    card = dpdist.read_facts(whole.run).privacy_card()
+    assert DRAWS_BY_ROW in card["assumptions"]
+    plain = training(tmp_path / "plain").run_all()
+    assert DRAWS_BY_ROW not in dpdist.read_facts(plain).privacy_card()["assumptions"]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("make", "proved"),
     [
-        (lambda model: model.train(), "the mode in which it was checked"),
-        (lambda model: model[0].weight.requires_grad_(False), "the same parameters in all steps"),
-        (lambda model: model.register_forward_hook(lambda *_: None), "must stay as it is checked"),
+        (lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step), True),
+        (lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=9), True),
+        (lambda o: schedulers.ChainedScheduler(
+            [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]), True),
+        (lambda o: schedulers.SequentialLR(
+            o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [3]), True),
+        (lambda o: Told(o, []), False),
     ],
-)
-def test_what_was_checked_holds_before_the_first_step_too(tmp_path, change, said):
-    model = dropping().eval()
-    t = training(tmp_path / "own", model, sgd(model))
-    change(model)
-    with pytest.raises(UserError, match=said):
-        t.step()
-    assert not t.run.path.exists()
+)  # fmt: skip
+def test_a_rate_is_a_function_of_its_steps_or_on_the_card(tmp_path, make, proved):
+    """Replayed on a copy, which sees nothing of the training; after a restart, too."""
+    for steps in (2, 6):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = make(optimizer)
+        t = training(tmp_path / "own", model, optimizer, state=[scheduler])
+        while t.steps_left and t.steps_taken < steps:
+            report = t.step()
+            if isinstance(scheduler, Told):
+                scheduler.told.append(report.noisy_norm)
+            scheduler.step()
+        t.checkpoint()
+        t.close()
+    kind = Ledger.read(t.run.ledger).changes
+    assert kind == (() if proved else ("optimizer settings",))
 
 
 class Counting(nn.Module):
@@ -985,46 +776,9 @@ def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
     assert float(model.seen) == 0 and Ledger.read(t.run.ledger).changes == ()
 
 
-def test_isolated_records_are_said_to_be(tmp_path):
-    t = training(tmp_path / "own", isolate=True)
-    t.run_all()
-    assert dpdist.read_facts(t.run).record_independence == "per-example"
-
-
-def test_a_rate_that_follows_losses_is_on_the_card(tmp_path):
-    model = Net()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    t = training(tmp_path / "own", model, optimizer, state=[scheduler])
-    while t.steps_left:
-        t.step()
-        scheduler.step(1.0)
-    assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
-
-
 def test_nothing_released_costs_nothing(tmp_path):
     t = training(tmp_path / "own")
     assert t.guarantee.epsilon == 0 and t.steps_left == 6
-
-
-@pytest.mark.long
-def test_a_notebook_s_model_has_no_file(tmp_path):
-    """Typed in, and typed in again after the process ended."""
-    text = SCRIPT.replace("training.step()\n", "training.step()\n    break\n", 1)
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-", str(tmp_path / "own"), "-1", "0", KEY, "1e-6"], input=text,
-            cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    ledger = Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl")
-    assert ledger.release_counts == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
-
-
-def test_opacus_names_are_told_ours():
-    with pytest.raises(UserError, match=r"privacy\.max_grad_norm: unknown key, take clip_norm"):
-        Privacy(noise_multiplier=1.0, delta=1e-5, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("label", [7, -1])
@@ -1072,43 +826,6 @@ def test_units_are_equal_by_value(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
-class Centring(nn.Module):
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs - inputs.mean(0)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(3)
-    layers = [nn.Linear(WIDTH, 4), nn.Dropout(0.0), nn.Tanh(), nn.Linear(4, 2)]
-    return nn.Sequential(*layers)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda m: m[0].register_forward_hook(lambda _m, _i, out: out - out.mean(0)),
-         "0.forward_hooks"),
-        (lambda m: m.__setitem__(2, Centring()), "2"),
-        (lambda m: m.__setitem__(2, nn.BatchNorm1d(4, affine=False)), "2"),
-        (lambda m: setattr(m[2], "forward", lambda x: x - x.mean(0)), "2.forward"),
-        (lambda m: setattr(m[1], "p", 0.5), "1.p"),
-        (lambda m: m[2].register_buffer("kept", torch.zeros(3)), "2.kept"),
-        (lambda m: m.double(), "0.bias"),
-    ],
-)  # fmt: skip
-def test_another_forward_pass_than_the_checked_one_is_refused(tmp_path, change, what):
-    """A model that is made to mix records after the checks is refused."""
-    model = layers()
-    t = training(tmp_path / "own", model, sgd(model))
-    t.step()
-    change(model)
-    with pytest.raises(UserError, match=f"must stay as it is checked, changed: {re.escape(what)}"):
-        t.step()
-    t.close()
-    assert Ledger.read(t.run.ledger).release_counts == {0: 1}
-
-
 class Scaled(nn.Module):
     """A layer with a plain attribute, a function among them, and a buffer."""
 
@@ -1123,40 +840,54 @@ class Scaled(nn.Module):
 
 def scaled() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, 4), Scaled(), nn.Linear(4, 2))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    return nn.Sequential(nn.Linear(WIDTH, 4), Scaled(), nn.Linear(4, 2), frozen)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m, t: m[1].__dict__.update(scale=True), "changed: 1.scale"),  # 1 == True
-        (lambda m, t: m[1].__dict__.update(function=torch.sigmoid), "changed: 1.function"),
-        (lambda m, t: m[1]._buffers.update(offset=torch.zeros(1)), "changed: 1.offset"),
-        (lambda m, t: setattr(m[2].weight, "data", m[2].weight.data.double()), "changed: 2.weight"),
-        (lambda m, t: m[2].weight.requires_grad_(False), "the same parameters in all steps"),
-        (lambda m, t: m[1].eval(), "the mode in which it was checked"),
-        (lambda m, t: m.append(nn.Identity()), "changed: 3"),
-        (lambda m, t: m[0].register_forward_pre_hook(lambda *_: None), "0.forward_pre_hooks"),
-        (lambda m, t: m[0].register_full_backward_hook(lambda *_: None), "0.backward_hooks"),
-        (lambda m, t: setattr(t, "model", scaled()), "the same parameters in all steps"),
-        (lambda m, t: setattr(t, "model", nn.Sequential(*m)), "ok"),
-    ],
-)  # fmt: skip
-def test_a_change_after_steps_that_saw_none_is_noticed(tmp_path, change, said):
-    """From the second step on, objects are compared by identity before anything else."""
+CHANGES = [
+    (lambda m: m[1].__dict__.update(scale=True), "1.scale"),  # 1 == True
+    (lambda m: m[1].__dict__.update(function=torch.sigmoid), "1.function"),
+    (lambda m: m[1]._buffers.update(offset=torch.zeros(1)), "1.offset"),
+    (lambda m: m[1].register_buffer("kept", torch.zeros(3)), "1.kept"),
+    (lambda m: setattr(m[2].weight, "data", m[2].weight.data.double()), "2.weight"),
+    (lambda m: m[2].weight.requires_grad_(False), "2.weight"),
+    (lambda m: m[3].weight.requires_grad_(), "3.weight"),
+    (lambda m: m[1].eval(), "1.training"),
+    (lambda m: m.append(nn.Identity()), "4"),
+    (lambda m: m.__setitem__(2, nn.Linear(4, 2)), "2.weight"),
+    (lambda m: setattr(m[1], "forward", lambda x: x - x.mean(0)), "1.forward"),
+    (lambda m: m[0].register_forward_hook(lambda _m, _i, out: out - out.mean(0)),
+     "0.forward_hooks"),
+    (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "0.forward_pre_hooks"),
+    (lambda m: m[0].register_full_backward_hook(lambda *_: None), "0.backward_hooks"),
+    (lambda m: m.double(), "0.bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES)
+def test_the_form_of_a_model_says_what_changed(change, what):
     model = scaled()
-    t = training(tmp_path / "own", model, sgd(model), steps=5)
-    t.step()
-    t.step()
-    change(model, t)
-    if said == "ok":  # another container of the same layers, by the same names
+    before = form_of(model)
+    assert before == form_of(model)
+    change(model)
+    now = form_of(model)
+    assert what in [name for name in now if now[name] != before.get(name, ())]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("change", "what"), [CHANGES[5], CHANGES[7], CHANGES[9], CHANGES[11]])
+def test_another_model_than_the_checked_one_takes_no_step(tmp_path, steps, change, what):
+    model = scaled()
+    t = training(tmp_path / "own", model, sgd(model))
+    for _ in range(steps):
         t.step()
-        return
-    with pytest.raises(UserError, match=re.escape(said)):
+    change(model)
+    said = f"model: must stay as it is checked, changed: .*{re.escape(what)}"
+    with pytest.raises(UserError, match=said):
         t.step()
     t.close()
-    assert Ledger.read(t.run.ledger).release_counts == {0: 1, 1: 1}
+    assert t.run.path.exists() == (steps > 0)
+    assert not steps or Ledger.read(t.run.ledger).release_counts == dict.fromkeys(range(steps), 1)
 
 
 def test_a_changed_class_or_a_hook_of_all_modules_is_noticed(tmp_path, monkeypatch):
@@ -1204,7 +935,7 @@ def test_what_was_put_back_is_no_change(tmp_path):
 )  # fmt: skip
 def test_parameters_that_are_not_finite_are_seen(values, finite):
     for dtype in (torch.float32, torch.complex64):
-        assert private_training._is_finite(torch.tensor(values, dtype=dtype)) == finite
+        assert is_finite(torch.tensor(values, dtype=dtype)) == finite
 
 
 def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
@@ -1256,9 +987,7 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def test_another_setting_is_another_run(tmp_path):
     training(tmp_path / "own").run_all()
-    with pytest.raises(
-        UserError, match=r"^batch_size: must be 16 as when the run began, got 20; .*another folder"
-    ):
+    with pytest.raises(UserError, match=r"a different recipe \(training\.batch_size differ\)"):
         training(tmp_path / "own", batch_size=20)
     with pytest.raises(UserError, match=r"model\.options\.structure"):
         training(tmp_path / "own", Net(7))
@@ -1298,14 +1027,10 @@ def begun_or_not(
     return t
 
 
-def own_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
-
-
 OTHERS = [
     ({"lr": 0.1}, "optimizer.lr: must be 0.3 as when the run began, got 0.1;"),
     ({"momentum": 0.9}, "optimizer.momentum: must be 0.5 as when the run began, got 0.9;"),
-    ({"adam": True}, "optimizer: must be torch.optim.sgd.SGD as when the run began, got"),
+    ({"adam": True}, "script.optimizer"),
     ({"gamma": 0.9}, "state[0].gamma: must be 0.5 as when the run began, got 0.9;"),
     (
         {"slope": 0.2},
@@ -1313,10 +1038,7 @@ OTHERS = [
     ),
     ({"seed": 4}, "seed: must be 3 as when the run began, got 4;"),
     ({"frozen": True}, "model.first.bias: must be trained as when the run began, got frozen;"),
-    ({"loss": own_loss}, "loss: must be cross-entropy as when the run began, got"),
-    ({"batch_size": 20}, "batch_size: must be 16 as when the run began, got 20;"),
-    ({"privacy": {**PRIVATE, "clip_norm": 2.0}}, "privacy.clip_norm: must be 1.0 as when"),
-    ({"isolate": True}, "model.isolate: must be False as when the run began, got True;"),
+    ({"privacy": {**PRIVATE, "clip_norm": 2.0}}, "different recipe (privacy.clip_norm differ)"),
 ]
 
 
@@ -1330,18 +1052,10 @@ def test_another_setting_on_a_run_that_began_is_refused(tmp_path, steps, other, 
     before = sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
     with pytest.raises(UserError, match=re.escape(said)) as error:
         begun_or_not(tmp_path / "own", 1, **other)
-    assert "\n" not in str(error.value) and "another folder" in str(error.value)
+    assert "\n" not in str(error.value)
     assert before == sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
     # The script of then goes on, from the checkpoint that the last step began with.
     assert begun_or_not(tmp_path / "own").steps_left == {2: 5, 6: 0}[steps]
-
-
-def test_settings_that_differ_are_named_together(tmp_path):
-    begun_or_not(tmp_path / "own", 1)
-    with pytest.raises(
-        UserError, match=r"^state\[0\]\.gamma: .*; optimizer\.lr: .*; optimizer\.mo"
-    ):
-        begun_or_not(tmp_path / "own", lr=0.1, momentum=0.1, gamma=0.1)
 
 
 def test_the_run_holds_the_settings_of_its_beginning(tmp_path):
@@ -1350,18 +1064,6 @@ def test_the_run_holds_the_settings_of_its_beginning(tmp_path):
     begun_or_not(tmp_path / "own", 1)
     with pytest.raises(UserError, match=r"optimizer\.lr: must be 0\.3 as .* got 0\.075"):
         begun_or_not(tmp_path / "own", lr=0.075)
-
-
-def test_fit_refuses_another_rate(tmp_path):
-    told: dict[str, Any] = {
-        "privacy": PRIVATE, "batch_size": 16, "steps": 2, "folder": tmp_path / "own",
-    }  # fmt: skip
-    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
-    with pytest.raises(
-        UserError, match=r"optimizer\.lr: must be 0\.1 as when the run began, got 0\."
-    ):
-        dpdist.fit(Net(), records(), learning_rate=0.2, **told)
-    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
 
 
 def test_a_notebook_s_objects_go_on_after_their_steps(tmp_path):
@@ -1399,13 +1101,6 @@ def test_weights_without_a_seed_are_those_of_the_run(tmp_path):
     del t
     with pytest.warns(UserWarning, match="model: has other weights than the run began with"):
         training(seeded, nn.Linear(WIDTH, 2), steps=4).close()
-
-
-def test_a_folder_of_a_recipe_s_run_is_refused(tmp_path):
-    made, folder = make(tmp_path, "recipe")
-    folder.create_or_open(made)
-    with pytest.raises(UserError, match=r"^folder: must hold a run of PrivateTraining or nothing"):
-        training(folder.path)
 
 
 def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
@@ -1636,12 +1331,6 @@ def test_records_of_every_kind_are_known_to_a_budget(tmp_path, kind):
         train(20)
 
 
-def test_scores_and_a_budget_do_not_go_together(tmp_path):
-    t = training(tmp_path / "own", privacy=budgeted(tmp_path))
-    with pytest.raises(UserError, match=r"^score: must be left out with privacy\.budget"):
-        t.score(records(30, seed=5), every=2)
-
-
 # --- crashes
 
 
@@ -1685,6 +1374,12 @@ while training.steps_left:
     scheduler.step()
 print(scheduler.last_epoch, optimizer.param_groups[0]["lr"].hex())
 """
+
+
+def test_scores_and_a_budget_do_not_go_together(tmp_path):
+    t = training(tmp_path / "own", privacy=budgeted(tmp_path))
+    with pytest.raises(UserError, match=r"^score: must be left out with privacy\.budget"):
+        t.score(records(30, seed=5), every=2)
 
 
 def script(
@@ -1800,28 +1495,6 @@ def test_a_state_dict_comes_back_as_it_was():
         pack("x", {"f": lambda: 0})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            {"learning_rate": "0.1"},
-            "learning_rate: must be a number that torch.optim.sgd.SGD",
-        ),
-        ({"learning_rate": -1.0}, "got -1.0: Invalid learning rate"),
-        ({"optimizer": sgd(Net())}, "optimizer: must be a name or a callable of parameters and lr"),
-        ({"optimizer": "SGD"}, "optimizer: must be one of sgd, adam, adamw"),
-    ],
-)
-def test_what_fit_refuses(tmp_path, wrong, said):
-    told: dict[str, Any] = {"learning_rate": 0.1, **wrong}
-    with pytest.raises(UserError, match=re.escape(said)):
-        dpdist.fit(
-            Net(), records(), privacy=PRIVATE, batch_size=8, steps=1, folder=tmp_path / "own",
-            **told,
-        )  # fmt: skip
-    assert not (tmp_path / "own").exists()
-
-
 def test_fit_is_the_same_training(tmp_path):
     model = Net()
     run = dpdist.fit(
@@ -1840,18 +1513,6 @@ def test_fit_is_the_same_training(tmp_path):
             Net(), records(), optimizer="lion", learning_rate=0.1, privacy=Privacy(**PRIVATE),
             batch_size=16, steps=1, folder=tmp_path / "x",
         )  # fmt: skip
-
-
-def test_privacy_is_the_recipe_s_section():
-    from dpdist.config.sections import PrivacyRecipe
-
-    section = Privacy(epsilon=3, delta=1e-5, clip_norm=0.5)
-    assert isinstance(section, PrivacyRecipe)
-    assert section.model_dump() == PrivacyRecipe(epsilon=3, delta=1e-5, clip_norm=0.5).model_dump()
-    with pytest.raises(UserError, match=r"privacy\.epsilon: must be"):
-        Privacy(epsilon=-1, delta=1e-5)
-    with pytest.raises(UserError, match="give exactly one of epsilon and noise_multiplier"):
-        Privacy(delta=1e-5)
 
 
 def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):

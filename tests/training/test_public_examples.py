@@ -97,7 +97,7 @@ def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch,
     for name, first in (("one", None), ("other", record())):
         root = written(tmp_path / name, first)
         write_recipe(root, recipe_of(root, **more))
-        done = command(monkeypatch, capsys, root, "train", "r.yaml")
+        done = command(monkeypatch, capsys, root, "run", "--until", "train", "r.yaml")
         assert done.code == 0, done.err
         run = root / "runs" / "run"
         left.append(sorted(str(path.relative_to(run)) for path in run.rglob("*")))

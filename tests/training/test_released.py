@@ -16,7 +16,7 @@ import pytest
 from support.threads import one_thread
 from support.training import Interrupt, make, train, train_and_crash
 
-from dpdist.cli.account import show_budgets as show_budget
+from dpdist.cli.account import budget_command as show_budget
 from dpdist.core.errors import UserError
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Anchor, JournalError, Ledger

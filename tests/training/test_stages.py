@@ -22,7 +22,6 @@ from dpdist.privacy.budget import Charge, composed_guarantee
 from dpdist.privacy.guarantee import BEGAN_APART, POST_PROCESSED
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.runs.folder import RunFolder
 from dpdist.training.provenance import check_pretrained, describe_seen
 from dpdist.training.records import data_source
 
@@ -343,10 +342,3 @@ def test_a_search_is_a_first_stage(tmp_path):
 def test_a_run_does_not_begin_with_itself(first):
     with pytest.raises(UserError, match="began_with"):
         training(first.run.path, first.model, began_with=first.run)
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    for wrong in (3, tmp_path / "nothing"):
-        with pytest.raises(UserError):
-            training(tmp_path / "second", began_with=wrong)
-    assert RunFolder(tmp_path / "second").path.exists() is False

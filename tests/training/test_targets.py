@@ -165,8 +165,10 @@ def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_pat
         answer = json.loads(line.strip().splitlines()[-1])
         assert code == 0 and answer[kind] == pytest.approx(wanted)
         assert answer["outputs"] == pytest.approx(outputs)
-    code, line = said("predict", folder.path, tmp_path / "row.npy", "--sigma", "0.1")
-    assert code != 0 and "--sigma: must be left out: numbers and labels are not smoothed" in line
+    code, line = said("predict", folder.path, tmp_path / "row.npy", "--set", "certify.sigma=0.1")
+    assert (
+        code != 0 and "certify.sigma: must be left out: numbers and labels are not smoothed" in line
+    )
     code, line = said("certify", folder.release_folder)
     assert code != 0 and "is for records of one label" in line
 
@@ -191,14 +193,14 @@ def test_an_edited_evaluation_is_refused(finished, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "y", "words"),
     [
-        ("number", [[1.0, 2.0], [np.nan, 1.0]], "row 1: label column 'y' must be finite"),
-        ("number", [[1.0], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [[1.0, 2.0, 3.0], [1.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [[1.0, None], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", [None, [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
-        ("number", ["secret", "91370"], "label column 'y' is string, must be numeric"),
-        ("labels", [[0, 1, 1], [0, 0.5, 1]], "row 1: label column 'y' must be 0 or 1"),
-        ("labels", [[0, 1, 91370], [0, 1, 1]], "row 0: label column 'y' must be 0 or 1"),
+        ("number", [[1.0, 2.0], [np.nan, 1.0]], "row 1: column 'y' must be finite"),
+        ("number", [[1.0], [1.0, 2.0]], "column 'y' must hold lists of one length"),
+        ("number", [[1.0, 2.0, 3.0], [1.0]], "column 'y' must hold lists of one length"),
+        ("number", [[1.0, None], [1.0, 2.0]], "row 0: column 'y' must be finite"),
+        ("number", [None, [1.0, 2.0]], "column 'y' must hold lists of one length"),
+        ("number", ["secret", "91370"], "column 'y' must hold numbers, .*got string"),
+        ("labels", [[0, 1, 1], [0, 0.5, 1]], "row 1: column 'y' must be 0 or 1"),
+        ("labels", [[0, 1, 91370], [0, 1, 1]], "row 0: column 'y' must be 0 or 1"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind, y, words):
@@ -207,56 +209,6 @@ def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind,
     with pytest.raises(UserError, match=words) as caught:
         records_with_canaries(recipe, data_source(recipe))
     assert "91370" not in str(caught.value)
-
-
-SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "another loss": ({"training__loss": "bce"}, "must be mse or huber or a function of yours with"),
-    "classes": ({"training__loss": "cross-entropy"}, "must be mse or huber or a function of yours"),
-    "no loss": ({"training__loss": "l1"}, "training.loss: must be cross-entropy, bce, .* got 'l1'"),
-    "certify": ({"certify": {"sigma": 0.5}}, "certify: is for records of one label"),
-    "tune": (
-        {"tune": {"space": {"training.learning_rate": [0.1, 0.2]}, "trials": {"mean": 2}}},
-        "tune: is for records of one label|tune",
-    ),
-    "audit": ({"audit": {"kind": "canaries"}}, "audit: is for"),
-    "another method": (
-        {"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}},
-        "training.loss: must be cross-entropy with method input-noise",
-    ),
-    "names": ({"data": {"names": ["a", "b"]}}, "names, labels, text.predict"),
-    "built in": (
-        {"data": {"name": "digits", "root": None, "columns": {}}}, "targets.*must be class: digits",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SECTIONS)
-def test_sections_that_need_a_class_are_refused(tmp_path, case):
-    more, words = SECTIONS[case]
-    with pytest.raises(UserError, match=words):
-        recipe_of(tmp_path, "number", **more)
-
-
-def test_bce_is_for_one_label(tmp_path):
-    with pytest.raises(UserError, match=r"data.classes: must be 1 with training.loss bce"):
-        recipe_of(tmp_path, "labels", training__loss="bce")
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        ("support.losses:mean", r"one loss per example, shape \(1,\), got \(\)"),
-        ("support.losses:of_outputs", "got of_outputs, which fails on invented records"),
-        ("torch.nn.functional:l1_loss", "got torch's l1_loss; take a function of module and batch"),
-        ("support.losses:absent", "training.loss: cannot import 'support.losses:absent'"),
-        ("absent.losses:mean", "training.loss: cannot import 'absent.losses:mean'"),
-    ],
-)
-def test_a_loss_that_cannot_be_is_refused_before_the_run_begins(tmp_path, loss, words):
-    recipe, folder = recipe_of(tmp_path, "number", training__loss=loss)
-    with pytest.raises(UserError, match=words):
-        train(recipe, folder)
-    assert not folder.path.exists()
 
 
 # --- the code of a loss is part of what is replayed ----------------------------------------------

@@ -28,8 +28,9 @@ from dpdist.training.ensembles import (
     train_teachers,
 )
 from dpdist.training.job import TrainJob, prepare
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.worker import DivergenceCheck, TrainingDiverged
+from dpdist.training.worker import DivergenceCheck
 
 pytestmark = pytest.mark.whole
 
@@ -165,7 +166,7 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(
     def diverged(*_: Any) -> None:
         raise TrainingDiverged
 
-    monkeypatch.setattr(DivergenceCheck, "check", diverged)
+    monkeypatch.setattr(DivergenceCheck, "not_finite", diverged)
     assert untrained(0)
 
 

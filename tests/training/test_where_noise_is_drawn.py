@@ -19,8 +19,8 @@ from dpdist.gradients import noise
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
 from dpdist.training import collectives, private_step, worker
+from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import describe_cost
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 

@@ -14,7 +14,7 @@ from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search, prepare_search
-from dpdist.tuning.trial import run_trial
+from dpdist.tuning.trial import continue_recipe_trial, run_trial
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def run_trials():
                 package_fingerprints(PACKAGES),
                 index,
                 lambda rung, score, seen=seen: seen.append((rung, score)),
+                continue_recipe_trial,
             )
             reports.append(seen)
         assert searcher.suggest("one too many") == ManifestSearcher.FINISHED

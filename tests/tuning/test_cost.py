@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +12,8 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from support.recipes import write_recipe
 
 from dpdist.cli.run import _print_search_costs as plan_search
-from dpdist.config.search import LawRecipe, TuneRecipe
+from dpdist.config.search import TuneRecipe
 from dpdist.core.errors import UserError
-from dpdist.methods.registry import installed_methods
 from dpdist.privacy import accounting
 from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import (
@@ -29,7 +25,7 @@ from dpdist.privacy.phases import (
 )
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.runs.recipe import find_recipe, load_recipe, make_plan, plan_with_noise
+from dpdist.runs.recipe import make_plan, plan_with_noise
 from dpdist.tuning import preview
 from dpdist.tuning.space import (
     RecordCounts,
@@ -275,6 +271,9 @@ def test_splits_of_one_mu_cost_the_same(searched):
         assert cost.trial_noise_multiplier(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
 
 
+# --- no name, no nesting, no combination of entries hides what a trial costs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("space", "privacy", "words"),
@@ -297,20 +296,6 @@ def test_splits_that_cannot_be_priced_are_refused(searched, space, privacy, word
     with pytest.raises(UserError, match=words) as found:
         cost_of(asked).plan  # noqa: B018
     assert "tune.space" in str(found.value)
-
-
-def test_entries_that_cost_only_together_are_found(searched):
-    """A section and a field by `also`: the costs of all combinations count."""
-    space = {
-        "method.redistribution.noise_multiplier": {"choice": [3.0, 6.0]},
-        "method.redistribution.source": {"choice": ["public", "paid"]},
-    }
-    asked = searched(LAWS[0], space, PUBLIC, method=paid_shares(6.0)[0])
-    worst = cost_of(searched(LAWS[0], {"method": {"choice": paid_shares(3.0)}}, PUBLIC))
-    assert cost_of(asked).guarantee.epsilon == pytest.approx(worst.guarantee.epsilon, rel=1e-9)
-
-
-# --- no name, no nesting, no combination of entries hides what a trial costs
 
 
 def generated_space(rng: np.random.Generator, target: bool) -> dict:
@@ -421,71 +406,6 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
         assert TrialLimit(base).allows(trial) is covered
 
 
-@pytest.mark.parametrize(
-    "law",
-    [
-        {"name": "fixed"},
-        {"name": "fixed", "runs": 3, "mean": 3},
-        {"name": "geometric"},
-        {"name": "geometric", "mean": 0.5},
-        {"name": "geometric", "mean": 3, "shape": 1},
-        {"name": "negative-binomial", "mean": 3},
-        {"name": "negative-binomial", "mean": 3, "shape": -0.9},
-        {"name": "uniform", "mean": 3},
-        {"name": "binomial", "mean": 3},
-        {"name": "binomial", "runs": 3},
-        {"name": "binomial", "mean": 3.5, "runs": 3},
-    ],
-)
-def test_impossible_laws_are_refused(law):
-    with pytest.raises(ValueError):
-        LawRecipe(**law)
-
-
-def test_a_law_says_how_many_trials_are_nearly_certain():
-    demo = load_recipe(find_recipe("digits")).tune.law
-    assert (
-        demo.full_description
-        == "binomial of 6 chances, mean 4.5 (at least 3 with probability 0.96)"
-    )
-    heavy = LawRecipe(name="negative-binomial", shape=-0.5, mean=20.0)
-    assert heavy.full_description.endswith("(at least 1 with probability 1.00)")
-    assert LawRecipe(name="fixed", runs=3).full_description == "fixed, 3 trials"
-
-
-@pytest.mark.long
-@pytest.mark.whole
-def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
-    score = {"noise": 40.0}  # the least that counts no more than training takes a while to find
-    asked = recipe(data={"name": "mine", "root": "/nowhere"}, tune={"score": score})
-    path = str(write_recipe(tmp_path, asked))
-    code = (
-        f"import sys; sys.argv = ['dpdist', 'tune', {path!r}, '--plan', "
-        "'--records', '2000', '--json']\n"
-        "from dpdist.privacy import accounting; accounting.FINEST_GRID = 1e-3\n"
-        "from dpdist.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print({'torch', 'ray'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    out, _, modules = done.stdout.strip().rpartition("\n")
-    assert modules == "set()", done.stdout + done.stderr
-    rows = json.loads(out)
-    own = rows[0]
-    assert own["of_the_recipe"] and own["law"] == "geometric, mean 3"
-    assert own["probability_at_least"]["1"] == 1
-    assert own["probability_at_least"]["3"] == pytest.approx((2 / 3) ** 2)
-    by_law = {row["law"]: row["epsilon_at_untuned_noise"] for row in rows}
-    assert len(by_law) == 6
-    assert by_law["logarithmic, mean 3"] < by_law["geometric, mean 3"]
-    one = PrivacyPlan.dp_sgd(
-        records=1800, batch_size=200, noise_multiplier=4.0, steps=4, delta=1e-4
-    )
-    law = SelectionLaw(3.0, 1.0)
-    expected = search_guarantee(one.phases, law, records=1800, delta=1e-4).epsilon
-    assert own["epsilon_at_untuned_noise"] == pytest.approx(expected, rel=2e-3)
-
-
 @pytest.mark.slow
 def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     recipe, tmp_path, capsys, monkeypatch
@@ -574,22 +494,3 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
     assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
     if asked.privacy.epsilon is not None:
         assert row.noise_multiplier == pytest.approx(noise, rel=1e-3)
-
-
-UNSEARCHED = {
-    "private-prediction": {"teachers": 5, "logit_bound": 5.0, "queries": 10},
-    "noisy-records": {"input_norm": 5.0, "label_epsilon": 2.0},
-}
-
-
-def test_every_method_is_previewed_or_refuses_a_search(recipe):
-    names = {m.model_fields["name"].default for m in installed_methods()}
-    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys() | {"imported"}
-    with pytest.raises(UserError, match="tune: must be left out with method imported"):
-        recipe(method={"name": "imported"}, certify=None)
-    for name, options in UNSEARCHED.items():
-        neighbours = "replace-one" if name == "noisy-records" else "add-or-remove-one"
-        with pytest.raises(UserError, match="does not go with tune"):
-            recipe(
-                method={"name": name, **options}, certify=None, privacy={"neighbours": neighbours}
-            )

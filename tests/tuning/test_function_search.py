@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import json
 import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -17,7 +15,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,14 +105,14 @@ def run_trial(search: searching.FunctionSearch, number: int, train: Any = build)
     if not path.exists():  # as the searcher writes it
         noise = search.trial_noise_multiplier(trial.values)
         searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
-    known = search._explorer._function
+    known = search._explorer.function
     function = searching.TrainFunction(
         train, known.records, known.scored, known.value, known.public, known.noise_given
     )
     searching.run_trial(
         search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
         lambda rung, score: None,
-        lambda *given: searching._continue_trial(function, search.recipe, *given),
+        lambda *given: searching._train_and_score(function, search.recipe, *given),
     )  # fmt: skip
     return read_scores(search.folder, number)
 
@@ -227,13 +224,6 @@ MODELS: list[nn.Module] = []
 CALLS: list[int] = []
 
 
-def shared_model(config: Any) -> PrivateTraining:
-    """The model lives outside: it would go on from trial to trial."""
-    if not MODELS:
-        MODELS.append(nn.Linear(WIDTH, 2))
-    return build(config, model=MODELS[0])
-
-
 def counting(config: Any) -> PrivateTraining:
     CALLS.append(1)
     model = nn.Linear(WIDTH, 2)
@@ -242,44 +232,10 @@ def counting(config: Any) -> PrivateTraining:
     return build(config, model=model)
 
 
-def counting_in_a_setting(config: Any) -> PrivateTraining:
-    CALLS.append(1)
-    model = nn.Linear(WIDTH, 2)
-    return build(
-        config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * len(CALLS))
-    )
-
-
-def warm_optimizer(config: Any) -> PrivateTraining:
-    model = nn.Linear(WIDTH, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return build(config, model=model, optimizer=optimizer)
-
-
 def stepped(config: Any) -> PrivateTraining:
     training = build(config)
     training.step()
     return training
-
-
-def two(config: Any) -> PrivateTraining:
-    build(config)
-    return build(config)
-
-
-def hidden_second(config: Any) -> PrivateTraining:
-    with contextlib.suppress(UserError):
-        build(config, batch_size=10**6)
-    return build(config)
-
-
-def older(config: Any) -> PrivateTraining:
-    if not MODELS:
-        MODELS.append(build(config))
-    return MODELS[0]
 
 
 def scored_itself(config: Any) -> PrivateTraining:
@@ -300,24 +256,11 @@ def others_records(config: Any) -> PrivateTraining:
     return build(config, data=rows(RECORDS, 9))
 
 
-def copied_records(config: Any) -> PrivateTraining:
-    return build(config, data=TRAINED)
-
-
 def changed_records(config: Any) -> PrivateTraining:
     """Scaled in place by the largest private value, which is the same again the second time."""
     inputs = config.data.arrays[0]
     inputs.div_(inputs.max())
     return build(config)
-
-
-def swapped(**given: Any) -> Any:
-    def train(config: Any) -> PrivateTraining:
-        for name, value in given.items():
-            setattr(config, name, value)
-        return build(config)
-
-    return train
 
 
 class Owned(dpdist.Records):
@@ -346,29 +289,6 @@ CHANGING = Owned(rows(RECORDS, 3), OWNED.units)
 SAME_OWNER = Owned(SCORED, ["person 7"] * HELD_OUT)
 
 
-def elsewhere(config: Any) -> PrivateTraining:
-    return build(config, folder=config.folder.parent / "mine")
-
-
-class Own(PrivateTraining):
-    def step(self) -> Any:
-        """A step of its own, without noise."""
-
-
-def own_class(config: Any) -> PrivateTraining:
-    model = nn.Linear(WIDTH, 2)
-    return Own(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), config.data, loss="cross-entropy",
-        privacy=config.privacy, batch_size=20, steps=4, folder=config.folder,
-    )  # fmt: skip
-
-
-def own_step(config: Any) -> PrivateTraining:
-    training = build(config)
-    training._gradient = lambda number: None  # type: ignore[method-assign,assignment]
-    return training
-
-
 def keyed(config: Any) -> PrivateTraining:
     privacy = config.privacy.model_copy(update={"run_key": "7f" * 32})
     return build(config, privacy=privacy)
@@ -383,73 +303,25 @@ TRAINED_MODEL = nn.Linear(WIDTH, 2)
 mark_trained(TRAINED_MODEL, Path("earlier"))
 
 
-def plateau(config: Any) -> PrivateTraining:
-    model = nn.Linear(WIDTH, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
-    return build(config, model=model, optimizer=optimizer, state=state)
-
-
-def raising(config: Any) -> PrivateTraining:
-    raise RuntimeError("of the user's")
-
-
 REFUSED = [
-    (shared_model, {}, "train: must build a new model in each call"),
     (counting, {}, "train: must build the same model, optimizer and settings"),
-    (counting_in_a_setting, {}, "train: must build the same model, optimizer and settings"),
-    (warm_optimizer, {}, "train: must return the training before its first step, with a new"),
     (stepped, {}, "train: must return the training before its first step"),
-    (two, {}, "train: must make exactly one PrivateTraining, the one that it returns, made 2"),
-    (hidden_second, {}, "train: must make exactly one PrivateTraining, .* made 2"),
-    (older, {}, "train: must make exactly one PrivateTraining, .* made 0"),
-    (lambda config: None, {}, "train: must return the dpdist.PrivateTraining .* got NoneType"),
     (scored_itself, {}, "train: score: must be given to dpdist.tune"),
     (weaker, {}, "train: privacy.delta: must be that of config.privacy"),
     (less_noise, {"privacy": {"epsilon": 3.0, "delta": 1e-3}},
      "train: privacy.noise_multiplier: must be that of config.privacy"),
     (others_records, {}, "train: data: must be config.data"),
-    (copied_records, {}, "train: data: must be config.data itself"),
     (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
-    (swapped(folder=Path("mine")), {}, r"raised AttributeError for .*}: .*folder.* has no setter"),
-    (swapped(data=OWNED), {}, "train: raised AttributeError for .*: .*data.* has no setter"),
-    (swapped(privacy=None), {}, "train: raised AttributeError for .*: .*privacy.* has no setter"),
     (build, {"data": OWNED, "score": {"held_out": SAME_OWNER}},
      "privacy.unit: must be group, for the largest unit has 41 records"),
-    (build, {"data": OWNED, "score": {"held_out": SCORED}},
-     "held-out records must say whose they are"),
-    (build, {"data": OWNED, "score": {"public": SAME_OWNER}}, "must share no unit with data"),
-    (elsewhere, {}, "train: folder: must be config.folder"),
-    (own_class, {}, "train: must return the dpdist.PrivateTraining .* subclass, got Own"),
-    (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
-    (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
-    (raising, {}, "train: raised RuntimeError for {'lr': .*}: of the user's"),
-    (build, {"law": {**POISSON}, "searcher": "optuna"}, "searcher optuna sees the scores of other"),
-    (build, {"score": 0.93}, "tune: score: must be .* got float"),
-    (build, {"score": {"held_out": SCORED, "value": 0.93}},
-     "score.value: must be a function .*a number that was computed on records is not paid for"),
-    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: 0.93}},
-     "score.value: .*got a float"),
     (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.ones(1) * 7}},
      r"score.value: must return a value in \[0, 1\] for each private record, got 7"),
     (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.rand(1)}},
      "score.value: must not draw random numbers"),
     (build, {"score": {"held_out": TRAINED}}, "held-out records must not be in data, got 120"),
     (build, {"score": {"public": TRAINED}}, "must share no record with data, got 120"),
-    (build, {"score": {"public": SCORED, "noise": 1.0}}, "noise belongs to private scoring"),
-    (build, {"score": {"held_out": SCORED, "public": SCORED}}, "exactly one of held_out"),
-    (build, {"score": {"hold_out": 0.1}}, "tune: score.hold_out: must be one of held_out, public"),
-    (build, {"privacy": {**PRIVATE, "budget": "x"}}, "privacy.budget: must be None in a search"),
-    (build, {"space": {"lr": {"uniform": [2, 1]}}}, "tune: space.lr: uniform must be .*ascending"),
-    (build, {"data": None}, "tune: data: is required"),
-    (build, {"resources": {"workers": 2}}, "tune: resources.workers: must be left out"),
-    (build, {"resources": {"archive": "s3://x/y"}}, "tune: resources.archive: must be left out"),
-    (build, {"private": False}, "tune: data: must be left out with private=False"),
-    (build, {"num_samples": 3}, "tune: num_samples: must be left out, .* follows law="),
-    ("digits", {}, "tune: data: must be left out with a recipe"),
-    (7, {}, "tune: train: must be a function of a config, or a recipe, got int"),
 ]  # fmt: skip
 
 
@@ -468,16 +340,6 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
         )
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("swept", [build, "digits", {"data": {"name": "digits"}}])
-def test_an_ordinary_sweep_is_one_of_recipes_and_functions(swept, tmp_path, monkeypatch):
-    def sweep(*given: Any, **options: Any) -> Any:
-        return given, options
-
-    monkeypatch.setattr("dpdist.searching.sweep_ordinarily", sweep)
-    found = dpdist.tune(swept, SPACE, private=False, folder=tmp_path / "own", num_samples=3)
-    assert found == ((swept, SPACE), {"folder": tmp_path / "own", "num_samples": 3})
 
 
 def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
@@ -503,7 +365,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
         outputs = SCORED[0].double() @ weights.weight.double().T + weights.bias.double()
         total = float((outputs.argmax(1) == SCORED[1]).sum())
         own_key = derive_key(trial.key, "score of a function")
-        records = search._explorer._function.fingerprint(derive_key(own_key, "fingerprint"))
+        records = search._explorer.function.fingerprint(derive_key(own_key, "fingerprint"))
         made_of = [searching.models.model_hash(own.model_folder), records, total.hex(), 3.0]
         key = derive_key(own_key, "noise", json.dumps(made_of))
         uniform, turn = stream_words(key, 0, 2).tolist()
@@ -662,60 +524,14 @@ def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypa
 @pytest.mark.slow
 def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
-    known = search._explorer._function
+    known = search._explorer.function
     for other in (
         {"records": dpdist.as_records(rows(RECORDS, 9))},
         {"scored": dpdist.as_records(rows(HELD_OUT, 9))},
     ):
-        search._explorer._function = dataclasses.replace(known, **other)
+        search._explorer.function = dataclasses.replace(known, **other)
         number = 0 if "records" in other else 1
         assert "other records than those that the search" in run_trial(search, number)["failed"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor, why", [(1.0, "began_with"), (0.5, "built another model")])
-def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(
-    tmp_path, coarse_grid, factor, why
-):
-    kept = tmp_path / "kept.pt"
-
-    class Leaking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            torch.save([p.data for p in self.param_groups[0]["params"]], kept)
-
-    def leaking(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        if kept.exists():
-            for parameter, value in zip(model.parameters(), torch.load(kept), strict=True):
-                parameter.data.copy_(value * factor)
-        return build(config, model=model, optimizer=Leaking(model.parameters(), lr=0.1))
-
-    search = begin(tmp_path / "own", leaking)
-    assert run_trial(search, 0, leaking)["failed"] is None
-    assert why in run_trial(search, 1, leaking)["failed"]
-
-
-@pytest.mark.slow
-def test_a_second_training_made_inside_a_step_makes_a_trial_fail(tmp_path, coarse_grid):
-    """Nobody pays for it."""
-
-    class Secret(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            build(self.config)
-
-    def train(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        optimizer = Secret(model.parameters(), lr=0.1)
-        optimizer.config = SimpleNamespace(
-            get=config.get, data=config.data, privacy=config.privacy, folder=tmp_path / "second"
-        )
-        return build(config, model=model, optimizer=optimizer)
-
-    search = begin(tmp_path / "own", train)
-    state = run_trial(search, 0, train)
-    assert "another was made while it was trained" in state["failed"] and not state["scores"]
 
 
 @pytest.mark.long
@@ -883,7 +699,7 @@ def test_a_trial_that_is_not_replayed_exactly_has_failed(tmp_path, coarse_grid, 
     with pytest.raises(KeyboardInterrupt):
         run_trial(search, 0, train)
     broken[0] = False
-    monkeypatch.setattr(PrivateTraining, "_code", lambda self: "edited")
+    monkeypatch.setattr("dpdist.private_training.code_digest_of", lambda *code: "edited")
     assert run_trial(search, 0, train)["failed"] == "the training could not be replayed exactly"
 
 
@@ -1035,30 +851,6 @@ def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatc
     torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))
 
 
-class Opens:
-    """Write a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-def test_a_file_that_the_search_did_not_write_is_never_unpickled(tmp_path):
-    file, sign = tmp_path / "function.pickle", tmp_path / "executed"
-    own = pickle.dumps({"here": "/"})
-    file.write_bytes(own)
-    digest = searching._sent_digest(own)
-    assert searching._read_sent(file, digest) == {"here": "/"}
-    file.write_bytes(pickle.dumps(Opens(sign)))
-    with pytest.raises(UserError, match="must be what this search wrote"):
-        searching._read_sent(file, digest)
-    assert not sign.exists()
-    pickle.loads(file.read_bytes())
-    assert sign.exists()
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
@@ -1086,33 +878,10 @@ def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
         assert ledger.release_counts == dict.fromkeys(range(30), 1)
         log = (folder.path / "logs" / f"{number:05d}.txt").read_text()
         # A copy of the module as it was before the first call: each process begins with that.
-        assert re.findall(r"seen (\d) in", log)[:2] == ["1", "2"]
+        assert set(re.findall(r"seen (\d) in", log)) == {"1"}
         assert "input None" in log
     own = SearchFolder(RunFolder(tmp_path / "whole"))
     logs = [(own.path / "logs" / f"{n:05d}.txt").read_text() for n in range(3)]
     assert len({re.search(r"in (\d+)", log)[1] for log in logs}) == 3
     assert not (own.path / "function.pickle").exists()
     assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
-
-
-@pytest.mark.long
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_ray_runs_the_same_search(tmp_path):
-    """Two trials at a time on Ray Tune: the same scores as one after the other."""
-    assert result_of(script(tmp_path, "ray", "ray")) == result_of(script(tmp_path, "whole"))
-
-
-@pytest.mark.slow
-def test_a_recipe_is_searched_as_by_the_command(tmp_path, recipe, coarse_grid):
-    asked = recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
-    search = dpdist.tune(
-        asked, {"training.learning_rate": {"choice": [0.1, 0.4]}}, folder=tmp_path / "own",
-        executor="local",
-    )  # fmt: skip
-    assert search.best == RunFolder(tmp_path / "own") and len(search.trials) == 2
-    assert search.config == {
-        "training.learning_rate": search.best.read_recipe().training.learning_rate
-    }
-    assert search.guarantee == dpdist.read_facts(search.best).guarantee
-    assert list(search.best.read_search_recipe().tune.space) == ["training.learning_rate"]

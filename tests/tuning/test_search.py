@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import torch
 from support.folder_contents import contents
 from support.training import parameters
 
-from dpdist import models, pipeline
+from dpdist import models
 from dpdist.cluster.executor import LocalExecutor
-from dpdist.cluster.work import Host
 from dpdist.config.search import Domain
 from dpdist.config.training import ResourcesRecipe
-from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
@@ -34,7 +32,6 @@ from dpdist.tuning import trial as trial_module
 from dpdist.tuning.manifest import draw_number_of_trials, draw_trials, read_scores, read_trials
 from dpdist.tuning.search import NoModelError
 from dpdist.tuning.space import TrialLimit
-from dpdist.tuning.trial import count_concurrent_trials, rung_steps
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -268,21 +265,6 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
 
 
 @pytest.mark.long
-def test_of_two_trials_with_the_same_values_one_is_chosen(recipe, begin, run_trials):
-    tune = {
-        "law": {"name": "fixed", "runs": 3, "mean": None},
-        "space": {"training.learning_rate": {"log_uniform": None, "choice": [0.5]}},
-    }
-    search = begin(recipe(tune=tune))
-    run_trials(search)
-    finish(search)
-    (winner,) = json.loads(search.folder.outcome.read_text()).values()
-    _, rows = trial_table(read_facts(search.run_folder))
-    assert len({row[1] for row in rows}) == 1
-    assert [number for number, row in enumerate(rows) if row[4] == "chosen"] == [winner]
-
-
-@pytest.mark.long
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
@@ -461,21 +443,6 @@ def test_what_cannot_be_searched_leaves_nothing_behind(
     assert "budget" in sections.get("privacy", {}) or not (tmp_path / "small").exists()
 
 
-@pytest.mark.parametrize("objective", ["average-radius", "certified-accuracy"])
-def test_a_search_by_average_radius_says_what_that_can_hide(
-    recipe, begin, objective, monkeypatch, capsys
-):
-    cut = {"average-radius": {"radius_cap": 0.5}, "certified-accuracy": {"radius": 0.3}}[objective]
-    score = {"objectives": {"accuracy": 1, objective: 1}, **cut}
-    search = begin(recipe(tune={"score": score}))
-    monkeypatch.setattr(search, "run", lambda *given: None)
-    pipeline.search_stage(search, EXECUTOR)
-    assert ("easy inputs alone" in capsys.readouterr().err) == (objective == "average-radius")
-    told = dict(search.describe())
-    assert objective.replace("-", " ").split()[-1] in told["scored by"]
-    assert ("easy inputs alone" in told.get("caution", "")) == (objective == "average-radius")
-
-
 def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     """The plan's sampling rate and counts are those of the split; the scoring side is paid too."""
     search = begin(recipe())
@@ -638,42 +605,8 @@ def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, p
     assert search.cost.trial_limit.base_plan.records == job.plan.records
 
 
-def test_rungs_end_with_the_training():
-    assert rung_steps(270, 3, 3) == [30, 90, 270]
-    assert rung_steps(4, 3, 3) == [1, 1, 4]
-    assert rung_steps(7, 1, 1) == [7]
-
-
 def resources(**given) -> ResourcesRecipe:
     return ResourcesRecipe(**given)
-
-
-def test_what_does_not_fit_is_refused_at_once():
-    two = [Host(2, 0)]
-    assert count_concurrent_trials(resources(), None, two) == 2
-    assert count_concurrent_trials(resources(workers=2), None, two) == 1
-    assert count_concurrent_trials(resources(cpus_per_worker=0.5), None, two) == 4
-    with pytest.raises(ClusterError, match="one trial needs 3 workers of 1 CPUs"):
-        count_concurrent_trials(resources(workers=3), None, two)
-    with pytest.raises(ClusterError, match="4 trials at once"):
-        count_concurrent_trials(resources(), 4, two)
-    # A worker does not spread over nodes, nor a fraction over GPUs.
-    with pytest.raises(ClusterError, match="room for 0"):
-        count_concurrent_trials(resources(cpus_per_worker=3), None, [Host(2, 0), Host(2, 0)])
-    quarter = resources(gpus_per_worker=0.25)
-    assert count_concurrent_trials(quarter, None, [Host(16, 1)]) == 4
-    assert count_concurrent_trials(resources(gpus_per_worker=0.4), None, [Host(16, 2)]) == 4
-    with pytest.raises(ClusterError, match="0 GPUs"):
-        count_concurrent_trials(quarter, None, two)
-
-
-def test_trials_get_the_packages_of_the_driver(recipe, begin):
-    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 1, "mean": None}}))
-    with pytest.raises(ClusterError, match="install the same"):
-        trial_module.run_trial(
-            search.folder.run.path, {"tuning": "elsewhere:0"}, 0, lambda rung, score: None
-        )
-    assert os.path.exists(search.folder.manifest)
 
 
 @pytest.mark.long

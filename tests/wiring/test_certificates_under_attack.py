@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import certificates
 from support.certificates import check_certificates
 from support.local_execution import run_without_ray
 from support.separable_points import Points
@@ -39,7 +40,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(factor: float) -> tuple[list[dict], Plausibility]:
         settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
         far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
-        job.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
+        certificates.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
         path = tmp_path / f"times-{factor:g}" / job.TABLE
         attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
         output = tmp_path / f"check-{factor:g}"

@@ -93,7 +93,7 @@ def key_of(run: Path) -> bytes:
 def test_train_certify_attack_report_release(dpdist, tmp_path):
     recipe = write(tmp_path)
     run = tmp_path / "runs" / "small"
-    dpdist("train", recipe)
+    dpdist("run", "--until", "train", recipe)
     assert outside(run) == BEGUN
     assert files(run / "private") == PRIVATE
     assert files(tmp_path) - {f"runs/small/{f}" for f in files(run)} == {"small.yaml"}
@@ -113,7 +113,16 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     pages = {name for name in outside(run) if name.startswith("report/")}
     assert outside(run) - pages == BEGUN | RELEASE | certified
 
-    dpdist("attack", "small", "--max-inputs", "4", "--attacks", "fgsm", "--sizes", "0.1")
+    dpdist(
+        "attack",
+        "small",
+        "--set",
+        "max_inputs=4",
+        "--set",
+        "attacks=[fgsm]",
+        "--set",
+        "sizes=[0.1]",
+    )
     attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
     pages = {name for name in outside(run) if name.startswith("report/")}
     assert {Path(n).name for n in attacked} == {"attacks.parquet", "journal.jsonl", "settings.json"}
@@ -153,7 +162,7 @@ def test_pretrain(dpdist, tmp_path):
         tmp_path, data=data, model={"name": "linear", "initial": str(tmp_path / "initial")},
         public={"training": training},
     )  # fmt: skip
-    dpdist("pretrain", recipe)
+    dpdist("run", recipe, "--until", "pretrain")
     made = {"model.json", "model.safetensors", "provenance.json", "records.npy"}
     assert files(tmp_path / "initial") == made
     assert files(tmp_path) == {"small.yaml"} | {f"initial/{name}" for name in made}
@@ -161,7 +170,7 @@ def test_pretrain(dpdist, tmp_path):
 
 def test_a_refused_command_leaves_nothing(dpdist, tmp_path):
     recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 5000})
-    dpdist("train", recipe, code=2)
+    dpdist("run", "--until", "train", recipe, code=2)
     dpdist("run", recipe, code=2)
     dpdist("release", "small", code=2)
     assert files(tmp_path) == {"small.yaml"}
@@ -179,5 +188,5 @@ def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
-    dpdist("train", asked)
+    dpdist("run", "--until", "train", asked)
     assert not any(path.exists() for path in left)

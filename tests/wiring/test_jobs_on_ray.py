@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import certificates
 from support.local_execution import run_without_ray
 from support.training import make
 
 from dpdist import models, pipeline
-from dpdist.attacks import job as attacking
 from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership import Membership
 from dpdist.audits.target import target_of_recipe
@@ -91,10 +91,10 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from pathlib import Path
         from test_jobs_on_ray import Images, SETTINGS
         from dpdist import pipeline
-        from dpdist.certification import job
+        from support import certificates
         from dpdist.runs.folder import RunFolder
         with pipeline.run_session(RunFolder(Path({str(tmp_path / "run")!r})), executor="ray"):
-            job.certify(
+            certificates.certify(
                 Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
                 actors=1, chunk_seconds=1e-3, progress=lambda *_: time.sleep(0.05),
             )
@@ -112,19 +112,19 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
     process.wait()
     lines = journal.read_bytes().count(b"\n")
     assert not (tmp_path / job.TABLE).exists()
-    found = job.certify(model, Images(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
+    found = certificates.certify(model, Images(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert lines < journal.read_bytes().count(b"\n") <= 1 + 4 * 7  # one says whose they are
     with here():
-        reference = job.certify(model, Images(), SETTINGS, tmp_path / "here")
+        reference = certificates.certify(model, Images(), SETTINGS, tmp_path / "here")
     assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4
 
 
 def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_path: Path) -> None:
     model, spec = tmp_path / "model", models.ModelSpec("linear", (3, 32, 32), 3)
     models.save(models.initialise(spec, 0), spec, model)
-    found = attacking.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
+    found = certificates.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
     with here():
-        reference = attacking.attack_model(model, Images(), ATTACK, tmp_path / "here")
+        reference = certificates.attack_model(model, Images(), ATTACK, tmp_path / "here")
     assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4 * 3
 
 

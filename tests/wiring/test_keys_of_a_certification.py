@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import certificates
 from support.certificates import Data, with_changes
 from support.key_recorder import Stream, record_keys
 from support.local_execution import run_without_ray
@@ -49,7 +50,7 @@ def certify(tmp_path, monkeypatch):
         output = tmp_path / f"certificates-{next(made)}"
         with monkeypatch.context() as patch:
             seen = record_keys(patch)
-            job.certify(folder, Images(**data), settings, output)
+            certificates.certify(folder, Images(**data), settings, output)
         return [s for s in seen.streams if s.caller == "units"], output
 
     return run
@@ -148,7 +149,7 @@ def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monke
         next(module.parameters())[0] = torch.nan
     models.save(module, spec, folder)
     with pytest.raises((UserError, ValueError), match="not finite"):
-        job.certify(folder, Images(), SETTINGS, tmp_path / "out")
+        certificates.certify(folder, Images(), SETTINGS, tmp_path / "out")
     assert not (tmp_path / "out" / job.TABLE).exists()
 
 

@@ -11,8 +11,10 @@ import torch
 from support.datasets import write_split
 from support.training import execute, make
 
+from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
-from dpdist.gradients.clipping import rounding_slack, sum_slack
+from dpdist.gradients.clipping import FlatClipping, rounding_slack, sum_slack
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
@@ -22,8 +24,10 @@ from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import build_engine
+from dpdist.training.private_step import PrivateStep, build_shards
 
 pytestmark = pytest.mark.guarantee
 
@@ -95,34 +99,71 @@ def test_the_batch_is_drawn_from_all_records_at_the_declared_rate(tmp_path):
     assert 25 < np.mean(sizes) < 40
 
 
-@pytest.mark.parametrize(
-    ("nominal", "changes", "blocks"),
-    [
-        (None, {"resources": {"workers": 3}}, 1),
-        (128, {"resources": {"workers": 1}}, 1),
-        (128, {"resources": {"workers": 3}}, 5),
-        (
-            128,
-            {"resources": {"workers": {"min": 1, "max": 4}}, "training": {"reproducible": True}},
-            15,
-        ),
-        (128, {"resources": {"workers": 1}, "training": {"reproducible": True}}, 15),
-    ],
-)
-def test_the_clip_leaves_room_for_records_that_move_between_workers(
-    tmp_path, nominal, changes, blocks
-):
-    """One record more moves those behind it up: two blocks at each cut between shards change."""
-    training = {"batch_size": 16, "steps": 2, "learning_rate": 0.1, **changes.get("training", {})}
+WORKERS = [{"workers": 3}, {"workers": 1}]
+
+
+@pytest.mark.parametrize("nominal", [None, 128])
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("resources", WORKERS)
+def test_the_clip_leaves_room_for_one_block(tmp_path, nominal, reproducible, resources):
+    training = {"batch_size": 16, "steps": 2, "learning_rate": 0.1, "reproducible": reproducible}
     private = {"noise_multiplier": 1.0, "delta": 1e-3, "nominal_records": nominal}
-    more = {"resources": changes["resources"], "training": training, "privacy": private}
+    more = {"resources": resources, "training": training, "privacy": private}
     recipe, _ = recipe_on(tmp_path, 120, **more)
     engine = build_engine(recipe, torch.nn.Linear(6, 3))
     engine.blocks = Blocks(1, 8)
     inputs, labels = 100 * torch.ones(1, 6), torch.zeros(1, dtype=torch.int64)
     norm = float(engine.clipped_sum(inputs, labels, draw_key=bytes(32)).flat.norm())
-    room = rounding_slack(torch.float32) + blocks * sum_slack(torch.float32)
+    room = rounding_slack(torch.float32) + sum_slack(torch.float32)
     assert norm == pytest.approx(1 / (1 + room), rel=1e-4)
+
+
+class Rows:
+    """Records whose inputs are their numbers, without some of them."""
+
+    def __init__(self, kept: np.ndarray) -> None:
+        self.kept = kept
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_step_s_shard_follows_from_a_record_s_own_position(reproducible):
+    """Each shard's members are those of the whole batch with that hash, whatever is beyond them.
+
+    So under the coupling of positions no record but the one that is left out changes its shard: a
+    position's sample, shard and block are functions of the key and of this position.
+    """
+    plan = PrivacyPlan.dp_sgd(
+        records=4000, batch_size=1000, noise_multiplier=1.0, steps=1, delta=1e-3
+    )
+
+    def shards_of(records: int, workers: int) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for rank in range(workers):
+            reducer = Reducer(rank, workers, torch.device("cpu"))
+            engine = GradientEngine(
+                torch.nn.Linear(2, 2), cross_entropy, clipping=FlatClipping(1.0)
+            )
+            shards = build_shards(records, 4000, reducer, reproducible, nominal=True)
+            step = PrivateStep(
+                engine, Rows(np.arange(records)), bytes(32), reducer=reducer, shards=shards
+            )
+            for row, begin, end in shards.local_shards:
+                own = row if reproducible else rank
+                members = step._members_of_shard(bytes(32), row, begin, end, plan.step(0))
+                assert not found.keys() & set(members.tolist())
+                found |= dict.fromkeys(members.tolist(), own)
+        whole = step.members(bytes(32), 0, records, plan.step(0))
+        assert sorted(found) == whole.tolist()
+        return found
+
+    fewer, more = shards_of(3700, 3), shards_of(4300, 3)
+    assert fewer.items() <= more.items()
+    sizes = np.bincount(list(more.values()))
+    assert len(sizes) == (CANONICAL_SHARDS if reproducible else 3)
+    assert sizes.min() > 0.7 * sizes.mean()
 
 
 @pytest.mark.slow

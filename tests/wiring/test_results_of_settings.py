@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import certificates
 from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.attacks import job as attacking
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job, table_reader
@@ -56,13 +56,13 @@ def stop_at(wanted: int) -> Callable[[int, int, float], None]:
 
 def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
     settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, form="eager")
-    job.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
+    certificates.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
     return table_reader.read(output / job.TABLE).job_record["model"]
 
 
 def attack(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
     settings = AttackSettings(norm="l2", sizes=(1.0,), attacks=("fgsm",), batch=1)
-    attacking.attack_model(model, data, settings, output, **options)
+    certificates.attack_model(model, data, settings, output, **options)
     found = attack_tables.read(output / attack_tables.TABLE)
     return attack_tables.read_job_record(found)["model"]
 

@@ -19,7 +19,14 @@ from pydantic import model_validator
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
+from dpdist.methods.base import (
+    Capabilities,
+    DrawCount,
+    Execution,
+    Method,
+    MethodState,
+    WorkerInputs,
+)
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from dpdist.gradients.clipping import Clipping
+    from dpdist.gradients.engine import GradientEngine
     from dpdist.gradients.perturbations import ModulePerturbation
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
@@ -85,8 +94,10 @@ class ResidualPerturbation(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a certificate without sigma."""
+        """Raise ValueError for a certificate without sigma, and for BatchNorm with privacy."""
         super().check(recipe)
+        if recipe.model.options.get("norm") == "batch":
+            _check_whole_batches(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None:
             raise ValueError(
                 "certify.sigma is required: the noise on the input is what certifies; "
@@ -147,8 +158,69 @@ class ResidualPerturbation(Method):
         return ResidualExecution(self)
 
 
+class WholeBatch(Method):
+    """Ordinary gradients of whole batches, BatchNorm included: the baseline WITHOUT privacy.
+
+    Nothing is proved about training records: each one changes the others' gradients.
+    """
+
+    name: Literal["whole-batch"] = "whole-batch"
+    display_name: ClassVar[str] = "whole batches, no privacy"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return that passes are of several records."""
+        return Capabilities(needs_batched_passes=True)
+
+    def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a recipe with privacy, or with parts of a batch."""
+        super().check(recipe)
+        _check_whole_batches(recipe)
+
+    def execution(self) -> Execution[Any]:
+        """Return the training by whole batches."""
+        return WholeBatchExecution(self)
+
+
+def _check_whole_batches(recipe: BaseRecipe) -> None:
+    rules = {
+        "privacy.noise_multiplier: must be 0": recipe.privacy.noise_multiplier != 0,
+        "privacy.clipping: must be none": recipe.privacy.clipping != "none",
+        "resources.workers: must be 1": recipe.resources.max_workers > 1,
+        "training.reproducible: must be false": recipe.training.reproducible,
+        "audit: must be left out": recipe.audit is not None,
+    }
+    if broken := [rule for rule, is_broken in rules.items() if is_broken]:
+        raise ValueError(f"{broken[0]}, for BatchNorm sees whole batches and mixes their records")
+
+
+class WholeBatchExecution(Execution[WholeBatch]):
+    """Steps by whole batches."""
+
+    def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
+        """Return the engine of whole batches; for a model without BatchNorm the usual one."""
+        return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
+
+
+def _whole_batch_engine(
+    execution: Execution[Any], model: nn.Module, clipping: Clipping
+) -> GradientEngine | None:
+    """Return the engine of a model with BatchNorm of which nothing is clipped; else None."""
+    from dpdist.gradients.clipping import NoClipping
+    from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
+
+    if not (isinstance(clipping, NoClipping) and mixes_records(model)):
+        return None
+    task = execution.task()
+    return WholeBatchEngine(task.trained_module(model), task.loss_function, clipping=clipping)
+
+
 class ResidualExecution(Execution[ResidualPerturbation]):
     """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
+
+    def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
+        """Return the usual engine; for BatchNorm, without privacy, that of whole batches."""
+        return _whole_batch_engine(self, model, clipping) or super().engine(model, clipping, **how)
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.
@@ -191,31 +263,21 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         place.attach(state.model)
         return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
 
-    def learn(self, worker: Any) -> None:
-        """Take the steps; worker 0 measures the assumptions of the claim before and after them.
+    def measure(self, given: WorkerInputs, stage: str) -> None:
+        """Measure the assumptions of the claim before and after the steps, on worker 0.
 
         It does so on test images: how many private inputs are within the norm is their secret.
         """
-        plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
-        here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
-        if here and worker.start == 0:
-            self._measure(worker, path, "before")
-        worker.steps()
-        if here and worker.last == plan.steps and path.exists():
-            last = worker.flat.clone()
-            # as the model is kept
-            worker.flat.copy_(worker.optimizer.published_parameters(worker.flat))
-            self._measure(worker, path, "after")
-            worker.flat.copy_(last)
-
-    def _measure(self, worker: Any, path: Path, stage: str) -> None:
-        from dpdist import data
         from dpdist.core.files import read_json, write_json
         from dpdist.randomness.keys import derive_key
 
-        test = data.load(worker.job.source, "test")
-        images = test.batch(slice(0, _IMAGES)).to(worker.step.reducer.device)
-        key = derive_key(worker.fixed.key, "residual", stage)
+        path = given.private_folder / _ASSUMPTIONS_FILE
+        left_out = given.rank or not _steps_have_no_noise(given.plan)
+        if left_out or (stage == "after" and not path.exists()):
+            return
+        test = given.public_test()
+        images = test.batch(slice(0, _IMAGES)).to(given.parameters[0].device)
+        key = derive_key(given.state.key, "residual", stage)
         found: dict[str, Any] = {"images": len(test), "within": 0}
         if stage == "after":
             found = read_json(path)
@@ -223,9 +285,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
             for start in range(0, len(test), _BATCH):
                 norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
                 found["within"] += int((norms <= self.method.input_norm).sum())
-        found[stage] = largest_mean_norm(
-            worker.model, self.noise_location(worker.model), images, key
-        )
+        found[stage] = largest_mean_norm(given.model, self.noise_location(given.model), images, key)
         write_json(path, found)
 
 

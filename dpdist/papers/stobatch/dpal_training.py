@@ -10,7 +10,7 @@ and centred on it (its Appendix L). Sizes are Laplace sizes of PixelDP for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from dpdist.attacks.gradient_attacks import (
 )
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
-from dpdist.methods.base import Execution
+from dpdist.methods.base import Execution, WorkerInputs
 from dpdist.models import predicted_classes
 from dpdist.papers.stobatch.claims import dpal_encoder_sensitivity, dpal_output_sensitivity
 from dpdist.papers.stobatch.dpal import ACCURACY_FILE, DPAL
@@ -49,13 +49,14 @@ class DPALExecution(Execution[DPAL]):
         network = check_network(self.method, model)
         return lambda: project_filter_norms(network.encoder, self.method.weight_norm)
 
-    def learn(self, worker: Any) -> None:
-        """Take the steps; worker 0 measures the model once they are all taken."""
-        plan, steps = worker.job.plan, DPALTrainer(self.method, worker)
-        for step in worker.numbers():
-            steps.run_step(step)
-        if worker.step.reducer.rank == 0 and worker.last == plan.steps:
-            measure_accuracy(self.method, worker)
+    def own_steps(self, given: WorkerInputs) -> DPALSteps:
+        """Return the steps of Algorithm 1."""
+        return DPALSteps(self.method, given)
+
+    def measure(self, given: WorkerInputs, stage: str) -> None:
+        """Measure the model on worker 0 once all steps are taken."""
+        if given.rank == 0 and stage == "after":
+            measure_accuracy(self.method, given)
 
 
 # --- training steps ---------------------------------------------------------------------------
@@ -173,74 +174,76 @@ def _attack(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes) -
 # --- a training
 
 
-class DPALTrainer:
+class DPALSteps:
     """The steps of one worker. The network's noise, the batches and chi_3 are drawn here, from the
     run's key, once for all steps and attempts."""
 
-    def __init__(self, method: DPAL, worker: Any) -> None:
-        self._method, self._worker = method, worker
-        self._network = network = check_network(method, worker.model)
-        self._batch = batch = round(worker.job.plan.step(0).expected_batch)
-        key, scale = worker.fixed.key, method.noise_scale(batch)
+    save_every = _SAVED
+
+    def __init__(self, method: DPAL, given: WorkerInputs) -> None:
+        self._method, self._given = method, given
+        self.slots: Mapping[str, Tensor] = {}
+        self._network = network = check_network(method, given.model)
+        self._batch = batch = round(given.plan.step(0).expected_batch)
+        key, scale = given.state.key, method.noise_scale(batch)
         network.input_noise.copy_(laplace(key, "chi_1", network.input_noise.shape, scale))
         network.hidden_noise.copy_(laplace(key, "chi_2", network.hidden_noise.shape, 2 * scale))
         out = method.output_sensitivity / (method.epsilon_2 * batch)
         self._chi_3 = laplace(key, "chi_3", network.head.weight.shape, out).to(network.input_noise)
-        records = len(worker.step.data)
+        records = len(given.records)
         rank = np.argsort(
             np.argsort(stream_words(derive_key(key, "batches"), 0, records), kind="stable")
         )
         self._batch_of, self._batches = rank // batch, max(1, records // batch)
 
-    def run_step(self, step: int) -> None:
-        """A step on batch `step`, and on adversarial examples of the next one."""
-        worker = self._worker
-        rows = worker.flat.new_zeros(worker.step.shards.num_rows, len(worker.flat)).double()
-        for row, begin, end in worker.step.shards.local_shards:
-            for noisy, labels in self._batch_passes(step, begin, end):
-                rows[row] += self._gradient(step, noisy, labels, 1.0)
-            if step < self._method.pretraining or not self._method.xi:
+    def sums(self, number: int) -> Tensor:
+        """Return the gradients of batch `number`, and of adversarial examples of the next one."""
+        given = self._given
+        rows = given.sum_rows(sum(each.numel() for each in given.parameters))
+        for row, begin, end in given.shards.local_shards:
+            for noisy, labels in self._batch_passes(number, begin, end):
+                rows[row] += self._gradient(number, noisy, labels, 1.0)
+            if number < self._method.pretraining or not self._method.xi:
                 continue
-            key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step, row)
-            for place, (noisy, labels) in enumerate(self._batch_passes(step + 1, begin, end)):
+            key = given.draw_key(number, row)
+            for place, (noisy, labels) in enumerate(self._batch_passes(number + 1, begin, end)):
                 adversarial = adversarial_examples(
                     self._network, noisy, self._method, derive_key(key, "pass", place)
                 )
-                rows[row] += self._gradient(step, adversarial, labels, self._method.xi)
-        total, _ = worker.step.release(step, rows, 0.0)
-        gradient = (total / self._batch).to(worker.flat)
-        worker.optimizer.update(worker.flat, gradient, step)
-        worker.constrain()
-        worker.divergence.check(worker.flat, step, step + 1 == worker.last)
-        worker.end_step(step + 1, (step + 1) % _SAVED == 0)
+                rows[row] += self._gradient(number, adversarial, labels, self._method.xi)
+        return rows
+
+    def update(self, number: int, released: Tensor) -> Tensor:
+        """Return the mean over the batch."""
+        return (released / self._batch).to(self._given.parameters[0])
 
     def _batch_passes(self, step: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """This shard's part of the step's batch, in passes: inputs with their noise, labels."""
-        worker, network = self._worker, self._network
+        given, network = self._given, self._network
         joined = self._batch_of[begin:end] == step % self._batches
-        members = worker.step.canaries.inputs_for(begin + np.flatnonzero(joined))
+        members = given.canaries.inputs_for(begin + np.flatnonzero(joined))
         found = []
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
-            inputs = network.centre(worker.step.data.batch(some).to(network.input_noise))
-            labels = worker.step.canaries.labels_for(some, worker.step.data.targets(some))
+            inputs = network.centre(given.records.batch(some).to(network.input_noise))
+            labels = given.canaries.labels_for(some, given.records.targets(some))
             found.append((2 * inputs - 1 + network.input_noise, labels.to(inputs.device)))
         return found
 
     def _gradient(self, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Tensor:
         """Summed over records, float64 (size,): the encoder's from its loss alone, the rest's from
         the other. weight: of the second loss, of 1 + xi in all."""
-        network, worker = self._network, self._worker
+        network, parameters = self._network, self._given.parameters
         code = network.encode(noisy)
         loss = reconstruction_loss(network, noisy, code)
         if step >= self._method.pretraining:
             last = network.last_hidden(code.detach())
             share = weight / (1 + self._method.xi)
             loss = loss + share * classification_loss(network.head, last, labels, self._chi_3)
-        parts = torch.autograd.grad(loss, worker.step.engine.parameters, allow_unused=True)
+        parts = torch.autograd.grad(loss, parameters, allow_unused=True)
         return torch.cat([
             (torch.zeros_like(p) if g is None else g).double().flatten()
-            for g, p in zip(parts, worker.step.engine.parameters, strict=True)
+            for g, p in zip(parts, parameters, strict=True)
         ])  # fmt: skip
 
 
@@ -294,16 +297,13 @@ def published_certified_sizes(
     return scale * budget / (size * inputs), 2 * scale * budget / (hidden * norm)
 
 
-def measure_accuracy(method: DPAL, worker: Any) -> None:
+def measure_accuracy(method: DPAL, given: WorkerInputs) -> None:
     """Predict test images and their attacked copies, and write down what the paper counts."""
-    from dpdist import data
-
-    network, plan = check_network(method, worker.model), worker.job.plan
-    test = data.load(worker.job.source, "test")
+    network, plan, test = check_network(method, given.model), given.plan, given.public_test()
     count = min(method.images, len(test))
     inputs = 2 * network.centre(test.batch(slice(0, count)).to(network.input_noise)) - 1
     labels = test.targets(slice(0, count)).to(inputs.device)
-    scale, key = method.noise_scale(plan.step(0).expected_batch), worker.fixed.key
+    scale, key = method.noise_scale(plan.step(0).expected_batch), given.state.key
     first, second = (error.sum() / count for error in _errors(network, inputs))
     found: dict[str, Any] = {
         "images": count, "psi": method.psi, "draws": method.draws,
@@ -326,7 +326,7 @@ def measure_accuracy(method: DPAL, worker: Any) -> None:
         counted = {"printed": kappa + phi >= 2 * size, "harmonic": harmonic >= 2 * size}
         shares = {name: float((right & held).double().mean()) for name, held in counted.items()}
         found["attacked"].append({"size": size, "right": float(right.double().mean()), **shares})
-    write_json(worker.job.folder.private / ACCURACY_FILE, found)
+    write_json(given.private_folder / ACCURACY_FILE, found)
 
 
 def _errors(network: DPALNetwork, inputs: Tensor) -> tuple[Tensor, Tensor]:

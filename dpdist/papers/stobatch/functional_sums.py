@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist import data
 from dpdist.attacks.gradient_attacks import input_range, per_row
 from dpdist.core.errors import UserError
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
-from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
-from dpdist.methods.hidden_noise_shares import normalised_shares, prepare_nonprivate_training
+from dpdist.methods.base import (
+    Execution,
+    MethodSetup,
+    MethodState,
+    WorkerInputs,
+    check_record_limit,
+)
 from dpdist.models import find_batch_dependence, patch_features_of
 from dpdist.models.batch_independence import find_output_difference
 from dpdist.models.features import PenultimateFeatures, last_linear
+from dpdist.papers.secure_sgd.shares import normalised_shares, prepare_nonprivate_training
 from dpdist.papers.stobatch.functional import Functional, Relevance
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
@@ -342,13 +347,6 @@ class FunctionalExecution(Execution[Functional]):
             return {}
         return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
 
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        size = last_linear(model).in_features
-        return {
-            CENTRE: torch.zeros(size, dtype=torch.float64),
-            CURVATURE: torch.zeros(size + 1, size + 1, dtype=torch.float64),
-        }
-
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Constrain nothing. Raises UserError for a model without a last linear layer, or without
         the encoder that is asked for."""
@@ -363,105 +361,109 @@ class FunctionalExecution(Execution[Functional]):
         draws, sigma = self.method.draws, self.method.sigma
         return InputPerturbation(draws, sigma) if sigma else Perturbation()
 
-    def learn(self, worker: Any) -> None:
-        """Release each sum and write a checkpoint; worker 0 makes what follows from it."""
-        plan, reducer = worker.job.plan, worker.step.reducer
-        check_record_limit(worker.job.recipe, len(worker.step.data))
-        centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
-        head, sums = last_linear(worker.model), None
-        for step in range(worker.start, worker.last):
-            step_plan, stage = plan.step(step), self._stage(step)
-            if stage >= 0 and sums is None:
-                sums = self._build_sums(worker)
-            rows = self._local_sums(worker, sums, step)
-            noisy, _ = worker.step.release(step, rows, step_plan.noise_std)
-            released = noisy.to(centre)
-            if stage == 0:
-                assert sums is not None
-                centre.copy_(sums.mean_features(released))
-            elif reducer.rank == 0:  # another machine's solution may end in other bits
-                if sums is None:
-                    self._fit_encoder(worker.model, released)
-                elif stage == 1:
-                    weights, matrix = sums.fit_weights(released, step_plan.noise_multiplier)
-                    curvature.copy_(matrix)
-                else:
-                    weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
-                    weights = sums.refine_weights(released, weights, curvature)
-                if sums is not None:
-                    weight, bias = sums.head_from_weights(weights, centre)
-                    head.weight.data.copy_(weight)
-                    head.bias.data.copy_(bias)
-            _broadcast_from_first(reducer, worker.flat)
-            worker.divergence.check(worker.flat, step, step + 1 == worker.last)
-            worker.save(step + 1)
+    def own_steps(self, given: WorkerInputs) -> FunctionalSteps:
+        """Return the releases, each of which sets the head or the encoder."""
+        return FunctionalSteps(self, given)
+
+
+class FunctionalSteps:
+    """The releases of one worker; worker 0 fits the layer to each."""
+
+    save_every = 1
+
+    def __init__(self, execution: FunctionalExecution, given: WorkerInputs) -> None:
+        check_record_limit(given.recipe, len(given.records))
+        self._given, self._execution, self.method = given, execution, execution.method
+        self._head, self._device = last_linear(given.model), given.parameters[0].device
+        size = self._head.in_features
+        self._centre = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._curvature = self._centre.new_zeros(size + 1, size + 1)
+        self.slots: Mapping[str, Tensor] = {CENTRE: self._centre, CURVATURE: self._curvature}
+        self._coefficients: CoefficientSums | None = None  # made when it is asked for
+
+    def sums(self, number: int) -> Tensor:
+        """Return this worker's part of a sum."""
+        given, found = self._given, []
+        sums = None if self._stage(number) < 0 else self._sums()
+        for row, begin, end in given.shards.local_shards:
+            members = given.canaries.inputs_for(np.arange(begin, end))
+            copies = self._noisy_copies(number, members)
+            found.append((row, self._sum(sums, self._stage(number), copies)))
+        rows = found[0][1].new_zeros(given.shards.num_rows, len(found[0][1]))
+        for row, total in found:
+            rows[row] = total
+        return rows
+
+    def update(self, number: int, released: Tensor) -> None:
+        """Set the centre on all workers; on worker 0 the encoder or the head."""
+        stage, head, centre = self._stage(number), self._head, self._centre
+        noisy = released.to(centre)
+        if stage == 0:
+            centre.copy_(self._sums().mean_features(noisy))
+            return
+        if self._given.rank:  # another machine's solution may end in other bits
+            return
+        if stage < 0:
+            patches = patch_features_of(self._given.model)
+            patches.fit_filters(unpack_symmetric(noisy, patches.encoder.weight[0].numel()))
+            return
+        sums, curvature = self._sums(), self._curvature
+        if stage == 1:
+            multiplier = self._given.plan.step(number).noise_multiplier
+            weights, matrix = sums.fit_weights(noisy, multiplier)
+            curvature.copy_(matrix)
+        else:
+            weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+            weights = sums.refine_weights(noisy, weights, curvature)
+        weight, bias = sums.head_from_weights(weights, centre)
+        head.weight.data.copy_(weight)
+        head.bias.data.copy_(bias)
 
     def _stage(self, step: int) -> int:
         """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
         return step - (1 if self.method.encoder else 0)
 
-    def _build_sums(self, worker: Any) -> CoefficientSums:
-        example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
-        scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
-        most = check_record_limit(worker.job.recipe, records)
-        example = example.to(worker.step.reducer.device)
-        sums = CoefficientSums(self.method, worker.model, example, records, scales, most)
-        # whose filters no two trainings share
-        if worker.job.shared_cache is not None and not self.method.encoder:
-            sums.feature_cache = worker.job.shared_cache
-        return sums
+    def _sums(self) -> CoefficientSums:
+        given = self._given
+        if self._coefficients is None:
+            example = given.public_test().batch(slice(0, _EXAMPLES)).to(self._device)
+            scales, records = given.state.tensors.get(SCALES), given.plan.records
+            most = check_record_limit(given.recipe, records)
+            made = CoefficientSums(self.method, given.model, example, records, scales, most)
+            # whose filters no two trainings share
+            if given.shared_cache is not None and not self.method.encoder:
+                made.feature_cache = given.shared_cache
+            self._coefficients = made
+        return self._coefficients
 
-    def _fit_encoder(self, model: nn.Module, released: Tensor) -> None:
-        patches = patch_features_of(model)
-        patches.fit_filters(unpack_symmetric(released, patches.encoder.weight[0].numel()))
-
-    def _local_sums(self, worker: Any, sums: CoefficientSums | None, step: int) -> Tensor:
-        """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
-        encoder."""
-        found = []
-        for row, begin, end in worker.step.shards.local_shards:
-            members = worker.step.canaries.inputs_for(np.arange(begin, end))
-            copies = self._noisy_copies(worker, step, members)
-            found.append((row, self._sum(worker, sums, self._stage(step), copies)))
-        rows = found[0][1].new_zeros(worker.step.shards.num_rows, len(found[0][1]))
-        for row, total in found:
-            rows[row] = total
-        return rows
-
-    def _noisy_copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[CopyPass]:
+    def _noisy_copies(self, step: int, members: np.ndarray) -> Iterator[CopyPass]:
         """The records in passes, each in its noisy copies."""
-        step_plan, method = worker.job.plan.step(step), self.method
+        given, method = self._given, self.method
         fresh = method.sigma > 0 and method.noise == "fresh"
-        draws = self.perturbation(step_plan, 1.0, worker.fixed)
-        key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
+        draws = self._execution.perturbation(given.plan.step(step), 1.0, given.state)
+        key = given.draw_key(step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
-            targets = worker.step.canaries.labels_for(rows, worker.step.data.targets(rows))
+            targets = given.canaries.labels_for(rows, given.records.targets(rows))
             for draw in range(draws.count):
-                noisy = partial(self._noisy_copy, worker, draws, key, rows, draw)
+                noisy = partial(self._noisy_copy, draws, key, rows, draw)
                 place = None if fresh else (int(rows[0]), draw)
-                yield noisy, targets.to(worker.step.reducer.device), 1 / draws.count, place
+                yield noisy, targets.to(self._device), 1 / draws.count, place
 
-    def _noisy_copy(
-        self, worker: Any, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int
-    ) -> Tensor:
+    def _noisy_copy(self, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int) -> Tensor:
         """A noisy copy of these records."""
-        inputs, names = worker.step.data.batch(rows), rows
+        inputs, names = self._given.records.batch(rows), rows
         if self.method.noise == "own":  # a function of the record, which everybody may know
             key = derive_key(bytes(32), "functional", "noise")
             hashes = np.frombuffer(hash_inputs(inputs.numpy()).tobytes(), dtype="<u8")
             names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
-        return draws.perturb_inputs(
-            inputs.to(worker.step.reducer.device), torch.from_numpy(names), key, draw
-        )
+        return draws.perturb_inputs(inputs.to(self._device), torch.from_numpy(names), key, draw)
 
-    def _sum(
-        self, worker: Any, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]
-    ) -> Tensor:
-        centre, head = worker.slots[CENTRE], last_linear(worker.model)
+    def _sum(self, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]) -> Tensor:
+        centre, head, given = self._centre, self._head, self._given
         if sums is None:
-            most = check_record_limit(worker.job.recipe, worker.job.plan.records)
-            return sum_moments(patch_features_of(worker.model), copies, most)
+            most = check_record_limit(given.recipe, given.plan.records)
+            return sum_moments(patch_features_of(given.model), copies, most)
         weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
         passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, centre))
         if stage == 0:
@@ -485,10 +487,3 @@ class FunctionalExecution(Execution[Functional]):
             if asked is not None:
                 moved = sums.adversarial_copies(noisy(), targets, *head)
                 yield sums.features(moved), targets, weight * (1 - own)
-
-
-def _broadcast_from_first(reducer: Any, tensor: Tensor) -> None:
-    """Worker 0's values, on all."""
-    buffer = tensor.double() if reducer.rank == 0 else tensor.new_zeros(tensor.shape).double()
-    reducer.all_reduce(buffer)
-    tensor.copy_(buffer)

@@ -23,3 +23,19 @@ def transdenoiser_training_claim(
         f"TransDenoiser Theorem 3 with c2 = {constant:g}",
         ("C-Lipschitz loss", "transformed noise counts as added noise"),
     )
+
+
+def mixed_gaussian_added_std(
+    xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
+) -> float:
+    """Return the noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
+
+    xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
+    in between. steps = 1 is the reading without the unjustified factor.
+    """
+    if not 0 <= xi_low <= xi_up:
+        raise ValueError(f"0 <= xi_low <= xi_up is needed, got {xi_low} and {xi_up}")
+    transformed = math.sqrt(steps * s_min) * sigma
+    if transformed < xi_low:
+        return xi_up
+    return math.sqrt(max(0.0, xi_up**2 - transformed**2))

@@ -35,8 +35,8 @@ from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.methods.base import Execution, MethodState
 from dpdist.models import DENOISER
+from dpdist.papers.transdenoiser.claims import mixed_gaussian_added_std
 from dpdist.papers.transdenoiser.method import TransDenoiser
-from dpdist.privacy.mechanisms import mixed_gaussian_added_std
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 

@@ -1,0 +1,71 @@
+"""A model that a job is about: what certifications, attacks and predictions take.
+
+However it came (a run, a release, a module, a callable, a function by name), it is loaded once and
+hashed once, and every worker receives the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpdist.models.factory_code import FactoryCode
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Hold a model with all that a job needs to know of it.
+
+    model: in evaluation mode. digest: hex, of everything that its answers depend on: whoever
+    continues must have the same. where: begins complaints. code: that each worker must have.
+    """
+
+    model: nn.Module
+    digest: str
+    where: object
+    code: FactoryCode = field(default_factory=FactoryCode)
+
+    @classmethod
+    def load(
+        cls, folder: Path, trusted_factory: str | None = None, digest: str | None = None
+    ) -> Subject:
+        """Return the model that a folder holds. Raises UserError.
+
+        digest: the hash of its files, where the caller has computed it.
+        """
+        from dpdist import models
+
+        return cls(
+            models.load(folder, trusted_factory=trusted_factory),
+            digest or models.model_hash(folder),
+            folder,
+            models.read_factory_code(folder),
+        )
+
+
+def require_logits(model: nn.Module, batch: Tensor, classes: int | None = None) -> int:
+    """Return the number of classes that a model tells apart in a batch.
+
+    Raises ValueError unless it gives each input finite logits for each class. classes: how many
+    there must be; None: any number.
+    """
+    import torch
+
+    from dpdist.models import fresh_copy
+
+    with torch.inference_mode():
+        # What it keeps of a batch, no other one knows.
+        logits = fresh_copy(model.eval())(batch)
+    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] != len(batch):
+        raise ValueError(f"it returns {shape}, not logits ({len(batch)}, classes)")
+    if shape[1] != (classes or shape[1]):
+        raise ValueError(f"it returns {shape} for a batch, not {(len(batch), classes)}")
+    if not bool(torch.isfinite(logits).all()):
+        # The argmax of NaN is a constant, which would be certified with the largest radius.
+        raise ValueError("its outputs are not finite numbers (did the training diverge?)")
+    return int(shape[1])

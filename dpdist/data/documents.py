@@ -1,0 +1,384 @@
+"""Documents of a language model, and pairs of answers to one prompt, as records of token dicts.
+
+`dpdist.documents` makes them of texts or conversations, `dpdist.preferences` of chosen and rejected
+answers (DPO).
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpdist.core.errors import UserError
+from dpdist.data.adapters import IGNORED, ArrayRecords, Options
+from dpdist.data.protocol import (
+    Records,
+)
+from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
+
+if TYPE_CHECKING:
+    from dpdist.data.protocol import Batch
+
+# --- documents of a language model --------------------------------------------------------------
+
+
+LEARNED_FROM = "no private document is among what the tokenizer was learned from"
+
+
+class DocumentRecords(ArrayRecords):
+    """Documents as tokens: dicts of input_ids, attention_mask and labels, int64 (B, length)."""
+
+    assumed: Sequence[str] = (LEARNED_FROM,)
+    vocabulary = 2
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent documents of all lengths, each with a prompt of its own length."""
+        named = self._invented(count, int(next(iter(self._fields().values())).shape[1]))
+        return named, torch.zeros(count, dtype=torch.int64)
+
+    def _invented(self, count: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(self.vocabulary, (count, length), generator=generator)
+        sizes = torch.randint(min(2, length), length + 1, (count,), generator=generator)
+        prompts = (torch.rand(count, generator=generator) * (sizes - 1)).long()
+        places = torch.arange(length)
+        real = places < sizes[:, None]
+        labels = tokens.where(real & (places >= prompts[:, None]), torch.tensor(IGNORED))
+        tokens = tokens.where(real, torch.tensor(0))
+        return {"input_ids": tokens, "attention_mask": real.long(), "labels": labels}
+
+    def _fields(self) -> dict[str, Tensor]:
+        found = self.batch(slice(0, 1))
+        assert isinstance(found, dict)
+        return found
+
+
+def documents(
+    data: Any,
+    tokenizer: Any,
+    *,
+    length: int,
+    text: str = "text",
+    prompt: str = "prompt",
+    answer: str = "answer",
+    messages: str = "messages",
+    unit: str | Sequence[Hashable] | np.ndarray | None = None,
+    name: str = "documents",
+    bos_eos: bool = False,
+) -> DocumentRecords:
+    """Make records of documents: one document is one record, however many tokens it has.
+
+    Guarantee: a record's tensors are made of one row alone. Tokens of prompts, and all messages but
+    the assistant's, are read and not learned (label -100), and so is what fills a document up. A
+    document of more than `length` tokens is cut at its end.
+
+    Args:
+        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
+            or a pyarrow Table.
+        tokenizer: a fast tokenizer of `transformers`, or the folder of one. It must not have been
+            learned from private documents: that it was not stands on the run's card.
+        length: most tokens of a document, and the length of every record.
+        text: name of the field of a text, which is learned as a whole.
+        prompt: name of the field of a prompt, beside an answer.
+        answer: name of the field of an answer. The tokenizer's chat template shows both; where it
+            has none, they stand behind one another.
+        messages: name of the field of a conversation, a list of messages with a role and a content,
+            shown by the chat template; ShareGPT's `from` and `value` are taken for these. A row
+            with it needs no other field.
+        unit: whom each record belongs to: a field's name, or one value for each record.
+        name: name of the data in complaints and on cards.
+        bos_eos: put the tokenizer's begin and end around each text, never twice. A text that is cut
+            has no end. Prompts and messages have marks of their own.
+
+    Returns:
+        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
+        `batch(indices)` returns a dict of int64 tensors (B, length) by name, such as `input_ids`.
+
+    Raises:
+        UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.
+
+    Example:
+        >>> import dpdist, tokenizers, transformers
+        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "end": 5}
+        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(
+        ...     tokenizer_object=cutter, eos_token="end"
+        ... )
+        >>> rows = [{"prompt": "2 + 2 = ", "answer": "4"}]
+        >>> dpdist.documents(rows, tokenizer, length=8).batch([0])["labels"].tolist()
+        [[-100, -100, -100, -100, 4, 5, -100, -100]]
+    """
+    cutter = _tokenizer_of(tokenizer)
+    rows = _document_rows(data, name)
+    fields = {"text": text, "prompt": prompt, "answer": answer, "messages": messages}
+    inputs = np.zeros((len(rows), length), dtype=np.int64)
+    real, labels = np.zeros_like(inputs), np.full_like(inputs, IGNORED)
+    for place, row in enumerate(rows):
+        try:
+            found = cutter.document(row, fields, length, bos_eos)
+        except UserError as error:
+            raise UserError(f"{name}: record {place}: {error}") from None
+        size = len(found.ids)
+        inputs[place, :size], real[place, :size] = found.ids, 1
+        labels[place, :size] = np.where(found.learned, found.ids, IGNORED)
+    if not (labels != IGNORED).any():  # steps would be paid for, and only noise be learned
+        raise UserError(
+            f"{name}: length must leave a token of an answer in some document, got {length}, by "
+            "which all answers are cut away; give a longer length"
+        )
+    columns: dict[str, np.ndarray | Tensor] = {
+        "input_ids": inputs,
+        "attention_mask": real,
+        "labels": labels,
+    }
+    whose = [row.get(unit) for row in rows] if isinstance(unit, str) else unit
+    records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
+    assert isinstance(records, DocumentRecords)
+    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    records.unit_name = unit if isinstance(unit, str) else ""
+    by_template = cutter.has_template and any(row.get(text) is None for row in rows)
+    records.tokenization = {
+        "length": length, "chat": by_template, "files": cutter.files,
+        **({"bos_eos": True} if bos_eos else {}),
+    }  # fmt: skip
+    return records
+
+
+def _tokenizer_of(tokenizer: Any) -> ConversationTokenizer:
+    if isinstance(tokenizer, str | Path):
+        return ConversationTokenizer.from_folder(Path(tokenizer), "tokenizer")
+    return ConversationTokenizer(tokenizer)
+
+
+def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
+    """Return how records that came as tokens were made by a tokenizer (`Records.tokenization`).
+
+    None where it is no fast tokenizer of `transformers`, or the records are no tokens. Whether its
+    chat template showed the documents nobody knows then.
+    """
+    if not (getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer")):
+        return None
+    fields = records.examples(2)[0]
+    if not (isinstance(fields, dict) and "input_ids" in fields):
+        return None
+    length = int(fields["input_ids"].shape[1])
+    return {"length": length, "chat": False, "files": ConversationTokenizer(tokenizer).files}
+
+
+def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
+    if hasattr(data, "to_pylist"):  # a Table of pyarrow
+        data = data.to_pylist()
+    elif type(data).__module__.partition(".")[0] == "pandas":
+        data = data.to_dict("records")
+    try:
+        rows = [data[place] for place in range(len(data))]
+    except (TypeError, KeyError, IndexError):
+        rows = []
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(
+            f"{name}: must be rows with named fields, such as [{{'text': '...'}}], at least one, "
+            f"got a {type(data).__name__}"
+        )
+    return rows
+
+
+# --- pairs of answers ---------------------------------------------------------------------------
+
+
+REFERENCE = "reference"  # the field of the reference's log-probabilities, chosen minus rejected
+PUBLIC_REFERENCE = (
+    "no private pair is among what the reference and the first weights were trained on, {}: "
+    "declared only"
+)
+UNNAMED_REFERENCE = PUBLIC_REFERENCE.format(
+    "by which the user computed each pair's reference from that pair alone"
+)
+
+
+class PreferenceRecords(DocumentRecords):
+    """Pairs of answers, chosen then rejected.
+
+    Fields: input_ids and labels (B, 2 * length), and the float `reference` (B,).
+    """
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent pairs of documents of all lengths, and references of either sign."""
+        fields = self._fields()
+        length, kind = fields["input_ids"].shape[1] // 2, fields[REFERENCE].dtype
+        halves = [self._invented(count, length, seed) for seed in (0, 1)]
+        named = {name: torch.cat([each[name] for each in halves], 1)
+                 for name in ("input_ids", "labels")}  # fmt: skip
+        generator = torch.Generator().manual_seed(2)
+        named[REFERENCE] = (torch.rand(count, generator=generator) - 0.5).to(kind)
+        return named, torch.zeros(count, dtype=torch.int64)
+
+    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
+        """Yield MACs of the tokens alone: a pair is the same one beside another reference."""
+        every = self.batch(slice(None))
+        assert isinstance(every, dict)
+        tokens = {name: each for name, each in every.items() if name != REFERENCE}
+        yield from ArrayRecords(tokens, None, Options(self.name)).input_macs(key)
+
+
+def preference_records(
+    data: Any,
+    tokenizer: Any,
+    reference: Callable[[dict[str, Tensor]], Tensor],
+    *,
+    length: int,
+    saw: str,
+    prompt: str,
+    chosen: str,
+    rejected: str,
+    unit: str | Sequence[Hashable] | np.ndarray | None,
+    name: str,
+) -> PreferenceRecords:
+    """Make records of pairs of answers, as `dpdist.preferences` describes them.
+
+    reference: returns the difference (1,) of the log-probabilities of a pair, whose fields have one
+    row; it is called with one pair at a time, so that no pair changes another one's bits.
+    """
+    cutter = _tokenizer_of(tokenizer)
+    rows, keys, every = _document_rows(data, name), list[str](), list[dict[str, Tensor]]()
+    cut_away = 0
+    for place, row in enumerate(rows):
+        try:
+            asked, pair = _pair_tokens(row, cutter, (prompt, chosen, rejected), length)
+        except UserError as error:
+            raise UserError(f"{name}: record {place}: {error}") from None
+        fields, learns = _pair_fields(pair, length)
+        cut_away += not learns
+        keys.append(asked)
+        every.append(fields)
+    _check_pairs(keys, cut_away, length, name, prompt if unit is None else None)
+    whose: Any = unit
+    if isinstance(unit, str):
+        whose = keys if unit == prompt else [row.get(unit) for row in rows]
+    margins = torch.cat([reference(each) for each in every])
+    columns: dict[str, np.ndarray | Tensor] = {
+        "input_ids": torch.cat([each["input_ids"] for each in every]),
+        "labels": torch.cat([each["labels"] for each in every]),
+        REFERENCE: margins,
+    }
+    _check_margins(reference, every, margins, name)
+    records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
+    assert isinstance(records, PreferenceRecords)
+    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
+    records.unit_name = unit if isinstance(unit, str) else ""
+    records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(saw))
+    records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
+    return records
+
+
+def _pair_fields(pair: tuple[Tokens, Tokens], length: int) -> tuple[dict[str, Tensor], bool]:
+    """Return a pair's fields of one row, and whether each answer has a token to learn."""
+    ids = torch.zeros(1, 2 * length, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORED)
+    learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
+    for begin, half in zip((0, length), pair, strict=True):
+        there = slice(begin, begin + len(half.ids))
+        ids[0, there] = torch.tensor(half.ids)
+        learned = torch.tensor(half.learned) & learns
+        labels[0, there] = ids[0, there].where(learned, torch.tensor(IGNORED))
+    return {"input_ids": ids, "labels": labels}, learns
+
+
+def _check_pairs(
+    keys: Sequence[str], cut_away: int, length: int, name: str, prompt: str | None
+) -> None:
+    """Refuse pairs that teach nothing or share a prompt, where `prompt` is given; warn of some."""
+    if cut_away == len(keys):
+        raise UserError(
+            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
+            "which all answers are cut away; give a longer length"
+        )
+    if prompt is not None and len(set(keys)) < len(keys):
+        raise UserError(
+            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
+            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
+            "dpdist.Privacy(unit='group', ...)"
+        )
+    if cut_away:
+        warnings.warn(
+            f"{name}: of {cut_away:,} of {len(keys):,} pairs nothing is learned, since an answer "
+            f"lies behind token {length}; give a longer length, or leave them out (the count is "
+            "private)",
+            stacklevel=4,
+        )
+
+
+def _check_margins(
+    reference: Callable[[dict[str, Tensor]], Tensor],
+    every: Sequence[dict[str, Tensor]],
+    margins: Tensor,
+    name: str,
+) -> None:
+    """Raise UserError where a margin (N,) is not finite, or another one after the other pairs."""
+    if not margins.isfinite().all():
+        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
+    first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
+    again = reference(every[first])
+    if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
+        raise UserError(
+            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
+            "something else of the first one at the end: give a model that keeps no state and "
+            "draws nothing"
+        )
+
+
+def _pair_tokens(
+    row: Mapping[str, Any], cutter: ConversationTokenizer, names: tuple[str, str, str], length: int
+) -> tuple[str, tuple[Tokens, Tokens]]:
+    """Return a row's prompt, as text that is equal for equal ones, and the tokens of its answers.
+
+    Raises UserError for a row without fields that are known.
+    """
+    asked, *answers = (row.get(name) for name in names)
+    if isinstance(asked, str) and all(isinstance(answer, str) for answer in answers):
+        good, bad = (cutter.answer(asked, str(answer), length) for answer in answers)
+        return _prompt_key([{"role": "user", "content": asked}]), (good, bad)
+    if any(answer is None or isinstance(answer, str) for answer in answers) or isinstance(
+        asked, str
+    ):
+        raise UserError(
+            "must have {}, {} and {}: all texts, or all messages of a role and a content".format(
+                *names
+            )
+        )
+    wholes = [messages_of(answer) for answer in answers]
+    if asked is None:  # each answer is a whole conversation: what both begin with is the prompt
+        same = [a == b for a, b in zip(*wholes, strict=False)]
+        first = min(
+            same.index(False) if False in same else len(same), *(len(w) - 1 for w in wholes)
+        )
+        asked = wholes[0][:first]
+    else:
+        asked = messages_of(asked)
+        first, wholes = len(asked), [[*asked, *whole] for whole in wholes]
+    good, bad = (cutter.conversation(whole, length, first) for whole in wholes)
+    return _prompt_key(asked), (good, bad)
+
+
+def _prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a prompt as text that is equal for prompts that are the same to a reader.
+
+    White space, and forms of a character that Unicode calls compatible, are no difference.
+    """
+    return json.dumps(
+        [
+            {
+                "role": each["role"],
+                "content": " ".join(unicodedata.normalize("NFKC", each["content"]).split()),
+            }
+            for each in messages
+        ]
+    )

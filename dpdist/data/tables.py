@@ -1,0 +1,446 @@
+"""Read tables of records: Parquet, CSV and JSONL files, and folders of pictures, all by Arrow.
+
+Recipes, `dpdist init`, `dpdist.as_records` and the inputs of certificates read files by this module
+alone. A Parquet file is read some rows at a time, pictures some files at a time; a CSV or JSONL
+file is held in memory.
+
+No message quotes a record: it names the file, the line or row, the column and the rule.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
+import pyarrow.json as arrow_json
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import (
+    check_regular_file,
+    check_utf8_name,
+    data_error,
+    open_parquet,
+    parquet_errors,
+    read_bytes,
+)
+from dpdist.data.column_names import NAMED_BY_VALUES, check_names
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+MOST_PICTURE_BYTES = 2**28  # of one picture
+_AT_ONCE = 500  # pictures in memory, of
+_MOST_AT_ONCE = 2**26  # bytes in all, except for the last
+_ROWS = 4096  # rows of a table at once
+
+
+# --- where files lie --------------------------------------------------------------------------
+
+
+def split_files(root: Path, name: str, split: str) -> list[Path]:
+    """Return the files of one split of a data set, in order.
+
+    They are NAME/SPLIT.parquet, NAME/SPLIT-*.parquet, NAME/data/SPLIT-*.parquet,
+    NAME/SPLIT/*.parquet, NAME/SPLIT.csv, NAME/SPLIT.jsonl, or the folder NAME/SPLIT with a folder
+    of pictures for each class: the first of these that is there.
+
+    Raises:
+        UserError: the root, the data set or the split is not there.
+    """
+    base = root / name
+    for folder, what in ((root, "data root"), (base, "data set")):
+        if not folder.is_dir():
+            raise UserError(_no_folder(folder, what, root))
+    for pattern in (
+        f"{split}.parquet",
+        f"{split}-*.parquet",
+        f"data/{split}-*.parquet",
+        f"{split}/*.parquet",
+        f"{split}.csv",
+        f"{split}.jsonl",
+    ):
+        if files := sorted(path for path in base.glob(pattern) if not _is_hidden(path)):
+            return files
+    if classes_in(base / split):
+        return [base / split]
+    raise UserError(
+        f"{base}: must have files of the split {split!r}, got none: {split}.parquet, {split}.csv, "
+        f"{split}.jsonl, or pictures in {split}/CLASS/"
+    )
+
+
+def _no_folder(folder: Path, what: str, root: Path) -> str:
+    """Return the complaint about a folder that is not there."""
+    if folder.exists():
+        return (
+            f"{what} {folder}: must be a folder with the training and test files, got a file; "
+            "unpack an archive, and name the folder"
+        )
+    if folder == root:
+        return f"{what} {folder}: no such folder; give --data-root or data.root in the recipe"
+    found = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "none"
+    return f"data root {root}: no data set {folder.name!r} there (found: {found})"
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return whether a name begins with a dot, as those that macOS puts beside files do."""
+    return path.name.startswith(".")
+
+
+def classes_in(folder: Path) -> list[str]:
+    """Return the names of the folders with pictures in a folder."""
+    if not folder.is_dir():
+        return []
+    inside = (each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each))
+    return sorted(each.name for each in inside if any(map(_is_picture, each.iterdir())))
+
+
+def pictures_in(folder: Path) -> Iterator[Path]:
+    """Yield the pictures of a folder by name."""
+    if folder.is_dir():
+        yield from filter(_is_picture, sorted(folder.iterdir()))
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and not _is_hidden(path)
+
+
+def others_in(folder: Path) -> Counter[str]:
+    """Return how many files and folders of a folder's classes are no pictures, by ending."""
+    kinds = (kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind))
+    inside = (path for kind in kinds for path in kind.iterdir() if not _is_hidden(path))
+    others = (path for path in inside if not _is_picture(path))
+    return Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+class TableFile(ABC):
+    """One file, or folder of pictures, as a table.
+
+    path: where it is. schema: of its columns. num_rows: how many records it has. no_group: texts
+    that say that nobody is named.
+    """
+
+    path: Path
+    schema: pa.Schema
+    num_rows: int
+    no_group: frozenset[str] = frozenset()
+
+    def rows(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """Yield the number of a first row, and a table of some rows of these columns.
+
+        Raises:
+            UserError: a column is missing, a text is not UTF-8, or the file is damaged.
+        """
+        if missing := [column for column in columns if column not in self.schema.names]:
+            raise UserError(
+                f"{self.path}: no column {', '.join(map(repr, missing))}; it has "
+                f"{', '.join(self.schema.names)} (name yours under data.columns in the recipe)"
+            )
+        first = 0
+        for table in self._tables(list(columns)):
+            if table.num_rows:
+                yield first, table
+            first += table.num_rows
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Return all rows of some columns. Raises UserError as `rows` does."""
+        found = [table for _, table in self.rows(columns)]
+        return pa.concat_tables(found) if found else self.schema.empty_table().select(columns)
+
+    def error(
+        self, rule: str, row: int | None = None, column: str | None = None, cause: Any = None
+    ) -> UserError:
+        """Return the complaint about a row of this file, as `data_error` does."""
+        place = {} if row is None else self._place(row)
+        return data_error(place.pop("file", self.path), rule, column=column, cause=cause, **place)
+
+    def _place(self, row: int) -> dict[str, Any]:
+        """Return what names a row to its reader: `row`, `line` or `file`."""
+        return {"row": row}
+
+    @abstractmethod
+    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        """Yield the rows of these columns, which are there."""
+
+
+def open_table(path: Path, like: pa.Schema | None = None) -> TableFile:
+    """Open a file, or a folder of pictures, as a table.
+
+    like: schema of the training split, whose columns of text are read as text here too.
+
+    Raises:
+        UserError: the file is not readable, or its columns have names that look like values.
+    """
+    check_utf8_name(path)
+    kind = PictureFolder if path.is_dir() else _KINDS.get(path.suffix.lower(), ParquetFile)
+    found = kind(path, like)
+    names = found.schema.names
+    check_names(names, path)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path}: has more than one column {twice[0]!r}; rename the others")
+    return found
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are texts."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+class ParquetFile(TableFile):
+    """A Parquet file, of which some rows are in memory at a time."""
+
+    def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
+        self._reader = open_parquet(path)
+        self.path, self.schema = path, self._reader.schema_arrow
+        self.num_rows = self._reader.metadata.num_rows
+
+    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        found = 0
+        batches = self._reader.iter_batches(batch_size=_ROWS, columns=columns)
+        while batch := self._next(batches, columns, found):
+            found += batch.num_rows
+            if found > self.num_rows:
+                break
+            yield pa.Table.from_batches([batch])
+        if found != self.num_rows:
+            more = "more" if found > self.num_rows else f"{found:,}"
+            raise UserError(
+                f"{self.path}: damaged: its footer counts {self.num_rows:,} rows, {more} are "
+                "there; write it again"
+            )
+
+    def _next(
+        self, batches: Iterator[pa.RecordBatch], columns: list[str], first: int
+    ) -> pa.RecordBatch | None:
+        """Return the next rows, None after the last. Raises UserError for damaged ones."""
+        batch = None
+        try:
+            if (batch := next(batches, None)) is not None:
+                batch.validate(full=True)
+            return batch
+        except parquet_errors() as error:
+            for name, row in _invalid_texts(batch):
+                rule = "must be UTF-8 text; write it again as UTF-8"
+                raise self.error(rule, row=first + row, column=name) from None
+            damaged = (name for name in columns if not self._is_readable(name))
+            rule = f"damaged near row {first}; write it again"
+            raise self.error(rule, column=next(damaged, None), cause=error) from None
+
+    def _is_readable(self, column: str) -> bool:
+        try:
+            for batch in open_parquet(self.path).iter_batches(columns=[column]):
+                batch.validate(full=True)
+        except parquet_errors():
+            return False
+        return True
+
+
+def _invalid_texts(batch: pa.RecordBatch | None) -> Iterator[tuple[str, int]]:
+    """Yield column and row of every text that is not UTF-8."""
+    for field, values in zip(batch.schema, batch.columns, strict=True) if batch else ():
+        if is_text(field.type):
+            for row, raw in enumerate(values.cast(pa.large_binary()).to_pylist()):
+                try:
+                    (raw or b"").decode()
+                except UnicodeDecodeError:
+                    yield field.name, row
+
+
+class _TextFile(TableFile):
+    """A file of text with a record a line, or several lines, which is held in memory."""
+
+    def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
+        self.path = check_regular_file(path)
+        kept = [f for f in like or () if is_text(f.type) or pa.types.is_nested(f.type)]
+        try:
+            self._table = self._parsed(kept)
+            self._table.validate(full=True)
+            if any(pa.types.is_binary(kind) for kind in self._table.schema.types):
+                raise UnicodeDecodeError("utf-8", b"", 0, 1, "")
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise self._encoding_error() or self._parse_error(error) from None
+        self.schema, self.num_rows = self._table.schema, self._table.num_rows
+        for field in like or ():
+            if field.name in self.schema.names and _is_number(field.type):
+                self._check_numbers(field.name)
+
+    def _place(self, row: int) -> dict[str, Any]:
+        places = enumerate(self._lines())
+        line = next((line for number, (line, _) in places if number == row), None)
+        return {"row": row} if line is None else {"line": line}
+
+    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        for first in range(0, self.num_rows, _ROWS):
+            yield self._table.select(columns).slice(first, _ROWS).combine_chunks()
+
+    def _check_numbers(self, column: str) -> None:
+        """Raise UserError for a text in a column that holds numbers in the training split."""
+        if not is_text(self.schema.field(column).type):
+            return
+        for row, value in enumerate(self._table[column].to_pylist()):
+            try:
+                float(value or 0)
+            except ValueError:
+                rule = "must be a number, as in the training split, got a text"
+                raise self.error(rule, row, column) from None
+
+    def _encoding_error(self) -> UserError | None:
+        """Return the complaint about the first line that is not UTF-8."""
+        raw = read_bytes(self.path)
+        try:
+            raw.decode()
+        except UnicodeDecodeError as error:
+            line = len((raw[: error.start] + b".").splitlines())
+            two = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+            perhaps = "UTF-16" if two else "Latin-1 or Windows-1252"
+            rule = f"must be UTF-8 text, got another encoding (perhaps {perhaps}); save it as UTF-8"
+            return data_error(self.path, rule, line=line)
+        return None
+
+    @abstractmethod
+    def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
+        """Return the file as a table, columns of these fields with their types."""
+
+    @abstractmethod
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of each record's first line, from 1, and how many cells it has."""
+
+    @abstractmethod
+    def _parse_error(self, error: Exception) -> UserError:
+        """Return what is wrong with a file that could not be parsed."""
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+class CsvFile(_TextFile):
+    """A CSV file with a first line of names."""
+
+    no_group = frozenset(arrow_csv.ConvertOptions().null_values)
+
+    def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
+        table = arrow_csv.read_csv(
+            self.path,
+            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
+            convert_options=arrow_csv.ConvertOptions(column_types={f.name: f.type for f in kept}),
+        )
+        names = table.column_names
+        for separator, name in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
+            if len(names) == 1 and separator in names[0]:
+                rule = f"must have its columns between commas, got one column with {name}"
+                raise data_error(self.path, f"{rule}; save it with commas")
+        for place, name in enumerate(names):
+            same = names.count(name) == 1 and is_text(table[name].type)
+            if same and pc.any(pc.equal(table[name], name)).as_py():
+                raise data_error(self.path, NAMED_BY_VALUES.format(place + 1))
+        return table
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        begin = 1
+        with open(self.path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            with suppress(csv.Error):
+                for cells in reader:
+                    if cells:
+                        yield begin, len(cells)
+                    begin = reader.line_num + 1
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        rows = self._rows()
+        next(rows, None)
+        yield from rows
+
+    def _parse_error(self, error: Exception) -> UserError:
+        width = next(self._rows(), (1, 0))[1]
+        for line, count in self._lines():
+            if count != width:
+                rule = f"must have {width} cells, as the first line, got {count}"
+                return data_error(self.path, f"{rule}; put texts with commas in quotes", line=line)
+        return data_error(self.path, "cannot be read as CSV", cause=error)
+
+
+class JsonLinesFile(_TextFile):
+    """A JSONL file, an object a line."""
+
+    def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
+        size = min(max(2**20, self.path.stat().st_size), 2**30)  # a line lies in one block
+        return arrow_json.read_json(
+            self.path,
+            arrow_json.ReadOptions(use_threads=False, block_size=size),
+            arrow_json.ParseOptions(explicit_schema=pa.schema(kept) if kept else None),
+        )
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        with open(self.path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, 0
+
+    def _parse_error(self, error: Exception) -> UserError:
+        """Return the row and the column that Arrow names, without its other words."""
+        place = re.search(r"in row (\d+)$", str(error))
+        column = re.search(r"^JSON parse error: Column\(/([^/()]+)", str(error))
+        rule = "must be one JSON object"
+        if column is not None:
+            rule = "must have one type, as the values before it or in the training split"
+        if place is None:
+            return data_error(self.path, "cannot be read as JSONL, an object a line", cause=error)
+        return self.error(rule, row=int(place[1]), column=column and column[1])
+
+
+class PictureFolder(TableFile):
+    """A folder CLASS/picture as a table: a column `image`, and the class's name as the `label`."""
+
+    def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
+        self.path = path
+        self._files = [
+            (picture, kind) for kind in classes_in(path) for picture in pictures_in(path / kind)
+        ]
+        for picture, _ in self._files:
+            check_utf8_name(picture)
+        self.schema, self.num_rows = _PICTURES, len(self._files)
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the pictures in order."""
+        return [picture for picture, _ in self._files]
+
+    def _place(self, row: int) -> dict[str, Any]:
+        return {"file": self._files[row][0]}
+
+    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        some: list[dict[str, Any]] = []
+        size = 0
+        for picture, kind in self._files:
+            raw = read_bytes(picture, MOST_PICTURE_BYTES) if "image" in columns else None
+            some.append({"image": raw, "label": kind})
+            size += len(raw or b"")
+            if len(some) == _AT_ONCE or size > _MOST_AT_ONCE:
+                yield pa.Table.from_pylist(some, _PICTURES).select(columns)
+                some, size = [], 0
+        if some:
+            yield pa.Table.from_pylist(some, _PICTURES).select(columns)
+
+
+_PICTURES = pa.schema([("image", pa.large_binary()), ("label", pa.string())])
+_KINDS = {".csv": CsvFile, ".jsonl": JsonLinesFile}
+
+
+def picture_schema(names: list[str]) -> pa.Schema:
+    """Return the schema of pictures as `datasets` writes them: bytes, and the class as a number."""
+    about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    fields = [("image", image), ("label", pa.int64())]
+    return pa.schema(fields, {"huggingface": json.dumps(about)})

@@ -1,0 +1,350 @@
+"""Key the random numbers that a model or a loss draws in a pass: dropout, stochastic depth, a VAE.
+
+Unit: one record (a group of records, where groups are protected). Let the step's sample be given.
+Record i in row r of pass p adds f_i(w_i), its clipped gradient under its draws w_i, of norm at most
+C whatever w_i is.
+
+1. *Draws by row* (`standard`). The state of torch's generator in a pass follows from the run's key
+   and the pass's label: attempt, step, shard, block, pass, place in the group, augmentation. No two
+   passes have one label. Every random call has a dimension that scales with the rows, so that each
+   row has numbers of its own: the w_i are independent of each other, and the law of w_i depends on
+   record i alone. One record x more moves others of its block to other rows, which changes none of
+   these laws. So give the other records the same draws w with and without x. For each w and each
+   own draw v of x the two sums differ by f_x(v), whose norm is at most C. The released sums are
+   mixtures, with one law of w, of pairs N(s(w) + f_x(v), sigma^2) and N(s(w), sigma^2), each of
+   which is as far apart as the plan accounts for. The hockey-stick divergence of any order is
+   jointly convex, so the mixtures are no farther apart, and neither is the mixture over samples.
+2. *One state for all passes of a step* (`fixed-row`). Given the state, w_i follows from the
+   record's row, which follows from its id and the step's key. One record more changes nothing
+   of the others, so the sums differ by f_x, for each state. The mixture over states is no farther
+   apart. That holds for draws that rows share, too.
+3. *A state for each record* (passes of one row). w_i follows from the record's id, as in 2.
+
+Without 1's condition it fails: a scalar drawn once a pass may double or zero all of its rows, so
+that one record more, which begins another pass, moves passes of 2 and 17 records of norm C by up to
+16 C. What is shared is found by running passes of two and of three rows. A call that draws more or
+fewer numbers as values decide, as RReLU does on a CPU, lets records move the draws of others: the
+screening refuses it (`dpdist.gradients.independence`).
+
+Assumed: torch's generator in a state of secret random bits cannot be told from true randomness. It
+is no cipher, and nobody sees what it draws. States are secret, live for one pass and are never
+written anywhere. On a CPU all 19,968 bits of the generator's state come from the key, since its
+seeds have 32 bits; on a GPU the 64 bits of the seed and 60 of the offset. How torch makes numbers
+of a state is its own: with MKL on an Intel CPU a Bernoulli mask follows from 32 bits of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpdist.core.errors import UserError
+from dpdist.randomness.keys import derive_key, stream_words
+
+# --- states of the generators -----------------------------------------------------------------
+
+
+PURPOSE = "random numbers of a pass"
+States = tuple[Tensor, Tensor | None]  # of torch's generators, on the CPU and on the GPU in use
+
+_WORDS = 624  # of 32 bits, each in 8 bytes
+_HEAD = struct.Struct("<QiiQ")  # seed, numbers left, seeded, next number
+_BYTES = 5056
+
+
+def random_states(device: torch.device) -> States:
+    """Return the states of torch's global generators."""
+    on_device = device.type == "cuda"
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_device else None
+
+
+def restore_states(states: States, device: torch.device) -> None:
+    """Set torch's global generators."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def states_of_key(key: bytes, device: torch.device) -> States:
+    """Return the states that follow from a key of 32 bytes.
+
+    The CPU's is 624 words of the key's stream, none of which was drawn from yet; the GPU's a seed
+    and an offset.
+    """
+    words = stream_words(key, 0, _WORDS // 2 + 2)
+    state = bytearray(_empty_state())
+    values = words[: _WORDS // 2].view("<u4").astype("<u8")
+    state[_HEAD.size : _HEAD.size + 8 * _WORDS] = values.tobytes()
+    on_cpu = torch.frombuffer(state, dtype=torch.uint8)
+    if device.type != "cuda":
+        return on_cpu, None
+    seed, offset = int(words[-2]), int(words[-1]) >> 4 << 2  # a multiple of 4, with room above
+    return on_cpu, torch.frombuffer(bytearray(struct.pack("<QQ", seed, offset)), dtype=torch.uint8)
+
+
+@functools.cache
+def _empty_state() -> bytes:
+    """Return a state without its words, of which one draw more makes new ones.
+
+    Raises UserError where torch lays a state out in another way.
+    """
+    raw = torch.Generator().manual_seed(7).get_state().numpy().tobytes()
+    words = np.frombuffer(raw, "<u8", _WORDS, _HEAD.size) if len(raw) == _BYTES else np.zeros(2)
+    second = (1812433253 * 7 + 1) % 2**32  # Matsumoto and Nishimura's initialisation
+    if _HEAD.unpack(raw[: _HEAD.size]) != (7, 1, 1, 0) or words[:2].tolist() != [7, second]:
+        raise UserError(
+            f"torch {torch.__version__}: lays out the state of its generator in another way, so "
+            "that a model's draws cannot be keyed: set dropout to 0, or take another version"
+        )
+    return raw
+
+
+@contextmanager
+def keyed_draws(key: bytes, device: torch.device) -> Iterator[None]:
+    """Let what is drawn in the block follow from a key, and leave torch's generators as they were.
+
+    key: 32 bytes.
+    """
+    before = random_states(device)
+    restore_states(states_of_key(key, device), device)
+    try:
+        yield
+    finally:
+        restore_states(before, device)
+
+
+@contextmanager
+def draws_again(states: States, device: torch.device) -> Iterator[None]:
+    """Draw in the block what was drawn from these states, and leave the generators as they were."""
+    before = random_states(device)
+    restore_states(states, device)
+    try:
+        yield
+    finally:
+        restore_states(before, device)
+
+
+def pass_key(draw_key: bytes, *label: str | int) -> bytes:
+    """Return the key of one pass. draw_key: of attempt and step."""
+    return derive_key(draw_key, PURPOSE, *label)
+
+
+# --- what is drawn ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a model and its loss draw in a pass.
+
+    any: whether anything. shared: names of calls whose numbers rows share. inside: names of layers
+    without a rule that draw.
+    """
+
+    any: bool = False
+    shared: tuple[str, ...] = ()
+    inside: frozenset[str] = frozenset()
+
+
+# Rows are not independent in them, although as many numbers are drawn as there are rows.
+_NEVER_BY_ROW = ("randperm",)
+
+
+class _Watch(TorchDispatchMode):
+    """Note random calls that move torch's generators: name, shapes of what they draw, and where."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.inside = device, list[str]()
+        self.calls: list[tuple[str, tuple[tuple[int, ...], ...], str]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = random_states(self.device)
+        found = func(*args, **(kwargs or {}))
+        if not same_states(before, random_states(self.device)):
+            shapes = tuple(
+                tuple(each.shape) for each in pytree.tree_leaves(found) if isinstance(each, Tensor)
+            )
+            name = func.overloadpacket.__name__.rstrip("_")
+            if name == "multinomial" and args[0].dim() == 1:
+                name = "randperm"  # draws without replacement, of one row for all
+            self.calls.append((name, shapes, self.inside[-1] if self.inside else ""))
+        return found
+
+
+def same_states(one: States, other: States) -> bool:
+    """Return whether nothing was drawn between two looks at the generators."""
+    same = torch.equal(one[0], other[0])
+    return same and (one[1] is None or other[1] is None or torch.equal(one[1], other[1]))
+
+
+def find_draws(run: Callable[[int, list[str]], Any], device: torch.device) -> Draws:
+    """Find what passes of two and of three rows draw.
+
+    Args:
+        run: runs a pass of so many rows; it puts the names of the layers without a rule that it is
+            in into the list.
+        device: where the model lies.
+
+    Raises:
+        UserError: numbers come from another generator than torch's global ones.
+    """
+    calls = []
+    with torch.no_grad():
+        before, others = random_states(device), _other_generators()
+        run(2, [])
+        for name, state in _other_generators().items():
+            if state != others[name]:
+                raise UserError(
+                    f"model: must draw its random numbers with torch, got {name}'s, which "
+                    "cannot be keyed by record: draw them with torch, for each record"
+                )
+        if same_states(before, random_states(device)):
+            return Draws()
+        for rows in (2, 3):
+            watch = _Watch(device)
+            with watch:
+                run(rows, watch.inside)
+            calls.append(watch.calls)
+    two, three = calls
+    inside = frozenset(where for _, _, where in (*two, *three) if where)
+    alone = [[call for call in each if not call[2]] for each in calls]
+    if [name for name, _, _ in alone[0]] != [name for name, _, _ in alone[1]]:
+        return Draws(True, ("a number of calls that changes with the rows",), inside)
+    shared = [
+        name
+        for (name, first, _), (_, second, _) in zip(*alone, strict=True)
+        if name in _NEVER_BY_ROW or not all(map(_scales, first, second))
+    ]
+    if not (two or three):  # drawn where no call was seen
+        shared = ["an unknown call"]
+    return Draws(True, tuple(dict.fromkeys(shared)), inside)
+
+
+def _scales(two: tuple[int, ...], three: tuple[int, ...]) -> bool:
+    """Return whether one dimension, and one alone, grows with the rows."""
+    if len(two) != len(three):
+        return False
+    grows = [(a, b) for a, b in zip(two, three, strict=True) if a != b]
+    return len(grows) == 1 and grows[0][0] * 3 == grows[0][1] * 2
+
+
+def _other_generators() -> dict[str, Any]:
+    kind, words, *rest = np.random.get_state()
+    return {"Python": random.getstate(), "numpy": (kind, np.asarray(words).tobytes(), *rest)}
+
+
+# --- draws that move with their rows ----------------------------------------------------------
+
+
+class DrawsOfRows:
+    """What rows draw, so that rows that moved draw it again: to measure rounding alone."""
+
+    def __init__(self, run: Callable[[list[int]], Any]) -> None:
+        """Find along which dimensions calls draw for the rows. run: runs a pass of examples."""
+        shapes = []
+        for rows in ([0, 1], [0, 1, 0]):
+            seen = _Recorder()
+            with seen:
+                run(rows)
+            shapes.append([tuple(each.shape) for each in seen.drawn])
+        self._dims = [
+            next((place for place, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]),
+                 None)
+            for a, b in zip(*shapes, strict=True)
+        ]  # fmt: skip
+        self._run = run
+        self._known: dict[int, list[Tensor]] = {}  # by example, what its row drew
+
+    def __call__(self, rows: list[int]) -> Any:
+        """Run a pass in which each example draws what it drew before."""
+        if not self._known.keys() >= set(rows):
+            recorder = _Recorder()
+            with recorder:
+                found = self._run(rows)
+            for place, example in enumerate(rows):
+                self._known[example] = [
+                    drawn if dim is None else _part(drawn, dim, place, len(rows))
+                    for drawn, dim in zip(recorder.drawn, self._dims, strict=True)
+                ]
+            return found
+        given = [
+            self._known[rows[0]][call]
+            if dim is None
+            else torch.cat([self._known[example][call] for example in rows], dim)
+            for call, dim in enumerate(self._dims)
+        ]
+        with _Recorder(given):
+            return self._run(rows)
+
+    def draw_as(self, example: int, other: DrawsOfRows) -> None:
+        """Let an example draw from here on what it drew in another pass."""
+        self._known[example] = other._known[example]
+
+
+def mixes_draws(run: Callable[[int, list[int]], Tensor], tries: int = 4) -> bool:
+    """Return whether a row's result follows from what another row draws.
+
+    As in a block drop that scales by the mean over the batch: each row draws numbers of its own,
+    and one record more changes what the others make of theirs.
+
+    run: runs a pass of examples 0 and 1 under the draws of this number; returns a result for each
+    row.
+    """
+    for number in range(0, 2 * tries, 2):
+        own, other = (DrawsOfRows(functools.partial(run, each)) for each in (number, number + 1))
+        first, second = own([0, 1])[0], other([0, 1])[1]
+        own.draw_as(1, other)
+        mixed = own([0, 1])
+        if not torch.allclose(mixed, torch.stack([first, second]), rtol=1e-4, atol=1e-6):
+            return True
+    return False
+
+
+def _part(drawn: Tensor, dim: int, place: int, rows: int) -> Tensor:
+    width = drawn.shape[dim] // rows
+    return drawn.narrow(dim, place * width, width)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keep what random calls draw, or give them what is to be drawn.
+
+    Raises RuntimeError in a call whose numbers cannot be told from its result.
+    """
+
+    def __init__(self, given: list[Tensor] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn, self._given = list[Tensor](), None if given is None else iter(given)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
+            return func(*args, **kwargs)
+        if name.startswith("rrelu"):
+            raise RuntimeError(name)
+        mask = name == "native_dropout"
+        if self._given is None:
+            found = func(*args, **kwargs)
+            self.drawn.append((found[1] if mask else found).clone())
+            return found
+        wanted = next(self._given)
+        if mask:
+            return args[0] * wanted / (1 - args[1]), wanted
+        return args[0].copy_(wanted) if name.endswith("_") else wanted.clone()

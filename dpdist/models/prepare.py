@@ -1,0 +1,125 @@
+"""Convert a network that private training cannot take as it is: `dpdist.prepare(model)`.
+
+BatchNorm becomes GroupNorm, which normalises each example by itself (Wu & He, "Group
+Normalization", ECCV 2018), or a fixed map by its stored statistics. Weights and biases are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpdist.core.errors import UserError
+from dpdist.models.zoo import FixedBatchNorm
+
+_MOST_GROUPS, _FEWEST_CHANNELS = 32, 8
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") -> nn.Module:
+    """Return a copy of a model with layers that mix examples replaced, and print what changed.
+
+    Guarantee: the copy has no BatchNorm, no running statistics and no embedding that rescales over
+    a batch. What else mixes examples is found when a training begins. Make the optimizer from the
+    copy.
+
+    BatchNorm becomes GroupNorm of at most 32 groups with 8 channels or more each. Weight, bias and
+    eps are kept; the outputs change, so train a network further that was trained before.
+    InstanceNorm stops keeping running statistics, embeddings stop rescaling (`max_norm`,
+    `scale_grad_by_freq`), and `nn.TransformerEncoder` stops packing tokens.
+
+    Args:
+        model: any module; it stays as it is.
+        batch_norm: "group", or "eval" for a fixed map by the stored statistics, which must be of
+            PUBLIC records: the card lists what the initial weights were made of as assumed.
+
+    Returns:
+        The copy, in the same mode.
+
+    Raises:
+        UserError: a subclass of BatchNorm does more than normalise, or "eval" finds no statistics.
+
+    Example:
+        >>> import torch, dpdist
+        >>> network = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16))
+        >>> dpdist.prepare(network)[1].num_groups
+        prepare: 1 BatchNorm2d -> GroupNorm
+        2
+    """
+    if batch_norm not in ("group", "eval"):
+        raise UserError(f"batch_norm: must be 'group' or 'eval', got {batch_norm!r}")
+    changed: Counter[str] = Counter()
+    holder = nn.ModuleDict({"model": copy.deepcopy(model)})
+    done: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
+    for name, module in list(holder.named_modules(remove_duplicate=False)):
+        if isinstance(module, _BatchNorm):
+            where = name.removeprefix("model").removeprefix(".") or "the model itself"
+            if id(module) not in done:
+                done[id(module)] = _replaced(module, where, batch_norm)
+                new = "GroupNorm" if batch_norm == "group" else "fixed statistics"
+                changed[f"{type(module).__name__} -> {new}"] += 1
+            path, _, own = name.rpartition(".")
+            setattr(holder.get_submodule(path), own, done[id(module)])
+    for module in holder.modules():
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+            changed[f"{type(module).__name__} without running statistics"] += 1
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+            module.max_norm is not None or module.scale_grad_by_freq
+        ):
+            module.max_norm, module.scale_grad_by_freq = None, False
+            changed[f"{type(module).__name__} without max_norm and scale_grad_by_freq"] += 1
+        if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor:
+            module.enable_nested_tensor = module.use_nested_tensor = False
+            changed["TransformerEncoder without nested tensors"] += 1
+    said = ", ".join(f"{count} {what}" for what, count in changed.items())
+    print(f"prepare: {said or 'nothing to change'}")
+    found: nn.Module = holder["model"]
+    return found
+
+
+def _replaced(layer: Any, where: str, batch_norm: str) -> nn.Module:
+    """Return what stands for a BatchNorm, with its weights."""
+    kind = type(layer)
+    # timm's BatchNormAct2d: dropout and an activation follow.
+    parts = [getattr(layer, name, None) for name in ("drop", "act")]
+    after = [each for each in parts if isinstance(each, nn.Module)]
+    follows = len(after) == 2
+    if kind not in _PLAIN and not follows and kind.forward not in {each.forward for each in _PLAIN}:
+        raise UserError(
+            f"layer {where}: must be one of torch's BatchNorms, got {kind.__name__}, which may do "
+            "more than normalise: replace it by torch.nn.GroupNorm and what else it does"
+        )
+    made = _group_norm(layer) if batch_norm == "group" else _fixed(layer, where)
+    made.train(layer.training)
+    made.requires_grad_(layer.weight is not None and layer.weight.requires_grad)
+    return nn.Sequential(made, *after) if follows else made
+
+
+def _group_norm(layer: Any) -> nn.GroupNorm:
+    channels = layer.num_features
+    most = max(1, min(_MOST_GROUPS, channels // _FEWEST_CHANNELS))
+    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
+    made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        made.weight, made.bias = layer.weight, layer.bias
+    return made
+
+
+def _fixed(layer: Any, where: str) -> FixedBatchNorm:
+    if layer.running_mean is None or layer.running_var is None:
+        raise UserError(
+            f"layer {where}: must have stored statistics for batch_norm='eval', got none: take "
+            "batch_norm='group'"
+        )
+    made = FixedBatchNorm(layer.num_features, layer.eps, layer.momentum)
+    made.running_mean, made.running_var = layer.running_mean, layer.running_var
+    if layer.affine:
+        made.weight, made.bias = layer.weight, layer.bias
+    return made.to(layer.running_mean)

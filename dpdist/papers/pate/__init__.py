@@ -1,0 +1,1 @@
+"""Epsilons of PATE that depend on the votes, as its papers print them."""

@@ -1,0 +1,301 @@
+"""Read what a run costs: its releases, the search that chose it, and all runs on its data.
+
+A run is accounted by its ledger: the plan's phases with their real counts, restarts included. Of a
+private search that chose the run, the terms are made again from what was asked for and from what a
+trial may cost; its trials are read only where their number is fixed, so that all of them are paid
+for. Readers of results (`dpdist.reports`) take every number from here.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from dpdist.config.search import TuneRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.fields import FileShape, Keys, Number
+from dpdist.core.files import parse_any_json, read_json, read_text
+from dpdist.privacy.budget import read_budgets
+from dpdist.privacy.calibration import combine_training_and_scoring
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan, parse_plan
+from dpdist.runs.charging import run_charge_id
+from dpdist.runs.folder import RECIPE_IDENTITY, SEARCH_IDENTITY, RunFolder, read_verified_ledger
+from dpdist.runs.recipe import Recipe
+
+# --- the terms of a private search ------------------------------------------------------------
+
+
+# what else it says is made again
+_SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
+
+
+class PublishedTrial(FileShape):
+    """A trial of a search whose number of trials is fixed: one entry of trials.json.
+
+    Attributes:
+        values: Values of the searched fields, by dotted key.
+        noise_multiplier: Noise multiplier of the trial's training.
+        scores: Scores at its rungs. Scores on private records are noisy counts, divided by a public
+            number of held-out records.
+        failed: Why the trial does not count; null where it does.
+        chosen: Whether the run is this trial's.
+    """
+
+    values: Keys
+    noise_multiplier: Number
+    scores: list[Number]
+    failed: str | None
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class SearchTerms:
+    """The terms of a private search.
+
+    plan: of training and search together. fields: the searched fields. law: of the number of
+    trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
+    budget. assumptions: of the public parts that trials may have begun with, and of a function that
+    built them. trials: all of them where their number is fixed, else none. chosen: the winner's
+    values of a search over a function, which no recipe says.
+    """
+
+    plan: PrivacyPlan
+    law: str
+    fields: tuple[str, ...]
+    objective: str
+    scored_on: str
+    one_training_epsilon: float
+    charge_id: str
+    assumptions: tuple[str, ...] = ()
+    trials: tuple[PublishedTrial, ...] = ()
+    chosen: dict[str, Any] | None = None
+
+    def values_of(self, winner: Recipe) -> dict[str, Any]:
+        """Return the searched fields of the winner's recipe, or the values of a function's."""
+        recipe = winner.model_dump(mode="json")
+
+        def value_of(field: str) -> Any:
+            return reduce(operator.getitem, field.split("."), recipe)
+
+        return {
+            field: value_of(field) if self.chosen is None else self.chosen.get(field)
+            for field in self.fields
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.fields)} by {self.objective} on {self.scored_on}; number of trials: "
+            f"{self.law}; epsilon covers training and search (one such training alone: "
+            f"{format_epsilon(self.one_training_epsilon)})"
+        )
+
+
+def read_search(folder: RunFolder) -> SearchTerms | None:
+    """Return the terms of the search that chose this run; None for a run that no search chose.
+
+    They are made again from what was asked for and from what a trial may cost. Raises UserError for
+    one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
+    that of one trial.
+    """
+    if (whole := folder.parent_run) is not None:
+        raise UserError(
+            f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
+            f"alone: it is paid for together with all else that was tried; name {whole.path}",
+            see="explanation/tuning.md#which-rules-make-it-true",
+        )
+    if not folder.search_record.exists():
+        if folder.search_recipe_file.exists():
+            raise UserError(
+                f"{folder.search_record}: missing: a search chose this run, and epsilon cannot be "
+                "stated without what the search cost; bring it back"
+            )
+        return None
+    record = read_json(folder.search_record, _SEARCH_RECORD_SHAPE)
+    fixed = folder.read_search_terms()
+    tune = folder.read_search_recipe().tune
+    if tune is None:
+        raise UserError(
+            f"{folder.search_recipe_file}: tune: must be the section of the search, got none"
+        )
+    trial = parse_plan(fixed["trial"], f"{folder.search_terms}: trial")
+    plan = _search_plan(trial, tune, fixed["score_noise"], folder)
+    stated = parse_plan(record["plan"], f"{folder.search_record}: plan")
+    wrong = [name for name in ("charge", "assumed") if record[name] != fixed[name]]
+    if not stated == parse_plan(fixed["plan"], f"{folder.search_terms}: plan") == plan:
+        wrong.append("plan")
+    if wrong:
+        raise UserError(
+            f"{folder.search_record}: {' and '.join(wrong)}: must be what the search was fixed to "
+            f"before its first trial, by {folder.search_recipe_file} and {folder.search_terms}; "
+            "put back the files that the search wrote"
+        )
+    return SearchTerms(
+        plan=plan,
+        law=tune.law.full_description,
+        fields=tune.searched_fields,
+        objective=tune.score.describe(),
+        scored_on=tune.score.describe_records(plan.counted),
+        one_training_epsilon=trial.guarantee().epsilon,
+        charge_id=record["charge"],
+        assumptions=tuple(map(str, record["assumed"])),
+        trials=_read_trials(folder, tune, record.get("trials")),
+        chosen=record.get("chosen"),
+    )
+
+
+def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[PublishedTrial, ...]:
+    """Return the trials that may be shown, as the search recorded them.
+
+    recorded: the trials in the search's record. Raises UserError where they are lost, or the
+    published file says otherwise.
+    """
+    if tune.law.name != "fixed":
+        return ()
+    trials = _parse_trials(recorded, tune, folder.search_record)
+    if folder.trials.exists():  # an archive does not bring it back
+        published = parse_any_json(read_text(folder.trials), str(folder.trials))
+        if _parse_trials(published, tune, folder.trials) != trials:
+            raise UserError(
+                f"{folder.trials}: damaged: must be the trials in {folder.search_record}; put back "
+                "the file that the search wrote"
+            )
+    return trials
+
+
+def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTrial, ...]:
+    """Return the trials in a file. Raises UserError."""
+    if not isinstance(rows, list) or len(rows) != tune.law.runs:
+        raise UserError(
+            f"{path}: damaged: must hold the {tune.law.runs:,} trials of the search; put back the "
+            "file that the search wrote"
+        )
+    return tuple(
+        PublishedTrial.parse(row if isinstance(row, dict) else {}, f"{path}: trial {number}")
+        for number, row in enumerate(rows)
+    )
+
+
+def _search_plan(
+    trial: PrivacyPlan, tune: TuneRecipe, score_noise: float | None, folder: RunFolder
+) -> PrivacyPlan:
+    """Return the plan of training and search together.
+
+    Args:
+        trial: what one trial may cost.
+        tune: what was asked for.
+        score_noise: of the scores on held-out records; None where they are public.
+        folder: for messages.
+
+    Raises:
+        UserError: the noise is not what was asked for, or is no noise.
+    """
+    asked, public = tune.score.noise, tune.score.is_public
+    fits = score_noise is None if public else score_noise is not None and score_noise >= 0
+    if not fits or (asked is not None and score_noise != asked):
+        raise UserError(
+            f"{folder.search_terms}: score_noise: must be the noise of the scores that "
+            f"{folder.search_recipe_file} asks for, got {score_noise}"
+        )
+    scoring = tune.scoring_phases(score_noise)
+    phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret_law, tune.law.runs)
+    return replace(trial, phases=phases)
+
+
+# --- the account of a run ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunAccount:
+    """What a run costs.
+
+    plan: that was executed. ledger: of its releases. search: terms of the search that chose it.
+    guarantee: of all that counts. whole: the plan that the privacy card states, and `card_ledger`
+    what was released of it; None where all of it counts. data_set: the guarantee of all runs on
+    the data set; None without a budget, or where the budget has lost this run.
+    """
+
+    plan: PrivacyPlan
+    ledger: Ledger
+    search: SearchTerms | None
+    guarantee: Guarantee
+    whole: PrivacyPlan
+    card_ledger: Ledger | None
+    data_set: Guarantee | None
+
+
+def read_account(folder: RunFolder, recipe: Recipe, finished: bool) -> RunAccount:
+    """Return what a run costs; of one that is not finished, all that it may yet release counts.
+
+    Raises UserError where a file is damaged or lost, or recipe or search were exchanged since the
+    model was trained.
+    """
+    search, by_run = read_search(folder), read_verified_ledger(folder)
+    plan, ledger = by_run.plan, by_run.ledger
+    _check_identities(folder, ledger)
+    whole, released = plan, ledger.released_phases(plan)
+    if search is not None:
+        others = list(ledger.superseded_phases(plan))
+        others += _superseded_of_others(folder, ledger) if search.trials else []
+        phases = (*search.plan.phases, *others)
+        whole, released = replace(search.plan, phases=phases, clip_norm=plan.clip_norm), phases
+    elif not finished:
+        whole = replace(plan, phases=(*plan.phases, *ledger.superseded_phases(plan)))
+    guarantee = recipe.guarantee_of(
+        replace(whole, phases=released), released, ledger.post_processed
+    )
+    if folder.fixed_key_marker.exists():
+        guarantee = replace(guarantee, fixed_key=True)
+    return RunAccount(
+        plan,
+        ledger,
+        search,
+        guarantee,
+        whole,
+        ledger if finished and search is None else None,
+        _data_set_guarantee(recipe, plan, folder, search),
+    )
+
+
+def _superseded_of_others(folder: RunFolder, winner: Ledger) -> list[Phase]:
+    """Return the superseded releases of all other trials: their number is fixed, so all count."""
+    found: list[Phase] = []
+    trials = folder.private / "search" / "trials"
+    for place in sorted(trials.iterdir()) if trials.exists() else ():
+        trial = RunFolder(place)
+        if trial.ledger.exists():
+            by_run = read_verified_ledger(trial)
+            if by_run.ledger.anchor != winner.anchor:  # the winner's is a copy
+                found += by_run.ledger.superseded_phases(by_run.plan)
+    return found
+
+
+def _check_identities(folder: RunFolder, ledger: Ledger) -> None:
+    """Raise UserError where the recipe or search was exchanged since the model was trained."""
+    last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
+    if last:
+        folder.check_recipe_identity(last.get(RECIPE_IDENTITY, ""))
+    folder.check_search_identity(last.get(SEARCH_IDENTITY))
+
+
+def _data_set_guarantee(
+    recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, search: SearchTerms | None
+) -> Guarantee | None:
+    """Return the guarantee of all recorded runs on the data set, this one included, or None."""
+    if recipe.privacy.budget is None:
+        return None
+    run = run_charge_id(folder, plan) if search is None else search.charge_id
+    try:
+        totals = [
+            budget.guarantee(plan.delta, plan.neighbours)
+            for budget in read_budgets(recipe.privacy.budget)
+            if any(charge.run == run for charge in budget.charges)
+        ]
+    except ValueError as error:  # no theorem covers all that is on it
+        raise UserError(f"{recipe.privacy.budget}: {error}") from error
+    return max(totals, key=lambda total: total.epsilon, default=None)

@@ -1,0 +1,187 @@
+"""The training loop: one for recipes, scripts, the trainers of other libraries, and audits.
+
+`take` is a step: a private release by `PrivateStep`, one update of the learner, and a look at its
+numbers. `save` writes a checkpoint between two steps, and `finish` saves the model and sums the
+training up. Who calls them decides when: the worker of a recipe by its clock and by interruptions
+(`dpdist.training.worker`), a script by its own lines (`dpdist.PrivateTraining`).
+
+The order of effects in a step, on the worker that holds the ledger: sum, permit, ledger, noise,
+update, check, metrics. The others hold the same noisy sum and write nothing. What is on the
+ledger is charged whatever happens after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.core.errors import UserError
+from dpdist.core.fields import SCREENED
+from dpdist.models import ModelSpec
+from dpdist.privacy.plan import StepPlan
+from dpdist.training import checkpoint, monitoring
+from dpdist.training.job import TrainJob
+from dpdist.training.model_setup import measured_rounding
+from dpdist.training.monitoring import Monitor, StepMetrics
+from dpdist.training.private_step import PrivateStep, charge_rest
+from dpdist.training.trained_weights import write_trained
+
+
+class TrainingDiverged(UserError):
+    """A training whose numbers are not finite any more."""
+
+
+class Learner(Protocol):
+    """A model with the optimizer that changes it, and with what a checkpoint keeps of both."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the module that is trained."""
+
+    def release(
+        self, step: PrivateStep, number: int, step_plan: StepPlan, flag: bool
+    ) -> tuple[Tensor, StepMetrics | None, bool]:
+        """Return what a step releases, the metrics of its records, and any worker's flag."""
+
+    def update(self, released: Tensor, number: int) -> None:
+        """Change the parameters by what was released, and by nothing else."""
+
+    def not_finite(self, number: int, last: bool) -> str:
+        """Return which numbers are not finite after a step, with a verb; "" if all are."""
+
+    def check_same(self, done: int) -> None:
+        """Raise an error on all workers unless they hold the same parameters."""
+
+    def state(self, done: int) -> checkpoint.TrainState:
+        """Return what a checkpoint after `done` steps keeps."""
+
+    def finished(self, whole: bool) -> ModelSpec:
+        """Let the model be as it is published, and return its description.
+
+        whole: the plan is at its end.
+        """
+
+
+class Loop:
+    """Take the steps of a plan, from a checkpoint on.
+
+    Args:
+        job: folder, plan and recipe of the run.
+        step: releases what a step needs. Worker 0's has the ledger, and it alone writes.
+        learner: is changed by the releases.
+        start: number of the first step.
+        last: where this process ends; default: at the end of the plan.
+        examples: public or invented examples, on which rounding is measured; None: not measured.
+        monitor: of an earlier loop of this process, which goes on.
+
+    Attributes:
+        done: number of steps that the model was made of.
+        kept: steps in the newest checkpoint.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        step: PrivateStep,
+        learner: Learner,
+        *,
+        start: int,
+        last: int | None = None,
+        examples: Callable[[], tuple[Any, Tensor]] | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.job, self.step, self.learner, self.plan = job, step, learner, job.plan
+        self.start = self.done = self.kept = start
+        self.last = self.plan.steps if last is None else min(last, self.plan.steps)
+        self._examples, self.monitor = examples, monitor
+        if step.ledger is not None:
+            self.monitor = monitor or Monitor(job, self.plan.steps, start)
+            group = monitoring.WorkerGroup.current(
+                step.reducer, step.ledger, start, self._independence()
+            )
+            monitoring.append_group(job.folder, group)
+        self._saved = time.monotonic()
+
+    def _independence(self) -> str:
+        """Return why records are taken to be apart; "" where no noisy step rests on it."""
+        if not self.plan.step(0).noise_multiplier:
+            return ""
+        steps = self.job.recipe.method.capabilities.takes_gradient_steps
+        return self.step.engine.independence if steps else SCREENED
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether a checkpoint is due by this worker's clock."""
+        return time.monotonic() - self._saved > self.job.recipe.resources.checkpoint_seconds
+
+    def take(self, flag: bool = False) -> tuple[StepMetrics | None, bool]:
+        """Take the next step.
+
+        Args:
+            flag: a bool for the other workers to see.
+
+        Returns:
+            The metrics of the step's records, PRIVATE, and whether any worker's flag was True.
+
+        Raises:
+            TrainingDiverged: numbers are not finite; the release is on the ledger.
+            ReplayConflict: the step was announced with a different sum; nothing was released.
+        """
+        number, learner = self.done, self.learner
+        released, seen, flagged = learner.release(self.step, number, self.plan.step(number), flag)
+        learner.update(released, number)
+        if what := learner.not_finite(number, number + 1 == self.last):
+            # Nobody says so before worker 0 has the step on its ledger.
+            self.step.reducer.all_gather_text("")
+            raise TrainingDiverged(
+                f"training diverged: after step {number + 1:,} {what} not finite. The steps so far "
+                "are charged; lower the learning rate (or privacy.clip_norm) and begin a new run "
+                "with a model built anew"
+            )
+        if self.monitor is not None and seen is not None:
+            self.monitor.record_step(number, seen)
+        self.done = number + 1
+        return seen, flagged
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the workers' parameters differ."""
+        self.learner.check_same(self.done)
+        if self.step.ledger is not None:
+            state = self.learner.state(self.done)
+            checkpoint.save(self.job.folder.checkpoints, state, self.step.ledger.anchor)
+        self._saved, self.kept = time.monotonic(), self.done
+
+    def pause(self) -> None:
+        """Close this process's part of a training that another one continues."""
+        if self.monitor is not None:
+            self.monitor.pause(self.done)
+
+    def finish(self) -> None:
+        """Save the model, and sum the training up once it is whole; steps left out are charged."""
+        frozen = sum(p.numel() for p in self.learner.model.parameters() if not p.requires_grad)
+        whole = self.last == self.plan.steps
+        spec, ledger, folder = self.learner.finished(whole), self.step.ledger, self.job.folder
+        if self.monitor is None or ledger is None:
+            return
+        if whole and self.done < self.plan.steps:
+            charge_rest(ledger, self.plan.steps)
+        models.save(self.learner.model, spec, folder.model_folder)
+        write_trained(self.learner.model, folder.model_folder)
+        if whole:
+            self.monitor.finish(
+                self.step.engine.fallback_layers, frozen, ledger, self.done,
+                rounding=self._rounding(),
+            )  # fmt: skip
+        else:
+            self.pause()
+
+    def _rounding(self) -> dict[str, Any]:
+        """Return what the card says of floating point."""
+        if self._examples is None:
+            return {}
+        largest = self.step.shards.largest_shard
+        return measured_rounding(self.step.engine, self._examples, self.plan, largest)

@@ -1,0 +1,219 @@
+"""Records of pairs of answers for direct preference optimisation (DPO), and their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+from dpdist.data.documents import PreferenceRecords, preference_records
+from dpdist.gradients.objective import (
+    check_takes_pairs,
+    keeps_documents_apart,
+    pair_log_probabilities,
+    token_limits,
+    without_wrapper,
+)
+from dpdist.training.trained_weights import trained_by
+
+_COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
+
+
+def preferences(
+    data: Any,
+    tokenizer: Any,
+    *,
+    length: int,
+    reference: nn.Module,
+    saw: str,
+    prompt: str = "prompt",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    unit: str | Sequence[Hashable] | np.ndarray | None = None,
+    name: str = "preferences",
+) -> PreferenceRecords:
+    """Make records of pairs of answers for direct preference optimisation (DPO).
+
+    Guarantee: one pair is one record, and its tensors are made of one row and the reference alone:
+    the reference sees one pair at a time, and the first one again at the end, where it must say the
+    same. Tokens of the prompt are read and not learned. An
+    answer is cut where prompt and answer have `length` tokens; a pair of which one answer is all
+    cut away teaches nothing, and their number is told.
+
+    Args:
+        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
+            or a pyarrow Table. The fields are texts, or lists of messages with a role and a
+            content, as TRL has them. Without a prompt, chosen and rejected are whole conversations,
+            and the messages that both begin with are the prompt.
+        tokenizer: a fast tokenizer of `transformers`, or the folder of one, as `dpdist.documents`
+            takes it. Its chat template shows texts and messages; where it has none, the texts of
+            prompt and answer stand behind one another.
+        length: most tokens of a prompt with one answer; a record has twice as many.
+        reference: the model as training begins with it, whose adapters of peft are switched off; or
+            its base. It must be public, as must the first weights.
+        saw: what the reference and the first weights were trained on, such as "public texts". It
+            stands on the run's card: that no private pair was among it cannot be checked.
+        prompt: name of the field of a prompt.
+        chosen: name of the field of the answer that is preferred.
+        rejected: name of the field of the other answer.
+        unit: whom each pair belongs to: a field's name, such as that of the prompt, or one value
+            for each pair. Required where prompts are equal but for white space and compatible
+            characters of Unicode; give `Privacy(unit="group", ...)`.
+        name: name of the data in complaints and on cards.
+
+    Returns:
+        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.preference_loss`. Their
+        `batch(indices)` returns a dict: `input_ids` and `labels`, int64 (B, 2 * length), chosen
+        then rejected, and `reference` (B,), the reference's log-probability of the chosen answer
+        minus that of the rejected one.
+
+    Raises:
+        UserError: a row lacks its fields, prompts are equal without a unit, the tokenizer or the
+            model does not fit, or the reference keeps a state or is known to be trained on private
+            records, as a model of a run here is, and each copy of it. No row's text is shown.
+
+    Source:
+        Rafailov et al., NeurIPS 2023 (DPO).
+
+    Example:
+        >>> import dpdist, tokenizers, transformers
+        >>> words = {"?": 0, "2": 1, "+": 2, "=": 3, "4": 4, "5": 5, "end": 6}
+        >>> cutter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        >>> cutter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(
+        ...     tokenizer_object=cutter, eos_token="end"
+        ... )
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        ...     vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=8,
+        ... ))
+        >>> rows = [{"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"}]
+        >>> pairs = dpdist.preferences(
+        ...     rows, tokenizer, length=6, reference=model, saw="nothing: random weights"
+        ... )
+        >>> pairs.batch([0])["labels"].tolist()
+        [[-100, -100, -100, -100, 4, 6, -100, -100, -100, -100, 5, 6]]
+    """
+    _check_reference(reference, saw, name)
+    device = next(reference.parameters()).device
+
+    def difference(pair: dict[str, Tensor]) -> Tensor:
+        there = {field: each.to(device) for field, each in pair.items()}
+        found = pair_log_probabilities(reference, there["input_ids"], there["labels"])
+        return (found[:, 0] - found[:, 1]).cpu()
+
+    few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
+    check_takes_pairs(without_wrapper(reference), few)
+    limits = token_limits(reference)
+    _check_positions(reference, length, name)
+    if limits is not None:
+        _check_adapters_are_new(reference, few, limits[0], name)
+    with _as_reference(reference):
+        if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
+            raise UserError(
+                f"{name}: reference must keep the two answers of a row apart, got a "
+                f"{type(without_wrapper(reference)).__name__}, which heeds no mask or no positions"
+            )
+        return preference_records(
+            data, tokenizer, difference, length=length, saw=saw, prompt=prompt, chosen=chosen,
+            rejected=rejected, unit=unit, name=name,
+        )  # fmt: skip
+
+
+def _check_reference(reference: Any, saw: Any, name: str) -> None:
+    """Raise UserError for a reference that is no public model, as far as that can be known."""
+    if not isinstance(reference, nn.Module):
+        raise UserError(
+            f"{name}: reference must be a model of transformers that is public, got a "
+            f"{type(reference).__name__}: releases and runs are not taken, since their epsilon is "
+            "not composed with that of an own loop"
+        )
+    if not isinstance(saw, str) or not saw.strip():
+        raise UserError(
+            f"{name}: saw must say what the reference and the first weights were trained on, such "
+            f"as 'public texts', got {saw!r}"
+        )
+    if saw.strip().casefold() == name.casefold():
+        raise UserError(
+            f"{name}: saw must be other data than {name}, whose records are private here: a "
+            "reference that was trained on them voids the guarantee; take its public base"
+        )
+    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
+        raise UserError(
+            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
+            "a release is not composed with that of an own loop; load the public base"
+        )
+
+
+def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
+    """Raise UserError where a prompt with its answer has more tokens than the model has places."""
+    settings = getattr(without_wrapper(reference), "config", None)
+    most = getattr(settings, "max_position_embeddings", None)
+    if isinstance(most, int) and isinstance(length, int) and length > most:
+        raise UserError(
+            f"{name}: length must be at most {most:,}, the positions of the reference, got "
+            f"{length:,}"
+        )
+
+
+def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:
+    """Raise UserError for adapters that say something: the reference is computed without them."""
+    if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
+        return
+    modes = {module: module.training for module in reference.modules()}
+    inner = without_wrapper(reference.eval())
+    device = next(inner.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, few), generator=generator).to(device)
+
+    def said() -> list[Tensor]:
+        look_up, every = inner.get_input_embeddings(), torch.arange(vocabulary, device=device)
+        norms = torch.cat([look_up(some).float().norm(dim=-1) for some in every.split(4096)])
+        return [inner(input_ids=tokens, use_cache=False).logits, norms]
+
+    try:
+        with torch.no_grad():
+            given = said()
+        with _as_reference(reference):
+            base = said()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    alike = partial(torch.allclose, rtol=1e-4, atol=1e-4, equal_nan=True)
+    if not all(map(alike, given, base)):
+        raise UserError(
+            f"{name}: reference must have adapters that change nothing yet, since they are "
+            "switched off, got ones that do: put public ones into the weights (merge_and_unload) "
+            "first"
+        )
+
+
+@contextmanager
+def _as_reference(model: nn.Module) -> Iterator[None]:
+    """Switch adapters of peft and dropout off, and gradients, within the block."""
+    modes = {module: module.training for module in model.modules()}
+    learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "disable_adapter")
+               and hasattr(module, "peft_config")]  # fmt: skip
+    tuned = any(hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
+                and hasattr(module, "base_layer") for module in model.modules())  # fmt: skip
+    if tuned and len(adapted) != 1:
+        raise UserError(
+            "reference: must have its adapters from peft.get_peft_model, which can be switched off"
+        )
+    model.eval()
+    try:
+        with torch.no_grad(), ExitStack() as stack:
+            for each in adapted[:1]:
+                stack.enter_context(each.disable_adapter())
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for parameter, learns in learned.items():  # peft unfreezes whatever it switches on again
+            parameter.requires_grad_(learns)

@@ -1,0 +1,305 @@
+"""What a script gives to its training, held against what private training needs.
+
+A refusal stands here where the wrong input would give a wrong number, or would be noticed only
+after a step is paid for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpdist.core.errors import UserError
+from dpdist.data.adapters import check_classes, check_targets, check_tokens
+from dpdist.data.documents import PreferenceRecords
+from dpdist.data.overlap import count_common, single_records
+from dpdist.data.protocol import GroupedRecords, Groups, Records
+from dpdist.data.record_hashes import hash_inputs, names_nobody
+from dpdist.data.registry import store_split
+from dpdist.gradients.criterion import CriterionLoss
+from dpdist.gradients.independence import SYNTHETIC_KEY
+from dpdist.gradients.objective import (
+    checked_losses,
+    language_model_loss,
+    objective_of,
+    token_limits,
+)
+from dpdist.gradients.random_passes import keyed_draws
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, field_error
+from dpdist.training.script_state import kept_buffers
+
+# --- model and optimizer ----------------------------------------------------------------------
+
+
+_WRAPPED = {
+    "DistributedDataParallel": "module", "DataParallel": "module", "FSDPModule": "module",
+    "FullyShardedDataParallel": "module", "GradSampleModule": "_module",
+}  # fmt: skip
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise UserError for a module wrapped for distributed training, or by Opacus."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if inside := _WRAPPED.get(kind.__name__):
+                raise UserError(
+                    f"model: must be the module itself, got {type(module).__name__} at "
+                    f"{name or 'the top'}: pass what it wraps (model.{inside})",
+                    see="how-to/own-loop.md#what-is-refused",
+                )
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise UserError for an optimizer that needs more than `.grad`, or lacks parameters."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optimizer: must take its step from .grad alone, got {type(optimizer).__name__}, "
+            "which evaluates a closure on the records again: use SGD, Adam or AdamW"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise UserError(
+                f"optimizer: must hold every trained parameter, lacks {name}: add it, or freeze it "
+                "with requires_grad_(False) before PrivateTraining is made"
+            )
+
+
+def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:
+    """Raise UserError for targets or tokens that do not fit the loss or the model."""
+    if isinstance(loss, str):
+        check_targets(records, loss, classes)
+    elif isinstance(loss, nn.Module) and CriterionLoss(loss).takes_classes(records.examples(1)[1]):
+        check_targets(records, "cross-entropy", classes)
+    tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
+    if tokens and (limits := token_limits(model)) is not None:
+        check_tokens(records, *limits)
+
+
+_LEFT_OUT = "_dpdist_left_out"  # on a parameter, so that a module given again is stated alike
+
+
+def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) -> list[str]:
+    """Freeze the parameters that the loss does not depend on; return their names, and warn once.
+
+    They would get noise and learn nothing. Invented examples decide, never records, and before the
+    plan: the clip, the noise and the update are those of the other parameters.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    device = next(iter(named.values())).device if named else torch.device("cpu")
+    try:
+        with kept_buffers(model), keyed_draws(SYNTHETIC_KEY, device), torch.enable_grad():
+            total = checked_losses(model, objective_of(loss), *examples).sum()
+            found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    except Exception:  # told where the engine is made, with what to do
+        return []
+    unused = [name for name, each in zip(named, found, strict=True) if each is None]
+    for name in unused:
+        named[name].requires_grad_(False)
+        setattr(named[name], _LEFT_OUT, True)
+    if unused:
+        warnings.warn(
+            f"model: the loss does not depend on {', '.join(unused)}, so it is not trained "
+            "(requires_grad is False now)",
+            stacklevel=4,
+        )
+    return [name for name, each in model.named_parameters() if hasattr(each, _LEFT_OUT)]
+
+
+# --- whose the records are --------------------------------------------------------------------
+
+
+def check_groups(recipe: Recipe, *given: Records) -> None:
+    """Raise UserError where a unit has several records, for a guarantee of single records."""
+    grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
+    counts = Counter(unit_of(each, index) for each in grouped for index in range(len(each)))
+    largest = max(counts.values(), default=0)
+    if recipe.group_unit is None and largest > 1:
+        rule = (
+            f"must be group, for the largest unit has {largest} records (or give records without "
+            "units, to protect single ones)"
+        )
+        raise field_error("PrivateTraining", "privacy.unit", rule, recipe.privacy.unit)
+
+
+def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
+    """Return the records, by group where a group is the unit. Raises UserError for no groups."""
+    if recipe.group_unit is None:
+        return records
+    units = [unit_of(records, index) for index in range(len(records))]
+    if units == list(range(len(units))):
+        raise UserError(
+            f"{argument}: must say whom each record belongs to with privacy unit: group, has each "
+            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
+            see="explanation/privacy.md#a-person-as-the-unit",
+        )
+    if len({isinstance(unit, str) for unit in units}) > 1:
+        raise UserError(
+            f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be 2"
+        )
+    return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
+
+
+def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
+    """Raise UserError where a unit has too many records in both sets together.
+
+    Also where the training's records say whose they are, and the held-out ones do not.
+    """
+    if not _names_units(records):
+        check_groups(recipe, held_out)
+    elif _names_units(held_out):
+        check_groups(recipe, records, held_out)
+    else:
+        raise UserError(
+            "score: held-out records must say whose they are, as those of data do; give them as "
+            "dpdist.as_records(..., unit=...)"
+        )
+
+
+def scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
+    """Return held-out records by group. Raises UserError where a group has records on both sides.
+
+    The units of both must be of one kind, numbers or texts, or equal ones would be missed.
+    """
+    given = by_unit(recipe, held_out, "score: held-out records")
+    units = [
+        {unit_of(each, index) for index in range(len(each))}
+        for each in map(single_records, (records, given))
+    ]
+    if len({isinstance(unit, str) for both in units for unit in both}) > 1:
+        raise UserError(
+            "score: held-out records must have units of the same kind as data, got numbers and "
+            "texts: 7 and '7' would be 2"
+        )
+    if common := len(units[0] & units[1]):
+        raise UserError(
+            f"score: held-out records must share no unit with data, got {common:,} in common; a "
+            "unit pays for the steps or for the scores"
+        )
+    return given
+
+
+def _names_units(records: Records) -> bool:
+    """Return whether a record's unit is another than its position anywhere."""
+    return any(unit_of(records, index) != index for index in range(len(records)))
+
+
+def unit_of(records: Records, index: int) -> Hashable:
+    """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
+    unit = records.unit_id(index)
+    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit
+    if isinstance(unit, Tensor) or names_nobody(unit):
+        got = "an empty text" if isinstance(unit, str) else type(unit).__name__
+        raise UserError(
+            f"{records.name}: unit_id must return a number or a text for each record, got {got} at "
+            f"{index:,}; let it return int(...) or str(...), and drop records of nobody"
+        )
+    return unit
+
+
+def check_units_apart(public: Records, private: Records) -> None:
+    """Raise UserError where a public record belongs to a private unit, if any says so."""
+    said = [unit_of(public, index) for index in range(len(public))]
+    if said == list(range(len(said))):  # each its own: nothing was said
+        return
+    units = {unit_of(private, index) for index in range(len(private))}
+    if common := len(units & set(said)):
+        raise UserError(
+            f"held_out: must share no unit with data, got {common:,} in common: scores on private "
+            "groups would be published"
+        )
+
+
+# --- public records ---------------------------------------------------------------------------
+
+
+HELD_OUT = "held-out"  # folder of public records in a run folder
+_AT_ONCE = 1024  # records compared at once
+_BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
+
+
+def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs float32 (B, ...) of public records, and their targets.
+
+    Targets are classes int64 (B,), or numbers or labels float32 (B, K).
+
+    Raises:
+        UserError: the records are not of such types.
+    """
+    inputs, targets = records.batch(rows), records.targets(rows)
+    if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+        raise UserError("held_out: must have one tensor of numbers for each record as its input")
+    if kind != "class":
+        return inputs.float().cpu().numpy(), targets.float().reshape(len(targets), -1).cpu().numpy()
+    if targets.is_floating_point() or targets.dim() != 1:
+        raise UserError("held_out: must have one class for each record as its target")
+    return inputs.float().cpu().numpy(), targets.long().cpu().numpy()
+
+
+def store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
+    """Keep public records in the run folder."""
+    kind = recipe.data.targets
+    inputs, labels = _arrays(public, np.arange(len(public)), kind)
+    folder.create_or_open(recipe)
+    root, data = folder.path / HELD_OUT, recipe.data
+    store_split(root, data.name, inputs, labels, data.classes, kind)
+
+
+def check_public(public: Records, private: Records, kind: str, classes: int) -> None:
+    """Raise UserError where a private record, or one of its group, is among the public ones.
+
+    Also where they are no records of the same kind.
+    """
+    if not public.has_targets:
+        raise UserError("held_out: must have targets, got inputs alone: give (X, y)")
+    if kind == "class" and not public.examples(1)[1].is_floating_point():
+        check_classes(public, classes)
+    if isinstance(private, GroupedRecords):
+        private = private.records
+        check_units_apart(public, private)
+    _arrays(public, np.arange(len(public)), kind)
+    if common := count_common(public, private):
+        raise UserError(
+            f"held_out: must share no record with data, got {common:,} in common: scores on them "
+            "would be published"
+        )
+
+
+# --- records of a budget ----------------------------------------------------------------------
+
+
+class HashedRecords:
+    """Recognise records on a budget: by their inputs, and by items before random transforms."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Return hashes of 16 bytes, one or more for each record.
+
+        Of records with one tensor each, those by which a recipe knows the same inputs. They are
+        kept nowhere: a budget keeps them under a key of its own.
+        """
+        records, found, single = self._records, list[bytes](), True
+        for start in range(0, len(records), _AT_ONCE):
+            some = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+            if not isinstance(some, Tensor):
+                single = False
+                break
+            rows = some.cpu() if some.dtype == torch.uint8 else some.float().cpu()
+            found += hash_inputs(np.ascontiguousarray(rows.numpy())).tolist()
+        if not single or type(records).input_macs is not Records.input_macs:
+            found += [mac for macs in records.input_macs(_BUDGET_LABEL) for mac in macs]
+        return np.array(found, dtype="S16")

@@ -1,0 +1,248 @@
+"""A script's model with its optimizer and its objects: what the loop changes and keeps of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpdist import models
+from dpdist.core.errors import UserError
+from dpdist.data.protocol import Records
+from dpdist.models import ModelSpec
+from dpdist.models.spec import SCRIPT
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.runs.folder import RunFolder
+from dpdist.training import checkpoint
+from dpdist.training.collectives import Workers
+from dpdist.training.monitoring import StepMetrics
+from dpdist.training.private_step import PrivateStep
+from dpdist.training.script_state import (
+    Watch,
+    form_of,
+    given_settings,
+    kept_buffers,
+    module_record,
+    pack,
+    refuse_differences,
+    setting_differences,
+    settings_of,
+    unpack,
+)
+from dpdist.training.trained_weights import mark_trained
+
+EXAMPLES = 33  # invented, to screen the model with
+_PROBED_TOKENS = 4  # of documents whose logits are kept: a vocabulary may be large
+
+
+class ScriptLearner:
+    """A model of a script with its optimizer: `dpdist.training.loop.Learner`.
+
+    Args:
+        model: the module, in the form in which it is checked.
+        optimizer: of its parameters.
+        state: further objects with `state_dict` that a checkpoint keeps.
+        workers: the processes that train together.
+        records: the private ones, which say of what invented examples are made.
+
+    Attributes:
+        initial: digest of the model before its first step.
+        given: the settings that the run began with.
+        stopped: the script ended the training before its last step.
+        noisy_norm: L2 norm of the last noisy sum.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        state: Sequence[Any],
+        workers: Workers,
+        records: Records,
+    ) -> None:
+        self.model, self.optimizer, self.objects = model, optimizer, list(state)
+        self._workers, self._records = workers, records
+        self._form = form_of(model)
+        self.given = given_settings(model, optimizer, self.objects)
+        self.initial, self.stopped, self.noisy_norm = "", False, 0.0
+        self.spec: ModelSpec
+        self.plan: PrivacyPlan
+        self._watch: Watch
+
+    # --- what stays as it was
+
+    def check_form(self) -> None:
+        """Raise UserError where the model is another than the one that was checked."""
+        now = form_of(self.model)
+        if now == self._form:
+            return
+        every = sorted(now.keys() | self._form.keys())
+        other = [name for name in every if now.get(name, ()) != self._form.get(name, ())]
+        raise UserError(
+            f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set modes, "
+            "frozen parameters, layers, hooks, types and attributes before PrivateTraining is "
+            "made, and let the forward pass keep nothing in the model. To train other parameters "
+            "afterwards, make a run of its own with began_with=",
+            see="how-to/own-loop.md#what-your-loop-may-look-at",
+        )
+
+    def watch(self) -> None:
+        """Begin to watch what changes between steps."""
+        self._watch = Watch(self.model, self.optimizer, self.objects)
+
+    def changed(self) -> list[str]:
+        """Return what changed since the last step, in words."""
+        return self._watch.changed()
+
+    def settings(self) -> dict[str, str]:
+        """Return the optimizer's settings, as workers compare them."""
+        return {"optimizer settings": repr(settings_of(self.optimizer))}
+
+    def digests(self, name: str) -> dict[str, str]:
+        """Return, where workers compare it, a digest of the model and of the optimizer's state."""
+        if self._workers.count == 1:
+            return {}
+        optimizer = pack("optimizer", self.optimizer.state_dict())
+        return {name: checkpoint.tensors_digest({**self.model.state_dict(), **optimizer})}
+
+    def state_digest(self) -> str:
+        """Return a hash of model, optimizer, objects and the layers' plain attributes."""
+        form = {name: each for name, each in form_of(self.model).items() if isinstance(each, str)}
+        parts = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+        parts |= {f"state.{n}": each.state_dict() for n, each in enumerate(self.objects)}
+        parts["form"] = dict(sorted(form.items()))
+        tensors = [pack(name, value) for name, value in parts.items()]
+        return checkpoint.tensors_digest({k: v for each in tensors for k, v in each.items()})
+
+    # --- what the loop asks for
+
+    def release(
+        self, step: PrivateStep, number: int, step_plan: StepPlan, flag: bool
+    ) -> tuple[Tensor, StepMetrics, bool]:
+        """Return the step's noisy gradient; the model's buffers stay what they were."""
+        with kept_buffers(self.model):
+            found = step.gradient(number, step_plan, flag)
+        self.noisy_norm = float(found[0].norm()) * step_plan.expected_batch
+        self._trained = step.engine.parameters
+        return found
+
+    def update(self, released: Tensor, number: int) -> None:
+        """Let the optimizer take its step from this gradient (size,) and nothing else."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        trained = self._trained
+        if len({(parameter.dtype, parameter.device) for parameter in trained}) == 1:
+            released = released.to(trained[0])  # in one transfer
+        pieces = released.split([parameter.numel() for parameter in trained])
+        for parameter in (*self.model.parameters(), *held):
+            parameter.grad = None
+        for parameter, piece in zip(trained, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape).to(parameter)
+        self.optimizer.step()
+        for parameter in trained:
+            parameter.grad = None
+        self._watch.remember()
+
+    def not_finite(self, number: int, last: bool) -> str:
+        """Return which numbers are not finite after a step, with a verb."""
+        finite = all(is_finite(parameter.detach()) for parameter in self._trained)
+        return "" if finite else "the parameters are"
+
+    def check_same(self, done: int) -> None:
+        """Raise UserError on all workers unless they hold the same parameters."""
+        self._workers.check_same(self.digests("parameters"))
+
+    def finished(self, whole: bool) -> ModelSpec:
+        """Return the model's description."""
+        return self.spec
+
+    # --- checkpoints
+
+    def state(self, done: int) -> checkpoint.TrainState:
+        """Return everything as it is now; at the end, how the module is recognised, too."""
+        kept = {
+            "initial": self.initial,
+            "kept": [type(each).__name__ for each in self.objects],
+            "given": self.given,
+            **({"stopped": True} if self.stopped else {}),
+        }
+        slots = {
+            **pack("script", kept),
+            **pack("model", dict(self.model.state_dict())),
+            **pack("optimizer", self.optimizer.state_dict()),
+        }
+        for place, each in enumerate(self.objects):
+            slots |= pack(f"state.{place}", each.state_dict())
+        tokenization = self._records.tokenization
+        by_name = not self.spec.name.startswith(f"{SCRIPT}:") and tokenization is None
+        if (self.stopped or done == self.plan.steps) and not by_name:  # for a factory
+            slots |= pack("module", self._module_record())
+        return checkpoint.TrainState(done, torch.zeros(0), slots)
+
+    def _module_record(self) -> dict[str, Any]:
+        """Return the trained module's description; of a causal model, as it answers tokens."""
+        inputs: Any = self._records.examples(EXAMPLES)[0]
+        answering = models.NextTokenLogits.around(self.model)
+        if answering is not None:
+            inputs = models.NextTokenLogits.rows(inputs, _PROBED_TOKENS)
+        return module_record(self.model, inputs, answering, self._records.tokenization)
+
+    def restore(self, folder: RunFolder, again: bool) -> int:
+        """Take over the newest checkpoint, and return the steps taken before it.
+
+        again: another object of this process trained this model in this folder.
+        """
+        self.initial = checkpoint.tensors_digest(self.model.state_dict())
+        state = checkpoint.load_latest(folder.checkpoints)
+        if state is None:
+            return 0
+        found = unpack("script", state.slots)
+        if found["kept"] != (given := [type(each).__name__ for each in self.objects]):
+            before = ", ".join(found["kept"]) or "none"
+            raise UserError(
+                f"state: must hold what the run was begun with ({before}), got "
+                f"{', '.join(given) or 'none'}: give the same objects in the same order"
+            )
+        self._check_given(found, folder, again)
+        mark_trained(self.model, folder.path)  # also where only some weights can be loaded
+        self.initial, self.stopped = found["initial"], bool(found.get("stopped"))
+        try:
+            self.model.load_state_dict(unpack("model", state.slots))
+            self.optimizer.load_state_dict(unpack("optimizer", state.slots))
+            for place, each in enumerate(self.objects):
+                each.load_state_dict(unpack(f"state.{place}", state.slots))
+        except (RuntimeError, ValueError, KeyError) as error:
+            said = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"{folder.checkpoints}: does not fit these objects ({said}); build them as when "
+                "the run was begun"
+            ) from error
+        return state.step
+
+    def _check_given(self, begun: Mapping[str, Any], folder: RunFolder, again: bool) -> None:
+        """Raise UserError for settings that the run did not begin with, and would not use.
+
+        Weights that a script draws without a seed are others each time: those of the run hold.
+        """
+        before, now = dict(begun["given"]), self.given
+        if again or begun["initial"] == self.initial:  # no seed shows in these weights
+            before.pop("seed", None)
+        refuse_differences(setting_differences(before, now), folder.path)
+        if before.get("seed") is not None and "seed" in now:
+            warnings.warn(
+                "model: has other weights than the run began with, which are not used: those of "
+                f"the newest checkpoint in {folder.path} are. For a run of its own build the "
+                "model anew, and give another folder",
+                stacklevel=2,
+            )
+        self.given = begun["given"]
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite numbers."""
+    # A finite sum has finite terms, and is found in one pass; that of finite terms may overflow.
+    total = values.sum().item()
+    return total - total == 0 or bool(values.isfinite().all())

@@ -1,1 +1,0 @@
-../../benchmarks/_common.py

@@ -1,0 +1,385 @@
+"""A search over a function as over a recipe: persons, budgets, several workers, any optimizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.processes import descendants, wait_for
+from torch import nn
+
+import dpdist
+from dpdist import PrivateTraining, UserError, searching
+from dpdist.cluster.executor import LocalExecutor
+from dpdist.data.protocol import UNITS
+from dpdist.privacy.budget import read_budgets
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts
+from dpdist.runs.folder import RunFolder
+from dpdist.tuning.manifest import SearchFolder, read_scores, read_settings, read_terms, read_trials
+
+pytestmark = [
+    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, PATIENTS, MOST = 4, 30, 2
+LAW = {"name": "fixed", "runs": 2}
+SPACE = {"lr": {"log_uniform": [0.05, 1.0]}}
+PERSONS = {
+    "noise_multiplier": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST,
+}  # fmt: skip
+
+
+def visits(count: int, seed: int, first: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Records of patients, of which each has 1 to 5, in no order."""
+    rng = np.random.default_rng(seed)
+    owner = rng.permutation(np.repeat(np.arange(count), rng.integers(1, 6, count)))
+    inputs = rng.random((len(owner), WIDTH), np.float32)
+    return inputs, (inputs.sum(1) > WIDTH / 2).astype(np.int64), [f"p{first + o}" for o in owner]
+
+
+def as_records(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:
+    inputs, labels, units = given
+    return dpdist.as_records((torch.tensor(inputs), torch.tensor(labels)), unit=units)
+
+
+TRAINED, SCORED = visits(PATIENTS, 1), visits(12, 2, first=100)
+
+
+def build(config: Any, kind: Callable[..., Any] = torch.optim.SGD) -> PrivateTraining:
+    model = nn.Linear(WIDTH, 2)
+    return PrivateTraining(
+        model,
+        kind(model.parameters(), lr=config["lr"]),
+        config.data,
+        loss="cross-entropy",
+        privacy=config.privacy,
+        batch_size=10,
+        steps=3,
+        folder=config.folder,
+    )
+
+
+def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
+    options = {
+        "data": as_records(TRAINED), "score": {"held_out": as_records(SCORED), "noise": 2.0},
+        "privacy": PERSONS, "law": LAW, **given,
+    }  # fmt: skip
+    rest = {"searcher": "random", "concurrent": None, "resources": options.get("resources")}
+    search = searching._check_function_search(
+        train, SPACE, options["data"], options["law"], options["score"], options["privacy"],
+        RunFolder(folder.resolve()), rest,
+    )  # fmt: skip
+    search.begin()
+    return search
+
+
+def run_trial(search: searching.FunctionSearch, number: int) -> dict[str, Any]:
+    """The part of a trial's worker, in this process."""
+    trial = read_trials(search.folder)[number]
+    path = search.folder.settings_file(number)
+    if not path.exists():
+        noise = search.trial_noise_multiplier(trial.values)
+        searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
+    searching.run_trial(
+        search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
+        lambda rung, score: None,
+        lambda *given: searching._train_and_score(search._explorer.function, search.recipe, *given),
+    )  # fmt: skip
+    return read_scores(search.folder, number)
+
+
+def finish(search: searching.FunctionSearch) -> RunFolder:
+    search._choose_winner()
+    search.run(LocalExecutor())
+    return search.run_folder
+
+
+# --- persons ----------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
+    search = begin(tmp_path / "own")
+    plan = search.cost.plan
+    assert plan.records == PATIENTS and plan.group is not None
+    assert plan.group.max_records == MOST and plan.counted == "groups"
+    steps, scores = GaussianSteps(2 * 3, 4.0, 10 / PATIENTS, None), GaussianReleases(2.0, 2)
+    assert plan.phases == (ParallelParts(((steps,), (scores,))),)
+    assert "the number of held-out groups (12) is public" in read_terms(search.folder)["assumed"]
+    for number in range(2):
+        (score,) = run_trial(search, number)["scores"]
+        own = search.folder.trial_folder(number)
+        assert own.read_plan().records == PATIENTS
+        # The noisy sum of the persons' means, worked out from the noise of two standard deviations.
+        model = searching.models.load(own.model_folder, trusted_factory="code-of-the-user:Linear")
+        right = (model(torch.tensor(SCORED[0])).argmax(1).numpy() == SCORED[1]).astype(float)
+        units = np.array(SCORED[2])
+        exact = sum(right[units == unit].mean() for unit in set(SCORED[2]))
+        assert abs(score * 12 - exact) < 2.0 * 5
+    run = finish(search)
+    facts = dpdist.read_facts(run)
+    assert facts.guarantee == search.cost.guarantee and facts.guarantee.kind == "proved"
+    assert "group" in str(facts.guarantee)
+    record = searching.read_json(run.search_record)
+    assert re.fullmatch("[0-9a-f]{16,}", record["function"])
+
+
+@pytest.mark.long
+def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
+    """Removed, or replaced by another one with more visits: the search's own sum of values."""
+    search = begin(tmp_path / "own", score={"held_out": as_records(SCORED), "noise": 2.0,
+                                             "value": dpdist.brier_score()})  # fmt: skip
+    function, model = search._explorer.function, nn.Linear(WIDTH, 2)
+
+    def total(given: tuple[np.ndarray, np.ndarray, list[str]]) -> float:
+        privacy = searching._parse_privacy(PERSONS)
+        scored, value, _ = searching._parse_score(
+            {"held_out": as_records(given), "value": function.value}, privacy
+        )
+        values = searching.RecordValues(scored, value, torch.device("cpu"))
+        return values.private_units(model, bytes(32)) / UNITS
+
+    whole, (inputs, labels, units) = total(SCORED), SCORED
+    for person in sorted(set(units)):
+        rest = np.array([unit != person for unit in units])
+        kept = inputs[rest], labels[rest], [unit for unit in units if unit != person]
+        assert 0 <= whole - total(kept) <= 1
+        more = visits(1, 5)[0].repeat(9, 0) * 100
+        other = np.vstack([kept[0], more]), np.concatenate([kept[1], np.ones(len(more), int)])
+        assert abs(whole - total((*other, [*kept[2], *[person] * len(more)]))) <= 1
+
+
+def shared(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:
+    return as_records((given[0], given[1], ["p3", *given[2][1:]]))
+
+
+REFUSED = [
+    ({"score": {"held_out": shared(SCORED)}}, "share no unit with data, got 1 in common"),
+    ({"score": {"public": shared(SCORED)}}, "must share no unit with data"),
+    ({"score": {"held_out": SCORED[:2]}}, "must say whom each record belongs to"),
+    ({"data": TRAINED[:2]}, "must say whom each record belongs to"),
+    ({"privacy": {**PERSONS, "budget": "b"}}, "never mixes them with groups"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_persons_on_both_sides_or_of_nobody_are_refused(tmp_path, coarse_grid, given, said):
+    with pytest.raises(UserError, match=said):
+        begin(tmp_path / "own", **given)
+    assert not (tmp_path / "own").exists()
+
+
+# --- budgets ----------------------------------------------------------------------------------
+
+
+def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.rand(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+@pytest.mark.long
+def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coarse_grid):
+    """Trained and scored records pay for the whole search; none of its trials does besides."""
+    budget = tmp_path / "budget"
+    privacy = {"noise_multiplier": 4.0, "delta": 1e-3, "budget": str(budget)}
+    given = {"privacy": privacy, "data": rows(60, 1), "score": {"held_out": rows(20, 2)}}
+    search = begin(tmp_path / "own", **given)
+    search._charge_budget()
+    (known,) = read_budgets(budget)
+    before = known.find_charge(search._charge_id())
+    assert before is not None and len(known.charges) == 1
+    for number in range(2):
+        assert run_trial(search, number)["failed"] is None
+    run = finish(search)
+    (after,) = read_budgets(budget)
+    assert len(after.charges) == 1
+    assert run.read_recipe().privacy.budget == budget.resolve()
+    # The scored records are on it as well: a search that trains on them does not fit any more.
+    ceiling = {**privacy, "budget_ceiling": search.cost.guarantee.epsilon * 1.01}
+    other = searching._check_function_search(
+        build, SPACE, rows(20, 2), LAW, {"public": rows(20, 9)}, ceiling,
+        RunFolder((tmp_path / "other").resolve()),
+        {"searcher": "random", "concurrent": None, "resources": None},
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"privacy\.budget"):
+        other.check_budget("tune")
+    assert not (tmp_path / "other").exists()
+
+
+# --- optimizers -------------------------------------------------------------------------------
+
+
+# --- whole calls: workers, kills --------------------------------------------------------------
+
+
+SCRIPT = """
+import json, os, sys, time
+
+import torch
+import dpdist
+
+generator = torch.Generator().manual_seed(1)
+inputs = torch.rand(160, 4, generator=generator)
+labels = (inputs.sum(1) > 2).long()
+owner = [f"p{row // 2}" for row in range(160)]
+
+
+class Slow(torch.optim.Adam):
+    def step(self, closure=None):
+        time.sleep(float(os.environ.get("SLOW", "0")))
+        super().step()
+
+
+def part(rows):
+    return dpdist.as_records((inputs[rows], labels[rows]), unit=owner[rows])
+
+
+def train(config):
+    model = torch.nn.Linear(4, 2)
+    return dpdist.PrivateTraining(
+        model, Slow(model.parameters(), lr=config["lr"]), config.data, loss="cross-entropy",
+        privacy=config.privacy, batch_size=20, steps=12, folder=config.folder,
+        resources={"checkpoint_seconds": 1e-6}, reproducible=True,
+    )
+
+
+if __name__ == "__main__":
+    search = dpdist.tune(
+        train, {"lr": {"log_uniform": [0.01, 1.0]}}, data=part(slice(120)),
+        law={"name": "fixed", "runs": 2},
+        score={"held_out": part(slice(120, 160)), "value": dpdist.brier_score(), "noise": 1.0},
+        privacy=dict(
+            noise_multiplier=4.0, delta=1e-3, run_key="7f" * 32, unit="group",
+            max_records_per_group=2,
+        ),
+        folder=sys.argv[1], executor=sys.argv[2], resources={"workers": int(sys.argv[3])},
+    )
+    told = [dict(values=t.values, scores=t.scores, chosen=t.chosen) for t in search.trials]
+    print("RESULT", json.dumps([told, search.config, search.guarantee.epsilon]))
+"""
+
+
+def script(
+    folder: Path, name: str, executor: str = "local", workers: int = 1, **environment: str
+) -> subprocess.Popen[str]:
+    (folder / "search.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, "search.py", name, executor, str(workers)], cwd=folder,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def result_of(process: subprocess.Popen[str]) -> Any:
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def alive(number: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """kill -9 of the driver; its workers end with it."""
+    children = list(descendants(process.pid))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not any(alive(each) for each in children))
+
+
+def check_released_once(folder: Path) -> None:
+    """Each step of each trial was released once, whatever was killed."""
+    search = SearchFolder(RunFolder(folder))
+    for trial in read_trials(search):
+        ledger = Ledger.read(search.trial_folder(trial.number).ledger)
+        assert ledger.release_counts == dict.fromkeys(range(12), 1)
+
+
+def kill_and_go_on(folder: Path, times: int, seed: int) -> None:
+    """Kill a search per person at random times; it ends as one that nobody killed."""
+    started = time.monotonic()
+    whole = result_of(script(folder, "whole", SLOW="0.1"))
+    length, draw = time.monotonic() - started, random.Random(seed)
+    killed = 0
+    while killed < times:
+        process = script(folder, f"killed{killed % 4}", SLOW="0.1")
+        end = time.monotonic() + draw.uniform(0.05, 0.95) * length
+        while time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+        if process.poll() is None:  # one that ended on this busy machine was not killed
+            kill(process)
+        killed += 1
+    for place in range(min(4, times)):
+        assert result_of(script(folder, f"killed{place}")) == whole
+        check_released_once(folder / f"killed{place}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_killed_search_per_person_goes_on_to_the_same_winner(tmp_path):
+    kill_and_go_on(tmp_path, times=1, seed=3)
+
+
+@pytest.mark.long
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_a_search_per_person_survives_twenty_kills_at_random_times(tmp_path):
+    kill_and_go_on(tmp_path, times=20, seed=4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_killed_worker_is_a_failed_trial(tmp_path):
+    """Killed whenever it begins: the trial has failed, and the search goes on to the others."""
+    (tmp_path / "search.py").write_text(
+        SCRIPT.replace(
+            "    model = torch",
+            "    if config.folder.parent.name == 'trials' and config.folder.name == '00000':\n"
+            "        os.kill(os.getpid(), 9)\n    model = torch",
+        ).replace('{"workers": int(sys.argv[3])}', '{"max_failures": 1}')
+    )
+    done = subprocess.run(
+        [sys.executable, "search.py", "own", "local", "1"], cwd=tmp_path, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = SearchFolder(RunFolder(tmp_path / "own"))
+    assert read_scores(folder, 0)["failed"] == "its workers were lost again and again"
+    assert read_scores(folder, 1)["failed"] is None
+    assert not folder.trial_folder(0).ledger.exists()
+    assert read_settings(folder, 1)["values"] == dpdist.SearchResult(folder.run).config
+
+
+@pytest.mark.long
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_two_workers_train_and_score_a_trial_as_one_does(tmp_path):
+    """On Ray Train, to the same bits of model and score; what they print stays in private/."""
+    two, one = result_of(script(tmp_path, "two", "ray", 2)), result_of(script(tmp_path, "one"))
+    folder = SearchFolder(RunFolder(tmp_path / "two"))
+    trials = [folder.trial_folder(trial.number) for trial in read_trials(folder)]
+    restarted = any(len(Ledger.read(trial.ledger).attempts) > 1 for trial in trials)
+    assert two[:2] == one[:2]
+    # A group that Ray Train lost on a busy machine is charged for what it may have released.
+    assert two[2] > one[2] if restarted else two[2] == one[2]
+    assert all(math.isfinite(each["scores"][0]) for each in two[0])
