@@ -1,4 +1,4 @@
-"""What a script gives to its training, held against what private training needs.
+"""Checks of what a script gives to its training: model, optimizer, records and loss.
 
 A refusal stands here where the wrong input would give a wrong number, or would be noticed only
 after a step is paid for.
@@ -114,7 +114,11 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
             "(requires_grad is False now)",
             stacklevel=4,
         )
-    return [name for name, each in model.named_parameters() if hasattr(each, _LEFT_OUT)]
+    return [
+        name
+        for name, each in model.named_parameters()
+        if hasattr(each, _LEFT_OUT) and not each.requires_grad
+    ]
 
 
 # --- whose the records are --------------------------------------------------------------------

@@ -77,10 +77,10 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
 
 def _call_fails(inputs: Any, error: Exception) -> str:
     """Return what a model that fails under a named loss gets, and how to call it otherwise."""
-    several = inputs if isinstance(inputs, Mapping) else range(len(inputs))
-    call = ", ".join(f"batch[{each!r}]" for each in several if each != TARGETS)
     own = ""
     if not isinstance(inputs, Tensor):
+        several = inputs if isinstance(inputs, Mapping) else range(len(inputs))
+        call = ", ".join(f"batch[{each!r}]" for each in several if each != TARGETS)
         own = (
             f"; under a named loss it gets one argument, a {type(inputs).__name__} of all: take "
             f"a loss of your own, such as lambda module, batch: your_loss(module({call}), batch)"

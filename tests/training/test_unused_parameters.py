@@ -65,3 +65,16 @@ def test_a_module_that_is_given_again_continues_its_run(tmp_path: Path) -> None:
     again = begin(model, tmp_path / "run")
     assert again.steps_left == 2
     again.run_all()
+
+
+def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: Path) -> None:
+    model = Net(idle=True)
+    with pytest.warns(UserWarning):
+        begin(model, tmp_path / "first").close()
+    model.mask.requires_grad_(True)
+    model.forward = lambda inputs: model.used(inputs * model.mask)  # type: ignore[method-assign]
+    training = begin(model, tmp_path / "second")
+    training.step()
+    assert not torch.equal(model.mask, torch.ones(4))
+    notes = dpdist.read_facts(training.finish().path).privacy_card()["notes"]
+    assert not any("mask" in note for note in notes) and any("idle.weight" in n for n in notes)
