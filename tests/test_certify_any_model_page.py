@@ -36,7 +36,7 @@ def test_every_snippet_runs(here: None, tmp_path: Path, monkeypatch: pytest.Monk
                 done = call(*shlex.split(line)[1:])
                 assert done.exit_code == 0, (line, done.output, done.exception)
                 ran += 1
-    assert ran >= 5
+    assert ran == 6
     (inline,) = re.findall(r"`dpdist (certify --model [^`]*)`", PAGE.read_text())
     done = call(*shlex.split(inline))
     assert done.exit_code == 0, (done.output, done.exception)

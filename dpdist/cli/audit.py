@@ -340,7 +340,10 @@ _Csv = Annotated[
 
 @dataclass(frozen=True)
 class _Asked:
-    """What was asked for, beside the settings of a kind. folder: of a run, existing or new."""
+    """Hold the arguments of an audit beside the settings of its kind.
+
+    folder: of a run, existing or new.
+    """
 
     recipe: Recipe
     folder: RunFolder

@@ -475,7 +475,7 @@ class TrainingDriver(Protocol):
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """What a method's own steps are made of, on one worker. No release can be made with it.
+    """Hold what a method's own steps are made of, on one worker. No release can be made with it.
 
     Args:
         recipe: the whole recipe.

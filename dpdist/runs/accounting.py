@@ -212,7 +212,7 @@ def _search_plan(
 
 @dataclass(frozen=True)
 class RunAccount:
-    """What a run costs.
+    """Hold the plan, the releases and the guarantee of a run.
 
     plan: that was executed. ledger: of its releases. search: terms of the search that chose it.
     guarantee: of all that counts. whole: the plan that the privacy card states, and `card_ledger`
