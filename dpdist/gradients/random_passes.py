@@ -22,7 +22,8 @@ C whatever w_i is.
 
 Without 1's condition it fails: a scalar drawn once a pass may double or zero all of its rows, so
 that one record more, which begins another pass, moves passes of 2 and 17 records of norm C by up to
-16 C. What is shared is found by running passes of two and of three rows. A call that draws more or
+16 C. What is shared is found by running passes of two and of three rows, and what a row makes of
+another one's numbers by exchanging those of one row (`mixes_draws`). A call that draws more or
 fewer numbers as values decide, as RReLU does on a CPU, lets records move the draws of others: the
 screening refuses it (`dpdist.gradients.independence`).
 
