@@ -105,7 +105,7 @@ def make_images(
         root: folder of data sets, in which `name` becomes one.
         num_train: of the split train.
         num_test: records of the split test.
-        shape: height and width, and 3 for colours.
+        shape: height and width, and 3 for colors.
     """
     import numpy as np  # not above: what a test of light imports loads needs none of these
     import pyarrow as pa

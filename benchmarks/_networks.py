@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of a transformer, normalised before each half (Dosovitskiy et al., 2021)."""
+    """A layer of a transformer, normalized before each half (Dosovitskiy et al., 2021)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ResNet-20 for 32 x 32 colour pictures (He et al., 2016, section 4.2), as a user's own module."""
+"""ResNet-20 for 32 x 32 color pictures (He et al., 2016, section 4.2), as a user's own module."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def run_chunks(
     read only a little ahead, so that a million chunks need no memory.
     is_session_lost: whether Ray's calls would not return, so that none is made on leaving.
 
-    Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
+    Ray must be initialized. Raises ClusterError when no actor can start, actors keep dying, or a
     chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
     InvalidResultsError at once. After Ctrl-C and a ClusterError the results of calls that end
     within two seconds are still delivered; the one that Ctrl-C struck in may then be delivered

@@ -2,7 +2,7 @@
 
 import dpdist
 folder = dpdist.run("digits")              # everything the recipe asks for
-facts = dpdist.read_facts(folder)          # epsilon, accuracy, certificates
+facts = dpdist.load_results(folder)          # epsilon, accuracy, certificates
 dpdist.write_release(folder)               # the publishable files; also `dpdist release`
 release = dpdist.load("runs/x/release")    # here or elsewhere
 """
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
     from dpdist.release.bundle import load as load
-    from dpdist.reports.facts import Facts as Facts
-    from dpdist.reports.facts import read_facts as read_facts
+    from dpdist.reports.results import RunResults as RunResults
+    from dpdist.reports.results import load_results as load_results
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
     from dpdist.searching import SearchResult as SearchResult
@@ -75,8 +75,8 @@ _LAZY = {
     "Guarantee": "dpdist.privacy.guarantee",
     "calibrate_noise": "dpdist.privacy.calibration",
     "RunFolder": "dpdist.runs.folder",
-    "Facts": "dpdist.reports.facts",
-    "read_facts": "dpdist.reports.facts",
+    "RunResults": "dpdist.reports.results",
+    "load_results": "dpdist.reports.results",
     "settings_of": "dpdist.certification.registry",
     "certify": "dpdist.certifying",
     "CertificateTable": "dpdist.certifying",

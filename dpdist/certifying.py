@@ -148,7 +148,7 @@ def certify(
         executor: where the draws are counted: "local" in this process, "ray" on actors, None by the
             size of the work (`dpdist.cluster.executor`). No bit of the result depends on it.
         normalize: (mean, std) of the training inputs, each one number or one per channel. They
-            become part of the model: give inputs that are not normalised, and sigma and radii are
+            become part of the model: give inputs that are not normalized, and sigma and radii are
             in their units. Only of a module, a callable or a factory.
         weights: a state dict (.pt) or .safetensors file, loaded into a copy of the module or into
             what the factory builds.
@@ -229,7 +229,7 @@ def _required(settings: Certificate | None) -> Certificate:
 
 
 class _Changed:
-    """The normalisation and the weights that a module, callable or factory is certified with."""
+    """The normalization and the weights that a module, callable or factory is certified with."""
 
     def __init__(self, normalize: Any, weights: Path | None) -> None:
         self.weights = weights
@@ -258,11 +258,11 @@ class _Changed:
         load_foreign(copied, read_weights(self.weights), self.weights)
         return copied
 
-    def normalised(self, module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Return the module behind the normalisation of inputs of this shape."""
+    def normalized(self, module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Return the module behind the normalization of inputs of this shape."""
         if not self.mean:
             return module
-        return models.normalised(module, shape, self.mean, self.std)
+        return models.normalized(module, shape, self.mean, self.std)
 
 
 def _constants(given: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -315,9 +315,9 @@ def _resolved(
             "what: must be a torch module, a callable, 'package.module:factory', a RunFolder, a "
             f"Release or a path, got {type(what).__name__}"
         )
-    if chosen.form is None and models.may_hold_script(subject.model):
+    if chosen.backend is None and models.may_hold_script(subject.model):
         # A trace would see one path through somebody's own code.
-        chosen = chosen.model_copy(update={"form": "eager"})
+        chosen = chosen.model_copy(update={"backend": "eager"})
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
 
 
@@ -373,7 +373,7 @@ def _of_module(module: nn.Module, changed: _Changed, shape: tuple[int, ...]) -> 
     copied = changed.loaded(module)  # the caller's own stays in its mode
     if isinstance(copied, torch.jit.ScriptModule):  # whose methods are not all those of a module
         copied = Answers(copied).eval()
-    copied = changed.normalised(copied, shape)
+    copied = changed.normalized(copied, shape)
     return Subject(copied, _digest(copied), type(module).__name__, _code_of(type(module)))
 
 
@@ -399,7 +399,7 @@ def _of_callable(
             f"what: {name}: must be a callable that can be pickled, as workers receive it, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    module = changed.normalised(Answers(function), shape).eval()
+    module = changed.normalized(Answers(function), shape).eval()
     return Subject(module, _digest(module if changed.mean else function), name, code)
 
 
@@ -442,7 +442,7 @@ def _answered(subject: Subject, inputs: DatasetLike) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelledInputs:
+class LabeledInputs:
     """Hold inputs of a source by position, with labels (N,) int64 and a digest of all of them."""
 
     source: Any
@@ -475,7 +475,7 @@ def test_inputs(data: Any) -> DatasetLike:
         raise UserError(
             "data: must be given for a model without a run: the inputs and their labels"
         )
-    if isinstance(data, Dataset | LabelledInputs):
+    if isinstance(data, Dataset | LabeledInputs):
         return data
     if all(hasattr(data, name) for name in ("classes", "fingerprint", "labels", "batch")):
         found: DatasetLike = data
@@ -494,7 +494,7 @@ def test_inputs(data: Any) -> DatasetLike:
             f"shape {labels.shape}"
         )
     fingerprint = records.keyed_fingerprint(b"dpdist.test-inputs")  # a public key: they are too
-    return LabelledInputs(records, labels.astype(np.int64), fingerprint, int(labels.max()) + 1)
+    return LabeledInputs(records, labels.astype(np.int64), fingerprint, int(labels.max()) + 1)
 
 
 def _by_name(data: str | Path) -> DatasetLike:
@@ -523,4 +523,4 @@ def _with_classes(inputs: DatasetLike, classes: int) -> DatasetLike:
     if inputs.classes == classes:
         return inputs
     labels = np.asarray(inputs.labels)
-    return LabelledInputs(inputs, labels, inputs.fingerprint, classes)
+    return LabeledInputs(inputs, labels, inputs.fingerprint, classes)

@@ -1,8 +1,8 @@
 """Make a run of a model that somebody else trained, for all commands but those of training.
 
 The run has no epsilon: its plan says that dpdist did not train it, and its ledger is empty. The
-model is kept as safetensors with a description, as every trained model is; normalisation belongs
-to the model, so that noise and radii are on unnormalised inputs.
+model is kept as safetensors with a description, as every trained model is; normalization belongs
+to the model, so that noise and radii are on unnormalized inputs.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def build_foreign(
     import torch
 
     from dpdist.models.weights import load_foreign, read_weights
-    from dpdist.models.zoo import NormalisedNetwork
+    from dpdist.models.zoo import NormalizedNetwork
 
     shape = foreign.input_shape or data_shape
     if shape != data_shape:
@@ -223,7 +223,7 @@ def build_foreign(
         name, shape, foreign.classes or data_classes, options, foreign.mean, foreign.std
     )
     network = models.build_model(spec).eval()
-    inner = network.network if isinstance(network, NormalisedNetwork) else network
+    inner = network.network if isinstance(network, NormalizedNetwork) else network
     if foreign.weights is not None:
         load_foreign(inner, read_weights(foreign.weights), foreign.weights)
     with torch.inference_mode():
@@ -330,7 +330,7 @@ def _write(
     models.save(network, spec, aside.model_folder)
     with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
         done = {
-            "steps": 0, "seconds": 0.0, "fallback_layers": [], "superseded_releases": 0,
+            "steps": 0, "seconds": 0.0, "fallback_layers": [], "reexecuted_releases": 0,
             "attempt_epochs": 1, "model": models.model_hash(aside.model_folder),
             "ledger": ledger.anchor.to_dict(),
         }  # fmt: skip

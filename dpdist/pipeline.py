@@ -92,7 +92,7 @@ def run(
         >>> folder = dpdist.run(recipe)
         >>> folder.path.as_posix()
         'runs/small'
-        >>> dpdist.read_facts(folder).guarantee.epsilon <= 3
+        >>> dpdist.load_results(folder).guarantee.epsilon <= 3
         True
     """
     context = context or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
@@ -133,7 +133,9 @@ def tune(
         dpdist.tuning.search.NoModelError.
     """
     if recipe.tune is None:
-        raise UserError(f"{context}: tune: is required to search: the space and the law of trials")
+        raise UserError(
+            f"{context}: tune: is required to search: the space and the distribution of trials"
+        )
     trained = _train_and_evaluate(
         recipe, Path(runs), context, search=True, only_resume=only_resume, executor=executor
     )
@@ -385,12 +387,13 @@ def search_stage(search: Search, executor: Executor) -> None:
         return
     place = executor.place(False)
     console.log(
-        f"search: {search.tune.law.full_description}, {place}; when done: {search.cost.guarantee}"
+        f"search: {search.tune.num_trials.full_description}, {place}; when done: "
+        f"{search.cost.guarantee}"
     )
     if search.tune.score.caution:
         console.log(f"search: {search.tune.score.caution}")
     live = sys.stderr.isatty()
-    if search.tune.law.name != "fixed" and not live:  # a log may be kept, and read by others
+    if search.tune.num_trials.name != "fixed" and not live:  # a log may be kept, and read by others
         console.log(
             "search: the number of trials is secret, so nothing is said of them here: "
             f"{search.folder.progress} has it, for your eyes only"
@@ -398,7 +401,7 @@ def search_stage(search: Search, executor: Executor) -> None:
         search.run(place)
         console.log(f"search: done ({search.run_folder.path})")
         return
-    if search.tune.law.name != "fixed":
+    if search.tune.num_trials.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
     with console.progress("search", "trials") as show:
         search.run(place, show)
@@ -446,7 +449,7 @@ def certify_stage(
             gpus=recipe.resources.certify_gpus,
             log=console.log,
         )
-    if settings.form is not None:  # of forms that nobody asked for, another one was as good
+    if settings.backend is not None:  # of forms that nobody asked for, another one was as good
         for note in found.job_record["classifier"]["notes"]:
             console.log(f"certifying: {note}")
     return found
@@ -502,6 +505,6 @@ def report_stage(
 
 def summary(folder: RunFolder) -> list[tuple[str, str]]:
     """Return name and value of each line that a finished run shows at its end."""
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
-    return read_facts(folder).summary()
+    return load_results(folder).summary()

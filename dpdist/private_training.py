@@ -40,7 +40,7 @@ from dpdist.methods.base import MethodState
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_stage, stage_of_card
+from dpdist.reports.results import read_stage, stage_of_card
 from dpdist.runs.charging import begin_charge, check_charge, end_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
@@ -70,12 +70,12 @@ from dpdist.training.provenance import card_of_release
 from dpdist.training.script_checks import (
     HashedRecords,
     by_unit,
-    check_groups,
     check_model,
     check_optimizer,
     check_public,
-    check_scored_groups,
+    check_scored_users,
     check_units_apart,
+    check_users,
     check_what_is_learned,
     leave_out_unused,
     scored_by_unit,
@@ -99,7 +99,7 @@ class StepReport:
 
     Attributes:
         step: number of the step, from 0 on.
-        learning_rate: learning rate of the optimizer's first group in this step.
+        learning_rate: learning rate of the optimizer's first parameter group in this step.
         noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released; one record
             adds at most the clip norm.
         epsilon: epsilon of all that was released up to this step, at the delta of the plan;
@@ -203,19 +203,19 @@ class PrivateTraining:
     The folder is an ordinary run folder, begun by the first step. The same script continues it
     after a crash, from the newest checkpoint: it must build the same objects.
 
-    In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train make
+    In several processes with a `torch.distributed` process user, as `torchrun` and Ray Train make
     them, the same script trains together: each step is the step of one process, and is on record
     before any of them draws its noise. Worker 0 alone writes. All must build the same.
 
     Args:
-        model: the module itself, on its device; layers that normalise over the batch and modules
+        model: the module itself, on its device; layers that normalize over the batch and modules
             wrapped for distributed training are refused.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy"; a criterion object, such as
             `torch.nn.CrossEntropyLoss()`; or a callable that returns one value per record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
-        batch_size: expected number of records in a step (of groups where privacy has unit: group);
+        batch_size: expected number of records in a step (of users where privacy has unit: user);
             the real one is drawn.
         steps, epochs: length of the training; one of the two.
         folder: of the run, made where it is not there.
@@ -223,19 +223,19 @@ class PrivateTraining:
             dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
             when the next step begins, with what the loop's own lines did in between.
-        held_out: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
+        eval_data: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
             it commands in other processes can load the trained model; without it, only this script.
-        isolate: run every record through the model alone.
+        vmap: run every record through the model alone.
         certify: a recipe's section `certify`, for `dpdist certify` of the run.
         reproducible: add sums up in the same order on any number of workers, at most 8: the same
             bits, slower.
         private_metrics: let `step` return losses and counts of private records, too; with several
             workers, of this worker's. The ledger says so, and the guarantee's kind is then
             "assumed: post-processing".
-        rates: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a step at the
-            rate of its own target. The price is that of the largest rate.
+        class_sampling: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a
+            step at the rate of its own target. The price is that of the largest rate.
         class_counts: the PUBLIC number of records of each class, from which rates follow; they are
             never counted in the data. Required with rates.
         importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
@@ -256,9 +256,9 @@ class PrivateTraining:
         ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
         ...     batch_size=20, steps=3, folder=tempfile.mkdtemp() + "/run",
         ... )
-        >>> while training.steps_left:
+        >>> while training.remaining_steps:
         ...     report = training.step()
-        >>> training.steps_left, training.guarantee.kind
+        >>> training.remaining_steps, training.guarantee.kind
         (0, 'proved')
     """
 
@@ -281,13 +281,13 @@ class PrivateTraining:
         folder: str | Path,
         resources: ResourcesRecipe | Mapping[str, Any] | None = None,
         state: Sequence[Any] = (),
-        held_out: Any = None,
+        eval_data: Any = None,
         factory: str | None = None,
-        isolate: bool = False,
+        vmap: bool = False,
         certify: Mapping[str, Any] | None = None,
         reproducible: bool = False,
         private_metrics: bool = False,
-        rates: Mapping[Any, float] | None = None,
+        class_sampling: Mapping[Any, float] | None = None,
         class_counts: Mapping[Any, int] | None = None,
         importance_weights: bool = False,
         began_with: Any = None,
@@ -304,11 +304,11 @@ class PrivateTraining:
         examples = self._examples(EXAMPLES)
         unused = leave_out_unused(model, loss, examples)
         self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
-        self._public = None if held_out is None else as_records(held_out, name="held_out")
+        self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
         self._learner.spec = spec = spec_of(model, factory, examples[0], loss)
         check_what_is_learned(self._records, loss, model, spec.classes)
         self._script = Script(
-            model, spec, optimizer, loss, self._records, self.run, held_out is not None, stages,
+            model, spec, optimizer, loss, self._records, self.run, eval_data is not None, stages,
             unused,
         )  # fmt: skip
         live = {path: each.model if (each := ref()) and each.steps_taken else None
@@ -319,9 +319,9 @@ class PrivateTraining:
             self._workers, privacy, resources,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,
              "reproducible": reproducible},
-            {"rates": rates or {}, "class_counts": class_counts or {},
+            {"class_sampling": class_sampling or {}, "class_counts": class_counts or {},
              "importance_weights": importance_weights},
-            isolate=isolate, certify=certify,
+            vmap=vmap, certify=certify,
         )  # fmt: skip
         self._records = by_unit(recipe, self._records)
         self._engine = self._engine_of(recipe, examples)
@@ -358,9 +358,9 @@ class PrivateTraining:
             objective,
             clipping=make_clipping(privacy.clipping, privacy.clip_norm),
             micro_batch=recipe.resources.micro_batch,
-            isolate=recipe.model.isolate,
+            vmap=recipe.model.vmap,
         )
-        engine.records_per_example = privacy.max_records_per_group or 1
+        engine.records_per_example = privacy.max_records_per_user or 1
         engine.rounding = recipe.resources.rounding
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
@@ -385,7 +385,7 @@ class PrivateTraining:
                 f"data: must be the {plan.records:,} {plan.counted} that the run was begun with, "
                 f"got {len(records):,}"
             )
-        check_groups(recipe, records)
+        check_users(recipe, records)
         self._hashed = None if recipe.privacy.budget is None else HashedRecords(records)
         if self._hashed is not None and not continued and self._workers.first:
             check_charge(recipe, plan, self._hashed, _CONTEXT)
@@ -418,7 +418,7 @@ class PrivateTraining:
         self._attempt(key)
         if not complete_checkpoints(folder.checkpoints):
             self._save()
-        if not self.steps_left:  # it ended before it could say so
+        if not self.remaining_steps:  # it ended before it could say so
             self._finish()
 
     def _begin_run(self) -> bytes:
@@ -510,7 +510,7 @@ class PrivateTraining:
 
     @property
     def records(self) -> Records:
-        """Return the private data, `Records`; with a group as the unit, one entry is one group."""
+        """Return the private data, `Records`; with a user as the unit, one entry is one user."""
         return self._records
 
     @property
@@ -534,7 +534,7 @@ class PrivateTraining:
     # --- the loop
 
     @property
-    def steps_left(self) -> int:
+    def remaining_steps(self) -> int:
         """Return the number of steps of the plan that are not done, an int; 0 at the end."""
         return 0 if self._learner.stopped else self.plan.steps - self._done
 
@@ -593,7 +593,7 @@ class PrivateTraining:
         report = StepReport(
             number, rate, self._learner.noisy_norm, private, score, _so_far=_so_far(self)
         )
-        if not self.steps_left:
+        if not self.remaining_steps:
             self._finish()
         return report
 
@@ -603,7 +603,7 @@ class PrivateTraining:
         Raises:
             UserError: as `step` does.
         """
-        while self.steps_left:
+        while self.remaining_steps:
             yield self.step()
 
     def _take(self) -> StepMetrics | None:
@@ -645,12 +645,12 @@ class PrivateTraining:
             ... )
             >>> told = []
             >>> before = signal.signal(signal.SIGTERM, lambda *_: told.append("end"))
-            >>> while training.steps_left and not told:
+            >>> while training.remaining_steps and not told:
             ...     report = training.step()
             ...     if report.step == 1:
             ...         signal.raise_signal(signal.SIGTERM)
             >>> training.checkpoint()
-            >>> training.steps_left
+            >>> training.remaining_steps
             3
             >>> training.close()
             >>> _ = signal.signal(signal.SIGTERM, before)
@@ -660,7 +660,7 @@ class PrivateTraining:
                 "checkpoint: must be called between two steps, got a call inside one or after an "
                 "interrupted one: let a signal's handler set a flag, and call it after step()"
             )
-        if not self._started or not self.steps_left:
+        if not self._started or not self.remaining_steps:
             return
         with self._workers.sharing_errors():
             self._look_between("checkpoint")
@@ -693,7 +693,7 @@ class PrivateTraining:
             ...     privacy={"epsilon": 3, "delta": 1e-4}, batch_size=20, steps=50,
             ...     folder="runs/stopped",
             ... )
-            >>> while training.steps_left:
+            >>> while training.remaining_steps:
             ...     if training.step().step == 4:
             ...         run = training.finish()
             >>> training.steps_taken, training.guarantee == training.plan.guarantee()
@@ -706,7 +706,7 @@ class PrivateTraining:
             )
         if not self._done:
             raise UserError("finish: must be called after a step, got none: take one first")
-        if self.steps_left:
+        if self.remaining_steps:
             with self._workers.sharing_errors():
                 self._look_between("finish")
                 self._learner.stopped = True
@@ -728,7 +728,7 @@ class PrivateTraining:
         return self.run
 
     def score(
-        self, held_out: Any, *, every: int, noise: float | None = None, value: Value | None = None
+        self, eval_data: Any, *, every: int, noise: float | None = None, value: Value | None = None
     ) -> None:
         """Declare noisy scores of the model on held-out PRIVATE records, before the first step.
 
@@ -747,9 +747,9 @@ class PrivateTraining:
         its share, and all get the one noisy score, whose sum is that of one process.
 
         Args:
-            held_out: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
+            eval_data: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
                 where one of them is in the training's records, by keyed hashes of their inputs.
-                Where privacy has unit: group, they say their units, which have no record in data;
+                Where privacy has unit: user, they say their units, which have no record in data;
                 a unit adds the mean of its records' values, and units are what is counted.
             every: steps from one score to the next; the first comes after so many.
             noise: standard deviation of the noise on the sum, in records: of M records a score is
@@ -787,14 +787,14 @@ class PrivateTraining:
                 "alone; train without one of the two"
             )
         with self._workers.sharing_errors():
-            self._scored = self._declared_score(as_records(held_out), value, every, noise)
+            self._scored = self._declared_score(as_records(eval_data), value, every, noise)
 
     def _declared_score(
         self, records: Records, value: Value | None, every: int, noise: float | None
     ) -> PrivateScore:
         """Return the scores that `score` declares, checked; the plan pays for them afterwards."""
         begun = self._recipe.score
-        if self._recipe.group_unit is not None:
+        if self._recipe.user_unit is not None:
             records = scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
                 check_units_apart(self._public, single_records(records))
@@ -812,9 +812,9 @@ class PrivateTraining:
         terms = declare(
             self._recipe, self.plan, len(records), value, every=every, noise=noise
         )  # fmt: skip
-        if self._recipe.group_unit is None:
-            check_scored_groups(self._recipe, self._records, records)
-        check_apart(records, {"data": self._records, "held_out": self._public})
+        if self._recipe.user_unit is None:
+            check_scored_users(self._recipe, self._records, records)
+        check_apart(records, {"data": self._records, "private_eval_data": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)
         self._learner.check_form()
@@ -841,7 +841,7 @@ class PrivateTraining:
 
     def _ready(self) -> None:
         """Raise UserError where no step can be taken."""
-        if not self.steps_left:
+        if not self.remaining_steps:
             raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
         if (begun := self._recipe.score) is not None and self._scored is None:
             raise UserError(
@@ -1012,7 +1012,7 @@ def fit(
         steps: number of steps; give this or epochs.
         epochs: passes over the data, in expectation; give this or steps.
         folder: folder of the run, made where it is not there; the same call continues it.
-        options: further options of `PrivateTraining`, such as `held_out` and `factory`.
+        options: further options of `PrivateTraining`, such as `eval_data` and `factory`.
 
     Returns:
         The `RunFolder` of the trained run; of a finished run without another step.

@@ -40,7 +40,7 @@ from dpdist.release.bundle import (
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
-from dpdist.reports.facts import Facts, read_facts
+from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder, open_run
 from dpdist.training.records import data_source
 
@@ -54,7 +54,7 @@ def write_release(
     folder: RunFolder | str | Path,
     *,
     not_private: bool = False,
-    licence: str | None = None,
+    license: str | None = None,
     key: Path | None = None,
     factory: str | None = None,
 ) -> list[Path]:
@@ -64,7 +64,7 @@ def write_release(
         folder: the run's folder, or its name under runs/.
         not_private: release a run without a finite guarantee, or with a fixed key; its card then
             says so.
-        licence: an SPDX identifier for the model.
+        license: an SPDX identifier for the model.
         key: an Ed25519 private key (PEM) that signs the release.
         factory: "package.module:function" of (input_shape, classes) that builds the module of a
             script's run that named none; it is imported, and must build the module that was
@@ -83,14 +83,14 @@ def write_release(
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
-        >>> files = dpdist.write_release(dpdist.read_facts("small").folder)
+        >>> files = dpdist.write_release(dpdist.load_results("small").folder)
         >>> "runs/small/release/privacy_card.md" in [file.as_posix() for file in files]
         True
     """
     if not isinstance(folder, RunFolder):
         folder = open_run(str(folder), Path("runs"))
     _refuse_foreign_files(folder.release_folder)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     _require_releasable(facts)
     described = facts.privacy_card()
     if not described["private"] and not not_private:
@@ -98,7 +98,7 @@ def write_release(
         reason = no_epsilon(described) or reason
         raise UserError(
             f"{folder.path}: this run is not private ({reason}); to release it all the same, "
-            "labelled as such, add --not-private"
+            "labeled as such, add --not-private"
         )
     with atomic_folder(folder.release_folder, replace=True) as aside:
         aside.mkdir()
@@ -112,7 +112,7 @@ def write_release(
         for table in facts.tables:
             check_table(table, models.model_hash(aside), model, models.read_spec(aside))
         _write_tokenizer(facts, models.read_spec(aside), aside)
-        about = _release_record(facts, model, aside, licence)
+        about = _release_record(facts, model, aside, license)
         if (base := _write_released_adapter(facts, model, aside)) is not None:
             about["base"] = base
         _write_pages(aside, about, described)
@@ -133,7 +133,7 @@ def _write_pages(aside: Path, about: dict[str, Any], described: dict[str, Any]) 
 
 
 def _release_record(
-    facts: Facts, model: nn.Module, copied_model: Path, licence: str | None
+    facts: RunResults, model: nn.Module, copied_model: Path, license: str | None
 ) -> dict[str, Any]:
     """Return the content of release.json."""
     recipe, evaluation = facts.recipe, facts.evaluation
@@ -173,14 +173,14 @@ def _release_record(
         "data": data,
         "tested": tested,
         "certified": [certified_accuracy_record(table) for table in facts.tables],
-        "licence": licence,
+        "license": license,
         **text,
         **pictures,
         **raw,
     }
 
 
-def _text_record(facts: Facts) -> dict[str, Any] | None:
+def _text_record(facts: RunResults) -> dict[str, Any] | None:
     """Return how tokens are made, for release.json: no path, as the file lies in the release.
 
     None where inputs are no texts, or nobody knows how their tokens are made.
@@ -205,7 +205,7 @@ def _text_record(facts: Facts) -> dict[str, Any] | None:
     return found | ({"bos_eos": True} if text.bos_eos else {})
 
 
-def _script_documents(facts: Facts) -> dict[str, Any] | None:
+def _script_documents(facts: RunResults) -> dict[str, Any] | None:
     """Return how the tokens of a script's documents are made (`Records.tokenization`), if known."""
     from dpdist.training.script_state import read_module_record
 
@@ -216,7 +216,7 @@ def _script_documents(facts: Facts) -> dict[str, Any] | None:
     return made
 
 
-def _write_tokenizer(facts: Facts, spec: ModelSpec, aside: Path) -> None:
+def _write_tokenizer(facts: RunResults, spec: ModelSpec, aside: Path) -> None:
     """Write what makes the tokens, as it was trained with. Raises UserError where it is not there.
 
     It was made of no private document: the privacy card says so under its assumptions.
@@ -264,7 +264,7 @@ def write_adapter(
     Arguments, result and errors are those of `dpdist.integrations.transformers.save_adapter`.
     """
     target = Path(folder)
-    facts = read_facts(run)
+    facts = load_results(run)
     _require_releasable(facts)
     if model is None:
         _require_trained(facts, facts.folder.model_folder)
@@ -314,7 +314,7 @@ def _contents(folder: Path) -> dict[str, bytes | None]:
     return {path.name: path.read_bytes() if path.is_file() else None for path in found}
 
 
-def _base_name(facts: Facts, adapter: models.Adapter) -> str:
+def _base_name(facts: RunResults, adapter: models.Adapter) -> str:
     """Return the public name of an adapter's base, without a path."""
     if (initial := facts.recipe.model.initial) is not None:
         return initial.folder.name
@@ -341,7 +341,9 @@ def _write_adapter_files(
     return base
 
 
-def _write_released_adapter(facts: Facts, model: nn.Module, aside: Path) -> dict[str, str] | None:
+def _write_released_adapter(
+    facts: RunResults, model: nn.Module, aside: Path
+) -> dict[str, str] | None:
     """Write the adapter of a released model where nothing else was trained."""
     adapter = models.Adapter.of(model)
     if adapter is None or adapter.outside is not None:
@@ -387,7 +389,7 @@ def _refuse_foreign_files(release: Path) -> None:
         )
 
 
-def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) -> nn.Module:
+def _load_copied_model(facts: RunResults, copied_model: Path, factory: str | None) -> nn.Module:
     """Return the copied model, checked; its description then names the factory, if one is given.
 
     Raises UserError unless it is the trained one, loads as its users will load it, and answers
@@ -415,7 +417,7 @@ def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) ->
     return module
 
 
-def _require_releasable(facts: Facts) -> None:
+def _require_releasable(facts: RunResults) -> None:
     """Raise UserError for an audited run, and for a method whose models never leave."""
     if facts.canary_notice is not None:
         raise UserError(f"{facts.folder.path}: an audited run is {facts.canary_notice}")
@@ -423,7 +425,7 @@ def _require_releasable(facts: Facts) -> None:
         raise UserError(f"{facts.folder.path}: {reason}")
 
 
-def _require_trained(facts: Facts, folder: Path) -> None:
+def _require_trained(facts: RunResults, folder: Path) -> None:
     """Raise UserError unless a folder holds the model that the run trained."""
     if models.model_hash(folder) != facts.training_summary["model"]:
         raise UserError(
@@ -432,7 +434,7 @@ def _require_trained(facts: Facts, folder: Path) -> None:
         )
 
 
-def _name_factory(facts: Facts, copied_model: Path, factory: str) -> None:
+def _name_factory(facts: RunResults, copied_model: Path, factory: str) -> None:
     """Let a factory build the copied model of a script's run from here on.
 
     Raises UserError where it builds another module, or the run needs none.
@@ -451,7 +453,7 @@ def _name_factory(facts: Facts, copied_model: Path, factory: str) -> None:
     _rebuild(facts, copied_model, factory)
 
 
-def _rebuild(facts: Facts, copied_model: Path, factory: str) -> None:
+def _rebuild(facts: RunResults, copied_model: Path, factory: str) -> None:
     """Let a factory build the copied model anew, check that it does, and save it as it answers."""
     from dpdist.training.script_state import check_built_again, read_module_record
 
@@ -467,7 +469,7 @@ def _rebuild(facts: Facts, copied_model: Path, factory: str) -> None:
                 "dpdist.integrations.transformers.save_adapter"
             )
         built = replace(built, classes=int(record["outputs"].shape[2]), following=True)
-    module = models.initialise(built, 0)
+    module = models.initialize(built, 0)
     inner = module.network if isinstance(module, models.NextTokenLogits) else module
     check_built_again(
         inner, copied_model / WEIGHTS, facts.folder.checkpoints, factory, answering=module

@@ -52,7 +52,7 @@ from dpdist.core.files import (
 )
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import count_common, single_records
-from dpdist.data.protocol import UNITS, GroupedRecords, Groups, Records
+from dpdist.data.protocol import UNITS, Records, UserRecords, Users
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.noise import add_noise
 from dpdist.methods.base import Method
@@ -67,7 +67,7 @@ from dpdist.private_training import (
     watch_made,
 )
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
@@ -88,9 +88,9 @@ from dpdist.training.private_score import (
     value_name,
 )
 from dpdist.training.script_checks import (
-    HELD_OUT,
+    EVAL_DATA,
     HashedRecords,
-    check_scored_groups,
+    check_scored_users,
     check_units_apart,
     scored_by_unit,
 )
@@ -128,7 +128,7 @@ from dpdist.tuning.trial import (
 ASSUMED = (
     "train, and the model, loss and optimizer that it makes, change nothing of dpdist and read "
     "private records only through the PrivateTraining that it returns",
-    "config, space, law and score were chosen without private records",
+    "config, space, distribution and score were chosen without private records",
     "train is a deterministic function of config: it keeps nothing from one trial to the next, in "
     "files, the environment or elsewhere",
     "whether train, model, loss or optimizer raises an error depends on no private record",
@@ -173,7 +173,7 @@ class TrainFunction:
     """Hold a function that builds trainings, and the records of the search.
 
     train: the function. records: to train on, private. scored: to score on, by unit where they are
-    private and a group is the unit. value: of a record. public: whether the scored ones are public.
+    private and a user is the unit. value: of a record. public: whether the scored ones are public.
     noise_given: whether the noise multiplier may be one of the searched values; else it is found
     for a target epsilon.
     """
@@ -336,10 +336,11 @@ def _settings_of_space(
     that are not those of all trials, by which the search is priced.
     """
     found = [recipe_of(values) for values in iter_probe_values(tune)]
-    rates, *others = ((each.data.rates, each.data.class_counts) for each in found)
-    if any(each != rates for each in others):
+    class_sampling, *others = ((each.data.class_sampling, each.data.class_counts) for each in found)
+    if any(each != class_sampling for each in others):
         raise UserError(
-            "train: rates and class_counts must be the same in every trial, got others for other "
+            "train: class_sampling and class_counts must be the same in every trial, got others "
+            "for other "
             "values of the space: give them outside of it"
         )
     first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
@@ -473,9 +474,9 @@ class FunctionSearch(Search):
         recipe = source.read_recipe()
         if recipe.data.root is None:
             return recipe
-        shutil.rmtree(target.path / HELD_OUT, ignore_errors=True)
-        shutil.copytree(source.path / HELD_OUT, target.path / HELD_OUT)
-        data = recipe.data.model_copy(update={"root": target.path / HELD_OUT})
+        shutil.rmtree(target.path / EVAL_DATA, ignore_errors=True)
+        shutil.copytree(source.path / EVAL_DATA, target.path / EVAL_DATA)
+        data = recipe.data.model_copy(update={"root": target.path / EVAL_DATA})
         return recipe.model_copy(update={"data": data})
 
     def _search_record(self, winner: int) -> dict[str, Any]:
@@ -635,7 +636,7 @@ def _continue_by_workers(
         WorkersFailedError: they ended before the trial did.
     """
     resources = folder.run.read_search_recipe().resources
-    group = WorkerGroup(
+    user = WorkerGroup(
         _work_on_trial,
         (folder.run.path, number, package_fingerprints(PACKAGES)),
         resources.max_workers,
@@ -646,7 +647,7 @@ def _continue_by_workers(
         log=make_private_folder(folder.path / "logs") / f"{number:05d}.txt",
     )
     try:
-        TrialExecutor().run_workers(group)
+        TrialExecutor().run_workers(user)
     except WorkersFailedError:  # where the first worker wrote an end down, the others may fail
         if not read_scores(folder, number)["done"]:
             raise
@@ -748,8 +749,8 @@ def _train(training: PrivateTraining) -> None:
     Raises:
         UserError: it could not be replayed exactly, or something else changed the model.
     """
-    while training.steps_left:
-        _step(training, last=training.steps_left == 1)
+    while training.remaining_steps:
+        _step(training, last=training.remaining_steps == 1)
     ledger = read_verified_ledger(training.run).ledger
     if ledger.num_superseded:
         raise UserError("the training could not be replayed exactly")
@@ -811,14 +812,19 @@ def _check_function_search(
     train: Callable[[TrialConfig], Any],
     space: Any,
     data: Any,
-    law: Any,
+    num_trials: Any,
     score: Any,
     privacy: Any,
     folder: RunFolder,
     options: Mapping[str, Any],
 ) -> FunctionSearch:
     """Check all that can be checked, account the search, and write nothing. Raises UserError."""
-    for name, given in {"space": space, "data": data, "law": law, "score": score}.items():
+    for name, given in {
+        "space": space,
+        "data": data,
+        "num_trials": num_trials,
+        "score": score,
+    }.items():
         if given is None:
             raise UserError(f"tune: {name}: is required to search over a function")
     records, asked = as_records(data), _parse_privacy(privacy)
@@ -827,7 +833,7 @@ def _check_function_search(
         TuneRecipe,
         {
             "space": _plain(space),
-            "law": _plain(law),
+            "num_trials": _plain(num_trials),
             "score": terms,
             "searcher": options["searcher"],
             "concurrent": options["concurrent"],
@@ -849,10 +855,10 @@ def _check_function_search(
     recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
     _refuse_common(function, recipe)
     continued = _was_begun(recipe, folder)
-    units = len(Groups.from_values(_units_of(records), 1)) if recipe.group_unit else len(records)
+    units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
     counts = RecordCounts(units, 0.0, lambda fraction: units)
     settings = _settings_of_space(tune, explorer.recipe_of)
-    cost = FunctionCost(recipe, counts, tune.law, "tune", settings)
+    cost = FunctionCost(recipe, counts, tune.num_trials, "tune", settings)
     search = FunctionSearch(recipe, folder, cost, fingerprint, explorer, sent)
     if not (continued and begun.terms.exists()):
         for values in iter_probe_values(tune):
@@ -878,8 +884,8 @@ def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
                 "scores on them would be used as if they were public"
             )
         return
-    if recipe.group_unit is None:
-        check_scored_groups(recipe, records, scored)
+    if recipe.user_unit is None:
+        check_scored_users(recipe, records, scored)
     else:
         scored_by_unit(recipe, records, single_records(scored))
     check_apart(scored, {"data": records})
@@ -905,7 +911,7 @@ def _assumed_of_score(function: TrainFunction) -> list[str]:
     if function.public:
         return [ASSUMED_PUBLIC]
     own = [] if function.value is None else [ASSUMED_OF_VALUE]
-    units = "groups" if isinstance(function.scored, GroupedRecords) else "records"
+    units = "users" if isinstance(function.scored, UserRecords) else "records"
     return [f"the number of held-out {units} ({len(function.scored):,}) is public", *own]
 
 
@@ -942,7 +948,7 @@ def _search_recipe(
     return parse_recipe(raw, "tune")
 
 
-_SCORE_KEYS = ("held_out", "public", "value", "noise")
+_SCORE_KEYS = ("private_eval_data", "public", "value", "noise")
 
 
 def _parse_score(
@@ -950,26 +956,29 @@ def _parse_score(
 ) -> tuple[Records, Value | None, dict[str, Any]]:
     """Return the records that trials are scored on, the value of each, and the section `score`.
 
-    Private records are by unit where a group is the unit.
+    Private records are by unit where a user is the unit.
     """
     if not isinstance(score, Mapping):
         raise UserError(
-            'tune: score: must be {"held_out": private records} or {"public": records}, with '
+            'tune: score: must be {"private_eval_data": private records} or {"public": records}, '
+            "with "
             '"value": a function of model and batch to one value a record, got '
             f"{type(score).__name__}"
         )
     if unknown := sorted(score.keys() - set(_SCORE_KEYS)):
         raise UserError(f"tune: score.{unknown[0]}: must be one of {', '.join(_SCORE_KEYS)}")
-    given = [key for key in ("held_out", "public") if score.get(key) is not None]
+    given = [key for key in ("private_eval_data", "public") if score.get(key) is not None]
     if len(given) != 1:
-        raise UserError("tune: score: must have exactly one of held_out (private) and public")
+        raise UserError(
+            "tune: score: must have exactly one of private_eval_data (private) and public"
+        )
     value = score.get("value")
     name = value_name(value, "tune: score.value")
     records = as_records(score[given[0]])
     public = given == ["public"]
-    if privacy.max_records_per_group is not None and not public:
-        groups = Groups.from_values(_units_of(records), privacy.max_records_per_group)
-        records = GroupedRecords(records, groups)
+    if privacy.max_records_per_user is not None and not public:
+        users = Users.from_values(_units_of(records), privacy.max_records_per_user)
+        records = UserRecords(records, users)
     told = FunctionScore(value=name, records=len(records), public=public)
     terms = {"function": told.model_dump(), "noise": score.get("noise")}
     return records, value, terms
@@ -1016,8 +1025,8 @@ def _plain(section: Any) -> Any:
 class SearchResult:
     """Hold the end of a private search: the winner, the price and all else that may be said.
 
-    Guarantee: with a secret number of trials only the winner, the price and the law may be shown;
-    where the number is fixed, all trials are paid for, and `trials` shows them.
+    Guarantee: with a secret number of trials only the winner, the price and the distribution may be
+    shown; where the number is fixed, all trials are paid for, and `trials` shows them.
 
     Attributes:
         best: folder of the winner's run, for `dpdist.certify`, reports and releases.
@@ -1032,7 +1041,7 @@ class SearchResult:
         ...         "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
         ...     },
         ...     {"training.learning_rate": {"choice": [0.1, 1.0]}},
-        ...     law={"name": "fixed", "runs": 2}, folder="runs/searched", executor="local",
+        ...     num_trials={"name": "fixed", "runs": 2}, folder="runs/searched", executor="local",
         ... )
         >>> list(search.config), len(search.trials)
         (['training.learning_rate'], 2)
@@ -1042,19 +1051,19 @@ class SearchResult:
 
     @cached_property
     def _terms(self) -> SearchTerms:
-        search = read_facts(self.best).search
+        search = load_results(self.best).search
         assert search is not None
         return search
 
     @cached_property
     def guarantee(self) -> Guarantee:
         """Return the `Guarantee` of training and search together."""
-        return read_facts(self.best).guarantee
+        return load_results(self.best).guarantee
 
     @property
-    def law(self) -> str:
-        """Return the law of the number of trials in words, a str."""
-        return self._terms.law
+    def num_trials(self) -> str:
+        """Return the distribution of the number of trials in words, a str."""
+        return self._terms.num_trials
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -1072,14 +1081,15 @@ class SearchResult:
         """
         if not self._terms.trials:
             raise UserError(
-                f"trials: must not be shown with a secret number of trials ({self.law}): the price "
-                "holds for the winner alone; take law {'name': 'fixed', 'runs': ...}",
+                f"trials: must not be shown with a secret number of trials ({self.num_trials}): "
+                "the price "
+                "holds for the winner alone; take distribution {'name': 'fixed', 'runs': ...}",
                 see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
 
     def __repr__(self) -> str:
-        return f"SearchResult({self.best.path}: {self.guarantee}; trials: {self.law})"
+        return f"SearchResult({self.best.path}: {self.guarantee}; trials: {self.num_trials})"
 
 
 def tune(
@@ -1087,7 +1097,7 @@ def tune(
     space: Mapping[str, Any] | None = None,
     *,
     data: Any = None,
-    law: Any = None,
+    num_trials: Any = None,
     score: Any = None,
     privacy: PrivacyRecipe | Mapping[str, Any] | None = None,
     folder: str | Path,
@@ -1116,15 +1126,15 @@ def tune(
             {"choice": [...]}. In a recipe, dotted keys; None for the recipe's own section.
         data: of a function, the private records to train on: `(X, y)`, or anything that
             `dpdist.as_records` takes.
-        law: of the number of trials, such as {"name": "poisson", "mean": 5}, a secret one, or
-            {"name": "fixed", "runs": 10}.
-        score: of a function, {"held_out": private records}, scored with noise and paid for, or
-            {"public": records}; "value": a function of model and batch to one value a record, in
-            [0, 1] on private ones (default: accuracy); "noise": standard deviation on the sum.
-            In a recipe, its section `tune.score`.
+        num_trials: of the number of trials, such as {"name": "poisson", "mean": 5}, a secret one,
+            or {"name": "fixed", "runs": 10}.
+        score: of a function, {"private_eval_data": private records}, scored with noise and paid
+            for, or {"public": records}; "value": a function of model and batch to one value a
+            record, in [0, 1] on private ones (default: accuracy); "noise": standard deviation on
+            the sum. In a recipe, its section `tune.score`.
         privacy: of training and search together; with epsilon the noise is found.
         folder: of the winner's run, made where it is not there.
-        searcher: "random", or with law fixed "optuna".
+        searcher: "random", or with num_trials fixed "optuna".
         concurrent: trials at the same time; None for as many as fit.
         resources: of a function's trials: `workers` that train a trial together, on Ray,
             `cpus_per_worker`, `gpus_per_worker`, and `max_failures`, how often a trial is repeated
@@ -1153,7 +1163,8 @@ def tune(
         ...     )
         >>> search = dpdist.tune(
         ...     train, {"lr": {"log_uniform": [0.01, 1]}}, data=(inputs[:200], labels[:200]),
-        ...     law={"name": "fixed", "runs": 2}, score={"held_out": (inputs[200:], labels[200:])},
+        ...     num_trials={"name": "fixed", "runs": 2}, score={"private_eval_data": (inputs[200:],
+        ...     labels[200:])},
         ...     privacy=dpdist.Privacy(noise_multiplier=4, delta=1e-3),
         ...     folder=tempfile.mkdtemp() + "/search", executor="local",
         ... )
@@ -1167,7 +1178,7 @@ def tune(
             _search_recipe_values(
                 train,
                 space,
-                law,
+                num_trials,
                 score,
                 privacy,
                 run,
@@ -1184,7 +1195,7 @@ def tune(
         "concurrent": concurrent,
         "resources": resources,
     }
-    search = _check_function_search(train, space, data, law, score, privacy, run, options)
+    search = _check_function_search(train, space, data, num_trials, score, privacy, run, options)
     _run_function_search(search, executor)
     return SearchResult(run)
 
@@ -1220,7 +1231,7 @@ def _refuse_for_recipes(given: Mapping[str, Any]) -> None:
 def _search_recipe_values(
     recipe: Recipe | str | Path | Mapping[str, Any],
     space: Any,
-    law: Any,
+    num_trials: Any,
     score: Any,
     privacy: Any,
     folder: RunFolder,
@@ -1228,7 +1239,7 @@ def _search_recipe_values(
     executor: ExecutorName | None,
 ) -> RunFolder:
     """Run the search of a recipe, with these sections in place of its own."""
-    given = {"space": space, "law": law, "score": score, **options}
+    given = {"space": space, "num_trials": num_trials, "score": score, **options}
     changes = {f"tune.{key}": _plain(each) for key, each in given.items() if each is not None}
     if privacy is not None:
         changes["privacy"] = _plain(privacy)

@@ -52,7 +52,7 @@ from dpdist.evaluation import load_model
 from dpdist.papers.stobatch.dpal import ACCURACY_FILE
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
 
@@ -274,7 +274,7 @@ def make(options: argparse.Namespace, part: str, cell: Cell, key: int) -> dict[s
             options, "attack", name, "--runs", str(runs), "--local",
             "--set", f"norm={cell.norm}", "--set", "attacks=[pgd]", "--set", f"every={every}",
             "--set", f"sizes={list(cell.sizes)}",
-            *(("--set", "draws=4", "--set", "n=100") if noisy else ()),
+            *(("--set", "samples=4", "--set", "n=100") if noisy else ()),
         )  # fmt: skip
     return measured(run) | {"seconds": round(processor_time() - began)}
 
@@ -296,7 +296,7 @@ def place_of_public(options: argparse.Namespace, cell: Cell) -> dict[str, Any]:
 
 def measured(run: RunFolder) -> dict[str, Any]:
     """Return shares in % and bits of a finished run: clean, certified by radius, under attack."""
-    facts = read_facts(run)
+    facts = load_results(run)
     assert facts.evaluation is not None
     epsilon = facts.guarantee.epsilon
     shares: dict[str, float] = {"clean": 100 * facts.evaluation["accuracy"]}

@@ -174,7 +174,7 @@ def _proved(line: dict[str, Any]) -> list[str]:
 def interval(values: list[float], n: int | None, statistic: str = "mean") -> Estimate:
     """Of one or several trainings' values; infinite where nothing is known of their spread.
 
-    A deviation's is by the chi-square law, for values that are normal.
+    A deviation's is by the chi-square distribution, for values that are normal.
     """
     if statistic == "deviation":
         if len(values) < 2:

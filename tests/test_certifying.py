@@ -32,7 +32,7 @@ SPEC = models.ModelSpec("linear", (4,), 3)
 
 
 def network() -> nn.Module:
-    module = models.initialise(SPEC, 3)
+    module = models.initialize(SPEC, 3)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(4)
@@ -73,7 +73,7 @@ def test_a_callable_counts_as_the_module_in_it() -> None:
     by_module = dpdist.certify(module, points(), SETTINGS, executor="local")
     for what in (Wrapped(module), lambda x: module(x), module.forward):
         found = dpdist.certify(what, points(), SETTINGS, executor="local")
-        assert found.job_record["classifier"]["form"] == "eager"
+        assert found.job_record["classifier"]["backend"] == "eager"
         # Another digest draws other noise: shares of 600 draws of one probability differ by 0.2 or
         # more with probability below 4 exp(-2 600 0.1^2) = 2.5e-5 for each of 18 inputs.
         pairs = [table.to_arrow().to_pylist() for table in (by_module, found)]
@@ -214,7 +214,7 @@ def test_a_script_that_draws_is_refused() -> None:
 
 
 def test_first_calls_of_what_may_be_a_script_come_before_all_counted_ones() -> None:
-    """Its executor specialises on them, so that last bits could follow who counted first."""
+    """Its executor specializes on them, so that last bits could follow who counted first."""
     called: list[int] = []
 
     def answer(x: torch.Tensor) -> torch.Tensor:
@@ -228,8 +228,8 @@ def test_first_calls_of_what_may_be_a_script_come_before_all_counted_ones() -> N
 # ---- units: what is certified is what was trained
 
 
-class Normalised(nn.Module):
-    """A network of normalised inputs behind the normalisation that a data loader does."""
+class Normalized(nn.Module):
+    """A network of normalized inputs behind the normalization that a data loader does."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -245,20 +245,20 @@ FEW = dpdist.Cohen(sigma=0.1, n=200, n0=20, seed="a", radii=(0.05, 0.1))
 
 
 def images() -> tuple[nn.Module, np.ndarray, np.ndarray]:
-    """A network of normalised images of 2 channels, images in 0 to 1, and what it says of them."""
-    module = models.initialise(models.ModelSpec("linear", (2, 3, 3), 3), 5)
+    """A network of normalized images of 2 channels, images in 0 to 1, and what it says of them."""
+    module = models.initialize(models.ModelSpec("linear", (2, 3, 3), 3), 5)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(4)
     x = np.random.default_rng(1).random((40, 2, 3, 3), dtype=np.float32)
-    return module, x, Normalised(module)(torch.from_numpy(x)).argmax(1).numpy()
+    return module, x, Normalized(module)(torch.from_numpy(x)).argmax(1).numpy()
 
 
 def columns(table: dpdist.CertificateTable) -> list[list[object]]:
     return [table.to_arrow()[name].to_pylist() for name in ("selected", "radius", "prediction")]
 
 
-def test_normalisation_becomes_part_of_the_model_by_object_as_by_command(tmp_path: Path) -> None:
+def test_normalization_becomes_part_of_the_model_by_object_as_by_command(tmp_path: Path) -> None:
     module, x, y = images()
     found = dpdist.certify(module, (x, y), FEW, normalize=CONSTANTS, executor="local")
     assert found.clean_accuracy == 1.0 and found.input_range == (x.min(), x.max())
@@ -272,7 +272,7 @@ def test_normalisation_becomes_part_of_the_model_by_object_as_by_command(tmp_pat
         name, (x, y), FEW, normalize=CONSTANTS, weights=tmp_path / "net.pt", executor="local"
     )
     assert by_name.clean_accuracy == 1.0
-    other = models.initialise(models.ModelSpec("linear", (2, 3, 3), 3), 9)
+    other = models.initialize(models.ModelSpec("linear", (2, 3, 3), 3), 9)
     before = [each.clone() for each in other.parameters()]
     loaded = dpdist.certify(
         other, (x, y), FEW, normalize=CONSTANTS, weights=tmp_path / "net.pt", executor="local"
@@ -286,17 +286,17 @@ def test_normalisation_becomes_part_of_the_model_by_object_as_by_command(tmp_pat
 
 
 def fresh_images_network(num_classes: int = 3) -> nn.Module:
-    return models.initialise(models.ModelSpec("linear", (2, 3, 3), num_classes), 7)
+    return models.initialize(models.ModelSpec("linear", (2, 3, 3), num_classes), 7)
 
 
-def test_normalisation_is_part_of_what_a_folder_holds(tmp_path: Path) -> None:
+def test_normalization_is_part_of_what_a_folder_holds(tmp_path: Path) -> None:
     module, x, y = images()
     certify(module, (x, y), FEW, folder=tmp_path / "c", normalize=CONSTANTS, executor="local")
     with pytest.raises(UserError, match="model"):
         certify(module, (x, y), FEW, folder=tmp_path / "c", normalize=(0.5, 0.5), executor="local")
 
 
-def test_normalised_images_are_doubted_with_the_cure_and_units_are_printed() -> None:
+def test_normalized_images_are_doubted_with_the_cure_and_units_are_printed() -> None:
     module, x, y = images()
     mean, std = (np.array(each, np.float32).reshape(2, 1, 1) for each in CONSTANTS)
     with pytest.warns(UserWarning, match=r"outside 0 to 1.*normalize=\(mean, std\)"):

@@ -88,7 +88,7 @@ def test_every_command_has_help(dpdist, command):
         ("audit digits --kind nothing", "--kind"),
         ("audit digits --workers 2", "--workers"),
         ("audit digits --picture roc.png", "--picture"),
-        ("audit digits --kind membership --set colour=1", "colour"),
+        ("audit digits --kind membership --set color=1", "color"),
         ("report a b --technical-file", "--technical-file"),
         ("import new --run a", "--run"),
         ("cluster fetch a --restore", "--restore"),
@@ -107,11 +107,11 @@ def test_calculators_answer_in_json(dpdist):
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert answer["epsilon"] == pytest.approx(1.134, abs=2e-3)
-    assert {"delta", "accountant", "neighbours", "noise_multiplier", "sample_rate", "steps"} <= set(
+    assert {"delta", "accountant", "adjacency", "noise_multiplier", "sample_rate", "steps"} <= set(
         answer
     )
     done = dpdist(
-        "account", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
+        "account", "--hits", "99000", "--samples", "100000", "--alpha", "0.001", "--sigma", "0.5",
         "--json",
     )  # fmt: skip
     answer = json.loads(done.stdout)
@@ -176,7 +176,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"colour": "blue"}, "colour: unknown key"),
+        ({"color": "blue"}, "color: unknown key"),
         ({"training": {"stepz": 3}}, "training.stepz: unknown key"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 0}}, "privacy.epsilon: must be > 0"),
         ({"privacy": {"noise_multiplier": None, "epsilon": -1.5}}, "must be > 0, got -1.5"),
@@ -192,7 +192,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
             {"training": {"batch_size": 1439}, "privacy": {"batch_cap": 1439}},
             "privacy.batch_cap: must be left out when every step takes all records",
         ),
-        ({"certify": {"sigma": 0.5, "mode": "target"}}, "r.yaml: certify.radii: must be given"),
+        (
+            {"certify": {"sigma": 0.5, "mode": "target-radius"}},
+            "r.yaml: certify.radii: must be given",
+        ),
     ],
 )
 def test_bad_recipes(dpdist, tmp_path, sections, message):

@@ -31,7 +31,7 @@ INITIAL = {"name": "linear", "initial": "/public/weights"}
 FROZEN = {"name": "linear", "classifier": "/public/classifier"}
 TUNE = {
     "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
-    "law": {"name": "fixed", "runs": 2},
+    "num_trials": {"name": "fixed", "runs": 2},
 }
 
 
@@ -56,16 +56,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             {"data": {"name": "scenes", "columns": {key: value}}},
             {"data": FILES | {"columns": {key: value}}},
         )
-        for key, value in {"image": "a", "label": "a", "features": ["a"], "group": "a"}.items()
+        for key, value in {"image": "a", "label": "a", "features": ["a"], "user": "a"}.items()
     },
     "training.factor": (loop(factor=0.5), loop(factor=0.5, schedule="step", milestones=[0.5])),
     "privacy.clip_norm": (
         {"privacy": OPEN | {"clip_norm": 2.0}}, {"privacy": PRIVATE | {"clip_norm": 2.0}}),
-    "privacy.max_records_per_group": (
-        {"privacy": PRIVATE | {"max_records_per_group": 3}},
+    "privacy.max_records_per_user": (
+        {"privacy": PRIVATE | {"max_records_per_user": 3}},
         {
-            "privacy": PRIVATE | {"max_records_per_group": 3, "unit": "group"},
-            "data": FILES | {"columns": {"group": "patient"}},
+            "privacy": PRIVATE | {"max_records_per_user": 3, "unit": "user"},
+            "data": FILES | {"columns": {"user": "patient"}},
         },
     ),
     "privacy.budget_composition": (
@@ -73,9 +73,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"privacy": PRIVATE | {
             "budget": "/budgets", "budget_ceiling": 9.0, "budget_composition": "non-adaptive"}},
     ),
-    "tune.score.hold_out": (
-        {"tune": TUNE | {"score": {"public": {"name": "digits"}, "hold_out": 0.2}}},
-        {"tune": TUNE | {"score": {"hold_out": 0.2}}},
+    "tune.score.private_eval_fraction": (
+        {"tune": TUNE | {"score": {"public": {"name": "digits"}, "private_eval_fraction": 0.2}}},
+        {"tune": TUNE | {"score": {"private_eval_fraction": 0.2}}},
     ),
     **{
         f"tune.score.{key}": (
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             {"certify": {"sigma": 0.25}, "tune": TUNE | {"score": {
                 key: value, "objectives": {"average-radius": 1.0}, "radius_cap": 1.0}}},
         )
-        for key, value in {"draws": 50, "alpha": 0.1}.items()
+        for key, value in {"samples": 50, "alpha": 0.1}.items()
     },
     "public.training.reproducible": (
         pretrained(training=PUBLIC["training"] | {"reproducible": True}), None),
@@ -91,13 +91,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         f"public.model.{key}": (
             pretrained(FROZEN, model={"name": "linear", key: value, **more}), None)
         for key, value, more in (
-            ("isolate", True, {}), ("initial", "/a", {}), ("classifier", "/a", {}),
+            ("vmap", True, {}), ("initial", "/a", {}), ("classifier", "/a", {}),
             ("denoiser", "/a", {}), ("trained", ["a"], {"initial": "/a"}),
         )
     },
     **{
         f"public.data.{key}": (pretrained(data={"name": "strokes", key: 0.5}), None)
-        for key in ("public", "hold_out", "fraction")
+        for key in ("public", "private_eval_fraction", "fraction")
     },
     **{
         f"method.{key}": (hidden(sigma=0.5, **{key: value}), hidden(**{key: value}))

@@ -24,7 +24,7 @@ from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel
 from dpdist.methods.base import PublicRecords
 from dpdist.models import ModelSpec
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import provenance
@@ -52,7 +52,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
     target = tmp_path_factory.mktemp("made") / "digit-features"
-    return make_features("digits", network, target, saw="letters")
+    return make_features("digits", network, target, pretraining_data="letters")
 
 
 def rows(folder: Path, split: str) -> dict[str, list[Any]]:
@@ -91,7 +91,7 @@ def recipe_on(made: Path, **more: dict[str, Any]) -> Any:
 def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "x")
     train(recipe_on(made), folder)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     said = {"features by a network trained on": "letters (declared, not checked)"}
     assert facts.training_data_by_part == said
     assert any("letters: declared only" in line for line in facts.assumptions)
@@ -144,7 +144,7 @@ def test_features_say_so_themselves_without_the_file_beside_them(
 
 def saved(folder: Path, seen: data.Dataset | None) -> Path:
     spec = ModelSpec("mlp", (1, 8, 8), 10, {"hidden": [6]})
-    models.save(models.initialise(spec, 0), spec, folder)
+    models.save(models.initialize(spec, 0), spec, folder)
     if seen is not None:
         write_provenance(folder, seen, {"made_by": {}})
     return folder
@@ -157,13 +157,16 @@ def test_a_folder_s_network_that_saw_private_records_is_refused(tmp_path: Path) 
         make_features("digits", saved(tmp_path / "own", own), target)
     with pytest.raises(UserError, match="nothing says what it was trained on"):
         make_features("digits", saved(tmp_path / "silent", None), target)
-    with pytest.raises(UserError, match="--saw: must be left out"):
-        make_features("digits", saved(tmp_path / "said", other), target, saw="letters")
+    with pytest.raises(UserError, match="--pretraining-data: must be left out"):
+        make_features("digits", saved(tmp_path / "said", other), target, pretraining_data="letters")
     assert not target.exists()
     make_features("digits", tmp_path / "said", target)
     about = json.loads((target / "features.json").read_text())
     assert about["checked"] and about["assumed"] is None
-    assert "none of them is among the private records (compared by content)" in about["saw"]
+    assert (
+        "none of them is among the private records (compared by content)"
+        in about["pretraining_data"]
+    )
     with pytest.raises(UserError, match="is there already"):
         make_features("digits", tmp_path / "said", target)
 
@@ -177,7 +180,9 @@ def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path)
         table = pq.read_table(path)
         pq.write_table(table.append_column("who", [[f"{split}{n}" for n in range(count)]]), path)
     network = ForeignModel(FACTORY, input_shape=(1, 8, 8))
-    done = make_features(str(folder), network, tmp_path / "made", saw="nothing", group="who")
+    done = make_features(
+        str(folder), network, tmp_path / "made", pretraining_data="nothing", group="who"
+    )
     found = rows(done, "train")
     assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64
 
@@ -191,9 +196,9 @@ def test_the_script_makes_a_set_that_init_takes(
     asked = ["features.py", "digits", "--name", "made", "--model", FACTORY, "--data-root",
              str(tmp_path), "--weights", str(weights), "--normalize", "0.3/0.4"]  # fmt: skip
     monkeypatch.setattr("sys.argv", asked)
-    with pytest.raises(SystemExit, match="--saw"):
+    with pytest.raises(SystemExit, match="--pretraining-data"):
         FEATURES.main()
-    monkeypatch.setattr("sys.argv", [*asked, "--saw", "letters"])
+    monkeypatch.setattr("sys.argv", [*asked, "--pretraining-data", "letters"])
     FEATURES.main()
     told = capsys.readouterr().out
     assert "64 features each" in told and f"dpdist init {tmp_path / 'made'}" in told
@@ -292,11 +297,13 @@ def test_features_are_no_public_records(made: Path) -> None:
         method_public_records(reads)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("saw", ["Digits", " digits", "digits/train", "the digits (train)"])
-def test_the_private_set_by_name_is_refused_however_it_is_spelled(saw: str) -> None:
-    with pytest.raises(UserError, match=r"--saw: must be other data than digits"):
-        declare_seen("net", saw, "digits/train")
-    assert declare_seen("net", "digits2", "digits/train")["saw"].startswith("digits2")
+@pytest.mark.parametrize(
+    "pretraining_data", ["Digits", " digits", "digits/train", "the digits (train)"]
+)
+def test_the_private_set_by_name_is_refused_however_it_is_spelled(pretraining_data: str) -> None:
+    with pytest.raises(UserError, match=r"--pretraining-data: must be other data than digits"):
+        declare_seen("net", pretraining_data, "digits/train")
+    assert declare_seen("net", "digits2", "digits/train")["pretraining_data"].startswith("digits2")
 
 
 def test_weights_that_dpdist_wrote_are_no_network_from_elsewhere(
@@ -309,5 +316,5 @@ def test_weights_that_dpdist_wrote_are_no_network_from_elsewhere(
     (tmp_path / "privacy_card.json").write_text("{}")
     network = ForeignModel(FACTORY, copied, mean=(0.3,), std=(0.4,))
     with pytest.raises(UserError, match=r"--weights: must be of a network from elsewhere"):
-        make_features("digits", network, tmp_path / "made", saw="letters")
+        make_features("digits", network, tmp_path / "made", pretraining_data="letters")
     assert not (tmp_path / "made").exists()

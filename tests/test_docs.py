@@ -125,7 +125,7 @@ def test_every_recipe_key_has_a_meaning_in_one_place():
         ("privacy.delta", "number, at least 1e-30, below 1; required"),
         ("privacy.clip_norm", "number, 1e-9 to 1e9; default `1.0`"),
         ("training.optimizer", "`sgd`, `adam` or `adamw`; default `sgd`"),
-        ("data.hold_out", "number, at least 0, below 1; default `0.0`"),
+        ("data.private_eval_fraction", "number, at least 0, below 1; default `0.0`"),
         ("model.std", "list of (number, 1e-9 to 1e9), at most 10,000 long; default `[]`"),
         ("resources.workers", "whole number, 1 to 10,000 or section; default `1`"),
     ],
@@ -265,7 +265,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     keys = (site / "docs/reference/recipe.html").read_text()
     assert 'id="recipe-key-privacy.noise_multiplier"' in keys
     api = (site / "docs/reference/api.html").read_text()
-    assert all(f'id="dpdist.{name}"' in api for name in ("run", "read_facts", "Release", "certify"))
+    assert all(
+        f'id="dpdist.{name}"' in api for name in ("run", "load_results", "Release", "certify")
+    )
     search = (site / "searchindex.js").read_text()
     assert "privacy.noise_multiplier" in search and (site / "examples/first_run.html").exists()
 

@@ -35,7 +35,7 @@ BASE = {
 TARGET = {"epsilon": 3.0, "delta": 1e-4}
 TUNE = {
     "space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
-    "law": {"name": "fixed", "runs": 2},
+    "num_trials": {"name": "fixed", "runs": 2},
 }
 HIDDEN = {
     "model": "mlp",
@@ -45,12 +45,15 @@ HIDDEN = {
 DATA = {"name": "digits"}
 CASES = {
     "plain": {"privacy": TARGET},
-    "hold_out": {"data": DATA | {"hold_out": 0.2}},
+    "private_eval_fraction": {"data": DATA | {"private_eval_fraction": 0.2}},
     "public": {"data": DATA | {"public": 0.3}},
     "max_train": {"data": DATA | {"max_train": 700}},
     "paid": HIDDEN,
     "search": {"tune": TUNE, "privacy": TARGET},
-    "search, hold_out": {"tune": TUNE, "data": DATA | {"hold_out": 0.2, "max_train": 900}},
+    "search, private_eval_fraction": {
+        "tune": TUNE,
+        "data": DATA | {"private_eval_fraction": 0.2, "max_train": 900},
+    },
     "search, public": {"tune": TUNE | {"score": {"public": DATA}}},
 }
 
@@ -93,7 +96,8 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("before", "now"), [("plain", "hold_out"), ("search", "plain"),
+@pytest.mark.parametrize(("before", "now"), [("plain", "private_eval_fraction"), ("search",
+"plain"),
                                              ("plain", "search")])  # fmt: skip
 def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
     """A dry run prints a changed recipe's plan although a run has its name."""
@@ -116,8 +120,8 @@ def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
     [
         ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "as if they were"),
         ({"tune": TUNE | {"space": {"privacy.delta": {"choice": [1e-5]}}}}, "cannot be searched"),
-        ({"tune": TUNE | {"law": {"name": "geometric", "mean": 3}},
-          "privacy": BASE["privacy"] | {"neighbours": "replace-one"}}, "tune.score: "),
+        ({"tune": TUNE | {"num_trials": {"name": "geometric", "mean": 3}},
+          "privacy": BASE["privacy"] | {"adjacency": "replace-one"}}, "tune.score: "),
         ({"training": BASE["training"] | {"reproducible": True},
           "resources": {"workers": 9}}, "resources.workers: must be <= 8"),
         ({"certify": {"sigma": 0.5, "start": 5000}}, "certify.start"),
@@ -144,13 +148,13 @@ def test_memory_counts_what_is_frozen_perturbed_and_made_for_the_self_check():
     model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3), nn.Linear(3, 2))  # 77, 24 and 8
     model[0].requires_grad_(False)
     frozen, largest = 4 * 77, 8 * 21
-    for draws, isolate, more in (
+    for draws, vmap, more in (
         (None, False, largest),
         (ParameterPerturbation(2, 0.1), False, largest + 4 * 32),
         (None, True, 0),
     ):
         engine = GradientEngine(
             model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
-            perturbation=draws, isolate=isolate,
+            perturbation=draws, vmap=vmap,
         )  # fmt: skip
         assert _extra_bytes(engine) == frozen + more

@@ -158,7 +158,7 @@ def test_an_attack(beside, monkeypatch, capsys):
     recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
     train(recipe, folder)
     # gone again afterwards
-    monkeypatch.setitem(gradient_attacks.ATTACKS_FROM_CENTRE, "settling", None)
+    monkeypatch.setitem(gradient_attacks.ATTACKS_FROM_CENTER, "settling", None)
     import settling  # noqa: F401
 
     every = (*fields.ATTACKS, "settling")
@@ -169,9 +169,9 @@ def test_an_attack(beside, monkeypatch, capsys):
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out
-    centre = torch.full((2, 1, 8, 8), 0.5)
-    ball = Ball(centre, torch.full((2,), 0.1, dtype=torch.float64), "l2")
-    moved = gradient_attacks.ATTACKS_FROM_CENTRE["settling"](
+    center = torch.full((2, 1, 8, 8), 0.5)
+    ball = Ball(center, torch.full((2,), 0.1, dtype=torch.float64), "l2")
+    moved = gradient_attacks.ATTACKS_FROM_CENTER["settling"](
         lambda point, step: torch.ones(2, 1, 8, 8), ball, 3
     )
-    assert torch.allclose((moved - centre).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)
+    assert torch.allclose((moved - center).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)

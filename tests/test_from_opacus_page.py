@@ -36,7 +36,7 @@ def execute(name: str, folder: Path) -> list[str]:
 @pytest.mark.long
 def test_our_script_runs_as_printed(tmp_path):
     guarantee, accuracy = execute("after.py", tmp_path)
-    facts = dpdist.read_facts(tmp_path / "runs" / "digits")
+    facts = dpdist.load_results(tmp_path / "runs" / "digits")
     assert guarantee == str(facts.guarantee) and 2.9 < facts.guarantee.epsilon <= 3
     assert float(accuracy.split()[1]) > 0.8
     assert any("RandomSampler" in note for note in facts.privacy_card()["notes"])

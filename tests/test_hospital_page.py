@@ -31,10 +31,10 @@ def test_the_story_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\{'lr': 0\.\d+\}\n\((3\.9\d*|4), 0\.0001\)-DP, zero-out of a whole group",
                      done.stdout, re.M), done.stdout  # fmt: skip
-    facts = dpdist.read_facts(tmp_path / "runs" / "hospital")
+    facts = dpdist.load_results(tmp_path / "runs" / "hospital")
     assert facts.guarantee.kind == "proved" and 3.9 < facts.guarantee.epsilon <= 4
     assert facts.search.objective == "mean of Brier score"
-    assert facts.plan.records == 800 and facts.plan.group.max_records == 3
+    assert facts.plan.records == 800 and facts.plan.user.max_records == 3
     assumed = read_terms(SearchFolder(facts.folder))["assumed"]
     assert "the number of held-out groups (300) is public" in assumed
 

@@ -65,7 +65,7 @@ def digits() -> data.Dataset:
 
 
 def test_the_run_answers_as_the_network_that_was_trained(weights: Path, tmp_path: Path) -> None:
-    """Statistics of BatchNorm, dropout off, normalisation inside: unnormalised inputs go in."""
+    """Statistics of BatchNorm, dropout off, normalization inside: unnormalized inputs go in."""
     folder = RunFolder(tmp_path / "mine")
     given = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
     recipe = import_model(given, TestData("digits"), folder)
@@ -178,7 +178,7 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="--input: is required"):
         find_test_inputs(tmp_path / "p", tmp_path / "inputs")
     found = find_test_inputs(tmp_path / "p", tmp_path / "inputs", (3, 24, 24), 30)
-    assert found.resized == "shorter side resized to 30 (bilinear), centre crop 24 x 24"
+    assert found.resized == "shorter side resized to 30 (bilinear), center crop 24 x 24"
     assert (found.names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
     columns = data.Columns(found.image or "", found.label)
     source = data.DataSource(found.name, 2, found.root, test=found.split, columns=columns)
@@ -207,12 +207,12 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     files = [tmp_path / "p" / "c3" / f"{number}.png" for number in (0, 1)]
     done = call("predict", "small", *files, "--label-only", *runs)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert f"shorter side resized to {40 if options else 32} (bilinear), centre crop 32 x 32" in (
+    assert f"shorter side resized to {40 if options else 32} (bilinear), center crop 32 x 32" in (
         done.stderr
     )
     assert torch.equal(torch.stack(seen), inputs.batch(np.array([6, 7])))
-    grey = np.asarray(Image.open(files[1])).copy()  # of the right size: resized where asked for
-    raw = torch.from_numpy(grey)[None].float() / 255
+    gray = np.asarray(Image.open(files[1])).copy()  # of the right size: resized where asked for
+    raw = torch.from_numpy(gray)[None].float() / 255
     assert torch.equal(seen[1], raw) == (not options)
     # A release does so, too, and its card says it.
     good("release", "small", "--not-private", *runs)
@@ -221,7 +221,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
         resize=40 if options else None
     )
     size = "40" if options else "32"
-    assert f"have their shorter side resized to {size} (bilinear) and their centre cropped" in (
+    assert f"have their shorter side resized to {size} (bilinear) and their center cropped" in (
         (released / "README.md").read_text()
     )
     trust = ("--trust-factory", FACTORY)
@@ -296,7 +296,7 @@ def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -
     good("report", "mine", "--runs", runs)
     good("release", "mine", "--runs", runs, "--not-private")
     folder = RunFolder(runs / "mine")
-    facts = dpdist.read_facts(folder)
+    facts = dpdist.load_results(folder)
     assert facts.privacy_statement == NOT_TRAINED_HERE == "not trained by dpdist: no epsilon"
     card = facts.privacy_card()
     assert card["private"] is False and card["mechanism"] == [NOT_TRAINED_HERE]
@@ -341,7 +341,7 @@ def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> Non
     text = folder.recipe_file.read_text()
     folder.recipe_file.write_text(text.replace("name: imported", "name: dp-sgd"))
     with pytest.raises(UserError):
-        dpdist.read_facts(folder)
+        dpdist.load_results(folder)
     folder.recipe_file.write_text(text)
     raw = bytearray((folder.model_folder / "model.safetensors").read_bytes())
     raw[-1] ^= 1

@@ -91,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_a_table_has_one_population_statement_whoever_prints_it(run):
-    (table,) = dpdist.read_facts(run).tables
+    (table,) = dpdist.load_results(run).tables
     name, stated = population_summary_row(table)
     again = {"report": ["report", run], "several": ["report", run, run],
              "release": ["release", run], "verify": ["verify", run / "release"]}  # fmt: skip

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
 
 SEARCH = {
     "space": {"training.learning_rate": {"choice": [0.2, 0.5]}},
-    "law": {"name": "fixed", "runs": 2},
+    "num_trials": {"name": "fixed", "runs": 2},
     "concurrent": 1,
 }
 

@@ -66,10 +66,10 @@ def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
     train(recipe, folder)
     evaluate_stage(recipe, folder)
     monkeypatch.chdir(tmp_path)
-    facts = dpdist.read_facts("x")
-    assert facts.guarantee == dpdist.read_facts(folder.path).guarantee
-    assert facts.guarantee == dpdist.read_facts(str(folder.path)).guarantee
-    assert facts.summary() == dpdist.read_facts(folder).summary()
+    facts = dpdist.load_results("x")
+    assert facts.guarantee == dpdist.load_results(folder.path).guarantee
+    assert facts.guarantee == dpdist.load_results(str(folder.path)).guarantee
+    assert facts.summary() == dpdist.load_results(folder).summary()
     shown = facts._repr_html_()
     assert shown.startswith("<table><caption>run x</caption>") and shown.endswith("</table>")
     assert shown.count("<tr>") == len(facts.summary()) and "clean accuracy" in shown
@@ -78,4 +78,4 @@ def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
     )
     assert repr(hidden).startswith("run x\n  verdict: ") and "not shown" not in repr(hidden)
     with pytest.raises(dpdist.UserError, match="no such run"):
-        dpdist.read_facts("nowhere")
+        dpdist.load_results("nowhere")

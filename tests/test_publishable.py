@@ -22,7 +22,7 @@ from dpdist.cli.main import app
 from dpdist.data.record_hashes import hash_inputs, hash_positions
 from dpdist.publishing import write_release
 from dpdist.reports.export import run_as_json as published_json
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.archive import Archive, export_text, publishable_files
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
@@ -40,7 +40,8 @@ def recipe_in(work: Path) -> Recipe:
     described = {
         "name": "run",
         "data": {
-            "name": "shapes", "root": str(work), "classes": 3, "public": PUBLIC, "hold_out": HELD
+            "name": "shapes", "root": str(work), "classes": 3, "public": PUBLIC,
+            "private_eval_fraction": HELD
         },
         "model": {"name": "linear", "initial": str(work / "public")},
         "public": {"training": {"batch_size": 10, "steps": 5, "learning_rate": 0.1}},
@@ -93,7 +94,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
         recipe, data_source(recipe)
     ).fingerprint.encode()
     found["summary"] = repr(pipeline.summary(folder)).encode()
-    found["--json"] = json.dumps(published_json(read_facts(folder))).encode()
+    found["--json"] = json.dumps(published_json(load_results(folder))).encode()
     (work / "recipe.yaml").write_text(recipe.to_yaml())
     told = CliRunner().invoke(app, ["data", "check", str(work / "recipe.yaml")])
     assert told.exit_code == 0, told.output

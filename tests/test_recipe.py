@@ -25,7 +25,7 @@ RECIPE = {
     },
     "tune": {
         "space": {"training.learning_rate": {"uniform": [0.1, 0.2]}},
-        "law": {"name": "geometric", "mean": 3},
+        "num_trials": {"name": "geometric", "mean": 3},
         "score": {"public": {"name": "mnist", "root": "~/public"}},
     },
 }

@@ -92,8 +92,8 @@ def small_changes(path, root, monkeypatch):
     }
     if recipe.privacy.noise_multiplier == 0:
         small["privacy.noise_multiplier"] = 0
-    if hasattr(recipe.method, "draws"):
-        small["method.draws"] = min(2, recipe.method.draws)
+    if hasattr(recipe.method, "augmentations"):
+        small["method.augmentations"] = min(2, recipe.method.augmentations)
     if recipe.privacy.nominal_records is not None:
         small["privacy.nominal_records"] = RECORDS
     taught = hasattr(recipe.method, "teachers")
@@ -105,7 +105,7 @@ def small_changes(path, root, monkeypatch):
         small |= {"method.queries": 3, "method.answers": 3, "method.teaching": {}}
         small |= {"method.threshold": 0.0, "method.screening": 0.0}
         if recipe.method.spreading is not None:
-            small["method.spreading.neighbours"] = 2
+            small["method.spreading.adjacency"] = 2
     if hasattr(recipe.method, "attacks") and getattr(recipe.method, "xi", 1):
         small["method.steps"] = 1
     public = getattr(recipe.method, "redistribution", None)
@@ -166,7 +166,7 @@ def test_paper_recipe_runs_to_its_end(path, tmp_path, monkeypatch):
     if recipe.certify is not None:
         small |= {"certify.n": 20, "certify.n0": 10, "certify.every": 24}
     if recipe.tune is not None:
-        small |= {"tune.law": {"name": "fixed", "runs": 1}, "tune.concurrent": 1}
+        small |= {"tune.num_trials": {"name": "fixed", "runs": 1}, "tune.concurrent": 1}
         if "method.threshold" in recipe.tune.space:  # of two teachers' votes, with little noise
             few = {"method.screening": {"choice": [0.3]}, "method.threshold": {"choice": [0.1]}}
             small |= {"tune.space": few, "privacy.noise_multiplier": 0.01}

@@ -113,7 +113,7 @@ def made(work, call, monkeypatch) -> Path:
         run_without_ray(monkeypatch)
         done = call("run", "small.yaml")
         assert done.code == 0, done.err
-        done = call("release", "small", "--licence", "Apache-2.0", "--sign", "key.pem")
+        done = call("release", "small", "--license", "Apache-2.0", "--sign", "key.pem")
         assert done.code == 0, done.err
     return folder
 
@@ -386,7 +386,7 @@ def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch
             with pytest.raises(ReleaseError, match="does not say what the files beside it say"):
                 verify_release(copied)
         (copied / name).write_text(whole)
-    stated = {"epsilon": 0.01, "delta": 1e-4, "neighbours": "add-or-remove-one"}
+    stated = {"epsilon": 0.01, "delta": 1e-4, "adjacency": "add-or-remove-one"}
     whole = (copied / PRIVACY_CARD).read_bytes()
     edit(copied, PRIVACY_CARD, at("group", to={"size": 2, "guarantee": stated}))
     with pytest.raises(ReleaseError, match=r"has not the entries of a card \(group\)"):
@@ -432,7 +432,7 @@ def test_no_key_and_another_key(copied, call, work, tmp_path):
         ("verify", copied, "--signer", "key.pem"),
         ("verify", copied, "--signer", "nowhere.pem"),
         ("release", "small", "--sign", PUBLIC),
-        ("release", "small", "--licence", "my own"),
+        ("release", "small", "--license", "my own"),
         ("verify", work),
         ("verify", work / "nowhere"),
         ("verify", work / "runs/small"),
@@ -453,7 +453,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
-    return Guarantee(1.0, plan.delta, plan.neighbours, "proved", "nobody", plan.assumptions)
+    return Guarantee(1.0, plan.delta, plan.adjacency, "proved", "nobody", plan.assumptions)
 
 
 @pytest.mark.long
@@ -577,7 +577,7 @@ def test_a_model_with_noise_inside_names_it(tmp_path):
     from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
     spec = ModelSpec("linear", (1, 2, 2), 3)
-    model = models.initialise(spec, 1)
+    model = models.initialize(spec, 1)
     split = models.require_split(model)
     HiddenNoise(split.name, torch.full(split.hidden_shape((1, 2, 2)), 0.5)).attach(model)
     described = json.loads(json.dumps(find_noise_location(model).describe()))

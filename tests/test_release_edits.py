@@ -30,7 +30,7 @@ from dpdist.certification import table as tables
 from dpdist.core.errors import UserError
 from dpdist.release.bundle import DESCRIPTION, PRIVACY_CARD, certified_accuracy_record, table_name
 from dpdist.release.verify import UNVERIFIABLE_FIELDS, verify_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
 __all__ = ["call", "copied", "made", "work"]
@@ -169,7 +169,7 @@ RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
 
 def shown(folder: RunFolder) -> Any:
     """All that summary, report and release say of a run."""
-    facts = read_facts(folder)
+    facts = load_results(folder)
     return (
         facts.summary(),
         facts.privacy_card(),
@@ -207,9 +207,9 @@ def test_every_edit_of_a_run_s_table_is_refused(made, tmp_path):
         for value in others(found_at(whole, at)):
             settings.write_text(json.dumps(changed_at(whole, at, value)))
             with pytest.raises(UserError):
-                read_facts(RunFolder(path))
+                load_results(RunFolder(path))
     settings.write_text(json.dumps(whole))
     table.write_bytes(raw)
     changed_table(table.parent, lambda rows: rows.pop(), name=table.name)
     with pytest.raises(UserError, match=r"lacks 1 of the 4 inputs|not of the settings"):
-        read_facts(RunFolder(path))
+        load_results(RunFolder(path))

@@ -108,7 +108,7 @@ def test_a_radius_is_the_one_that_was_asked_for() -> None:
 def test_target_radii_are_printed_as_they_are() -> None:
     radius = 0.12345678  # 0.123457 with six digits: more than is certified
     settings = settings_of(
-        {"sigma": 0.5, "n": 1000, "mode": "target", "radii": [radius], "alpha": 0.01}
+        {"sigma": 0.5, "n": 1000, "mode": "target-radius", "radii": [radius], "alpha": 0.01}
     )
     assert settings.folder_name == "sigma-0.5-target-r-0.12345678-n-1000"
     partial = {"selected": 0, "k": 990, "n": 1000, "looks": 1, "passed": 1, "hits": [990]}

@@ -70,7 +70,7 @@ def following(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def labeled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     pytest.importorskip("transformers")
     config = {
         "model_type": "bert", "vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1,
@@ -110,12 +110,12 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
 
 
 @pytest.mark.long
-def test_a_label_is_that_of_the_bytes(labelled):
-    answer = json.loads(said("predict", labelled.release_folder, "--text", "cat", "--json"))
+def test_a_label_is_that_of_the_bytes(labeled):
+    answer = json.loads(said("predict", labeled.release_folder, "--text", "cat", "--json"))
     row = torch.full((1, LENGTH), -1.0)
     row[0, :5] = torch.tensor([0.0, *(byte + 2 for byte in b"cat"), 1.0])
     with torch.no_grad():
-        shares = load_model(labelled.read_recipe(), labelled)(row)[0].double().softmax(0)
+        shares = load_model(labeled.read_recipe(), labeled)(row)[0].double().softmax(0)
     assert answer["name"] == ("good", "bad")[int(shares.argmax())]
     assert answer["likely"][0]["probability"] == pytest.approx(float(shares.max()), rel=1e-6)
 

@@ -41,7 +41,7 @@ def test_our_script_runs_as_printed(tmp_path):
     assert re.search(r"^\{'lr': .*, 'width': (8|16)\}\n\((2\.99\d*|3), 0\.0001\)-DP", said, re.M), (
         said
     )
-    best = dpdist.read_facts(tmp_path / "runs" / "searched")
+    best = dpdist.load_results(tmp_path / "runs" / "searched")
     assert 2.9 < best.guarantee.epsilon <= 3 and best.guarantee.kind == "proved"
     release = dpdist.load(tmp_path / "runs" / "searched" / "release")
     assert release.card["guarantee"]["epsilon"] == best.guarantee.epsilon

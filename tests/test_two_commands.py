@@ -177,7 +177,7 @@ def test_each_ends_as_alone_or_is_refused(
 
 SEARCH = {
     "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-    "law": {"name": "fixed", "runs": 2},
+    "num_trials": {"name": "fixed", "runs": 2},
 }
 
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     print(dpdist.__file__)
     if {runs}:
         folder = dpdist.run("small.yaml")
-        print(dpdist.read_facts(folder).recipe.name)
+        print(dpdist.load_results(folder).recipe.name)
 """
 SMALL = """\
 data: {name: digits}

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from dpdist.config.search import LawRecipe, TuneRecipe
+from dpdist.config.search import NumTrialsRecipe, TuneRecipe
 from dpdist.core.fields import FileShape, Keys, Number, SecretHex, key_error
 from dpdist.core.files import make_private_folder, write_json
 from dpdist.privacy.plan import parse_plan
@@ -170,19 +170,19 @@ class SearchFolder:
         return self.path / "scores" / f"{number:05d}.json"
 
 
-def draw_number_of_trials(law: LawRecipe, key: bytes) -> int:
-    """K, drawn with a secret key; fixed by law fixed."""
-    secret = law.secret_law
+def draw_number_of_trials(num_trials: NumTrialsRecipe, key: bytes) -> int:
+    """K, drawn with a secret key; fixed by num_trials fixed."""
+    secret = num_trials.secret_distribution
     if secret is None:
-        assert law.runs is not None
-        return law.runs
+        assert num_trials.runs is not None
+        return num_trials.runs
     return secret.quantile(_uniform_stream(derive_key(key, "search", "count"))())
 
 
 def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:
     """All trials of a search, from its secret key: how many, their settings and their keys."""
     trials = []
-    for number in range(draw_number_of_trials(tune.law, key)):
+    for number in range(draw_number_of_trials(tune.num_trials, key)):
         values = None
         if tune.searcher == "random":
             values = draw_values(tune, _uniform_stream(derive_key(key, "search", "values", number)))

@@ -1,4 +1,4 @@
-"""The table of `dpdist tune RECIPE --plan`: the cost of each law of the number of trials."""
+"""The table of `dpdist tune RECIPE --plan`: the cost of each distribution of trials."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpdist.config.search import LawRecipe
+from dpdist.config.search import NumTrialsRecipe
 from dpdist.core.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_plan
-from dpdist.tuning.space import RecordCounts, SearchCost, held_out_fraction
+from dpdist.tuning.space import RecordCounts, SearchCost, private_eval_fraction_of
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -24,8 +24,8 @@ KNOWN_SIZES = {
 
 
 @dataclass(frozen=True)
-class LawCost:
-    """One law of this kind and expected number of trials (mean).
+class DistributionCost:
+    """One distribution of this kind and expected number of trials (mean).
 
     epsilon: of training and search when the noise is that of one untuned run. renyi_epsilon: the
     same by Renyi DP alone, None where it has no bound. noise_multiplier: the noise multiplier at
@@ -33,10 +33,10 @@ class LawCost:
     P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
-    law: str
+    distribution: str
     kind: str
     mean: float
-    is_recipe_law: bool
+    is_recipe_distribution: bool
     epsilon: float
     renyi_epsilon: float | None
     noise_multiplier: float | None
@@ -46,8 +46,8 @@ class LawCost:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
-            "law": self.law,
-            "of_the_recipe": self.is_recipe_law,
+            "num_trials": self.distribution,
+            "of_the_recipe": self.is_recipe_distribution,
             "epsilon_at_untuned_noise": self.epsilon if math.isfinite(self.epsilon) else "inf",
             "by_renyi_alone": self.renyi_epsilon,
             "noise_multiplier_for_target": self.noise_multiplier,
@@ -68,7 +68,7 @@ def sizes_without_data(recipe: Recipe, records: int | None, context: str) -> Rec
     if recipe.data.max_train is not None:
         whole = min(whole, recipe.data.max_train)
     whole = math.floor(whole * (1 - recipe.data.public))
-    return RecordCounts(whole, held_out_fraction(recipe))
+    return RecordCounts(whole, private_eval_fraction_of(recipe))
 
 
 def untuned_run(recipe: Recipe, sizes: RecordCounts, context: str) -> tuple[float, PrivacyPlan]:
@@ -77,47 +77,51 @@ def untuned_run(recipe: Recipe, sizes: RecordCounts, context: str) -> tuple[floa
     return resolve_plan(recipe, sizes.training_records(recipe.data.fraction), context)
 
 
-def iter_laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:
-    """The recipe's own law, then every law at each expected number of trials."""
+def iter_distributions(
+    recipe: Recipe, means: Sequence[int]
+) -> Iterator[tuple[NumTrialsRecipe, bool]]:
+    """The recipe's own distribution, then every distribution at each expected number of trials."""
     assert recipe.tune is not None
-    own = recipe.tune.law
+    own = recipe.tune.num_trials
     yield own, True
     for mean in means:
-        for law in (
-            LawRecipe(name="negative-binomial", shape=-0.5, mean=mean),
-            LawRecipe(name="logarithmic", mean=mean),
-            LawRecipe(name="geometric", mean=mean),
-            LawRecipe(name="poisson", mean=mean),
-            LawRecipe(name="binomial", mean=mean, runs=math.ceil(4 / 3 * mean)),
-            LawRecipe(name="fixed", runs=mean),
+        for distribution in (
+            NumTrialsRecipe(name="negative-binomial", shape=-0.5, mean=mean),
+            NumTrialsRecipe(name="logarithmic", mean=mean),
+            NumTrialsRecipe(name="geometric", mean=mean),
+            NumTrialsRecipe(name="poisson", mean=mean),
+            NumTrialsRecipe(name="binomial", mean=mean, runs=math.ceil(4 / 3 * mean)),
+            NumTrialsRecipe(name="fixed", runs=mean),
         ):
-            if law != own:
-                yield law, False
+            if distribution != own:
+                yield distribution, False
 
 
 def default_means(recipe: Recipe) -> tuple[int, ...]:
     """The recipe's own expected number of trials."""
     assert recipe.tune is not None
-    law = recipe.tune.law
-    return (law.runs or round(law.mean or 1),)
+    distribution = recipe.tune.num_trials
+    return (distribution.runs or round(distribution.mean or 1),)
 
 
-def law_cost(
+def distribution_cost(
     recipe: Recipe,
-    law: LawRecipe,
-    is_recipe_law: bool,
+    distribution: NumTrialsRecipe,
+    is_recipe_distribution: bool,
     sizes: RecordCounts,
     untuned_noise: float,
     context: str,
-) -> LawCost:
-    """Return the cost of a law. untuned_noise: that of one untuned run (`untuned_run`)."""
+) -> DistributionCost:
+    """Return the cost of a distribution. untuned_noise: that of one untuned run (`untuned_run`)."""
     privacy = recipe.privacy
     untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": untuned_noise})
-    unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, context)
+    unchanged = SearchCost(
+        recipe.model_copy(update={"privacy": untuned}), sizes, distribution, context
+    )
     target = None
     if privacy.epsilon is not None:
-        target = SearchCost(recipe, sizes, law, context).noise_multiplier
-    mean, secret = round(law.mean_trials), law.secret_law
+        target = SearchCost(recipe, sizes, distribution, context).noise_multiplier
+    mean, secret = round(distribution.mean_trials), distribution.secret_distribution
     marks = sorted({1, 2, mean})
     if secret is None:
         at_least = tuple((k, float(k <= mean)) for k in marks)
@@ -126,10 +130,11 @@ def law_cost(
         at_least = tuple((k, secret.tail_probability(k)) for k in marks)
         low, middle, high = (secret.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
-    words, epsilon = law.description, unchanged.guarantee.epsilon
+    words, epsilon = distribution.description, unchanged.guarantee.epsilon
     kind = "fixed" if secret is None else secret.family
-    return LawCost(
-        words, kind, law.mean_trials, is_recipe_law, epsilon, _renyi_epsilon(unchanged.plan),
+    return DistributionCost(
+        words, kind, distribution.mean_trials, is_recipe_distribution, epsilon,
+        _renyi_epsilon(unchanged.plan),
         target, at_least,
         quantiles,
     )  # fmt: skip
@@ -141,6 +146,6 @@ def _renyi_epsilon(plan: PrivacyPlan) -> float | None:
 
     paths = plan.path_events(plan.phases)
     try:
-        return rdp_epsilon(paths, plan.delta, plan.neighbours, QUICK_ORDERS)
+        return rdp_epsilon(paths, plan.delta, plan.adjacency, QUICK_ORDERS)
     except UnsupportedMechanismError:
         return None

@@ -151,7 +151,7 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
             tune_config=tune.TuneConfig(
                 metric="score",
                 mode="max",
-                num_samples=section.law.runs or round(section.law.mean_trials),
+                num_samples=section.num_trials.runs or round(section.num_trials.mean_trials),
                 search_alg=_searcher(section.searcher),
                 scheduler=_scheduler(section.asha),
                 max_concurrent_trials=most,

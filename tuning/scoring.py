@@ -1,8 +1,8 @@
 """The score of one trial: a count over records, with noise when the records are private.
 
 Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only,
-so the sum changes by at most 1 when one record is added or removed. Where a group of records is
-the unit, a group adds the mean of its records' numbers, and is counted once. Private records are
+so the sum changes by at most 1 when one record is added or removed. Where a user is
+the unit, a user adds the mean of its records' numbers, and is counted once. Private records are
 executed one at a time, in batches of one shape: with other records in the batch, the last bit of a
 result (and so a class) could depend on them.
 """
@@ -20,7 +20,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.config.search import Objective, ScoreRecipe
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset, GroupedDataset
+from dpdist.data import Dataset, UserDataset
 from dpdist.gradients.noise import add_noise, grid_exponent
 from dpdist.models.spec import import_factory
 from dpdist.randomness.keys import StreamKeys, derive_key
@@ -50,7 +50,7 @@ def compute_score(
 ) -> float:
     """The score: weighted mean of the objectives over the records, between 0 and 1 but for noise.
 
-    Of records by group it is the mean over groups, of which each has the mean of its records.
+    Of records by user it is the mean over users, of which each has the mean of its records.
     sigma: smoothing noise of the certified objectives. noise: standard deviation of the Gaussian
     noise on the sum over private records; None when they are public. key: the trial's key for this
     score; used for one score only. Raises UserError when parameters of the model are not finite.
@@ -87,11 +87,11 @@ def _total_score(
     noise: float | None,
     key: bytes,
 ) -> float:
-    """Return the sum of all records' numbers, or of all groups' means: a unit adds at most 1."""
-    if not isinstance(dataset, GroupedDataset):
+    """Return the sum of all records' numbers, or of all users' means: a unit adds at most 1."""
+    if not isinstance(dataset, UserDataset):
         return float(_record_scores(model, dataset, settings, sigma, noise, key).sum())
     values = _record_scores(model, dataset.records, settings, sigma, noise, key)
-    return dataset.groups.sum_of_means(values)
+    return dataset.users.sum_of_means(values)
 
 
 def _record_scores(
@@ -186,10 +186,10 @@ def certified_radii(
     (Cohen et al. 2019): float64 (records,)."""
     certify = Cohen(
         sigma=sigma,
-        n0=min(settings.draws, _MAX_SELECTION_DRAWS),
-        n=settings.draws,
+        n0=min(settings.samples, _MAX_SELECTION_DRAWS),
+        n=settings.samples,
         alpha=settings.alpha,
-        form="frozen",
+        backend="frozen",
     )
     source = StreamKeys("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
     # On made-up inputs: whether the form is executed must not depend on private records.

@@ -1,8 +1,8 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
 The rules that make its guarantee true (docs/explanation/tuning.md): everything is drawn before the
-first trial; with a secret K all trials run to their end, whatever the others score (with law fixed
-ASHA may stop some, all of which are paid for); a failed trial counts as minus infinity; a
+first trial; with a secret K all trials run to their end, whatever the others score (with num_trials
+fixed ASHA may stop some, all of which are paid for); a failed trial counts as minus infinity; a
 repetition replays with the same keys; only the best trial leaves private/; a search that is broken
 off releases nothing. Everything is checked before a search is drawn; nothing is written until all
 holds.
@@ -27,7 +27,7 @@ from dpdist.config.search import ScoreRecipe, TuneRecipe
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
 from dpdist.core.files import read_json, write_atomic, write_json
-from dpdist.data import Dataset, refuse_common_groups, refuse_common_records
+from dpdist.data import Dataset, refuse_common_records, refuse_common_users
 from dpdist.privacy.budget import Charge, Lineage, read_budgets
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
@@ -35,7 +35,7 @@ from dpdist.randomness.keys import new_run_key
 from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
-from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
+from dpdist.training.job import PACKAGES, check_records, check_trainable, check_users
 from dpdist.training.records import (
     by_unit,
     data_source,
@@ -60,8 +60,8 @@ from dpdist.tuning.space import (
     TrialValues,
     apply_values,
     check_space,
-    held_out_fraction,
     iter_probe_values,
+    private_eval_fraction_of,
 )
 from dpdist.tuning.trial import (
     ContinueTrial,
@@ -129,7 +129,7 @@ class Search:
                 f"{self.run_folder.path}: the search ended without a model. This is one of its "
                 "outcomes, and costs as much as the others: "
                 f"{self.cost.guarantee}. Another search is paid for anew",
-                see="how-to/tuning.md#which-law",
+                see="how-to/tuning.md#which-distribution",
             )
         self._promote_winner(winner)
         self._charge_budget(settle=True)
@@ -267,7 +267,7 @@ class Search:
         )
         return [
             ("guarantee", str(self.cost.guarantee)),
-            ("search", self.tune.law.full_description),
+            ("search", self.tune.num_trials.full_description),
             ("scored by", self.tune.score.describe()),
             ("scored on", scored),
             *([("caution", caution)] if (caution := self.tune.score.caution) else []),
@@ -363,7 +363,7 @@ class Search:
         write_atomic(target.recipe_file, named.to_yaml())
         noise = named.privacy.noise_multiplier
         target.pin_recipe(named, noise, search_recipe=self.recipe, trained_run=source)
-        if self.tune.law.name == "fixed":
+        if self.tune.num_trials.name == "fixed":
             self._publish_trials()
         # How long it took depends on how many trials ran beside it.
         trained.pop("seconds", None)
@@ -378,11 +378,11 @@ class Search:
 
         With a secret K nothing here depends on K or on a trial.
         """
-        fixed = self.tune.law.name == "fixed"
+        fixed = self.tune.num_trials.name == "fixed"
         return {
             **({"trials": self._trial_rows(winner)} if fixed else {}),
             "plan": self.cost.plan.to_dict(),
-            "law": self.tune.law.full_description,
+            "num_trials": self.tune.num_trials.full_description,
             "fields": self.tune.searched_fields,
             "objective": self.tune.score.describe(),
             "scored_on": self.tune.score.describe_records(self.cost.plan.counted),
@@ -404,9 +404,9 @@ class Search:
         from dpdist.tuning.scoring import publishable_score
 
         asked, rows = self.recipe, []
-        aside, fraction = held_out_fraction(asked), asked.data.fraction
+        aside, fraction = private_eval_fraction_of(asked), asked.data.fraction
         planned = self.cost.record_counts.training_records(fraction) / fraction
-        planned *= (aside - asked.data.hold_out) / (1 - aside)
+        planned *= (aside - asked.data.private_eval_fraction) / (1 - aside)
         records, noise = len(scoring_data(asked)), read_terms(self.folder)["score_noise"]
         for trial in read_trials(self.folder):
             state = read_scores(self.folder, trial.number)
@@ -468,7 +468,7 @@ class Search:
         if finished:
             made[known[-1]] = once
         going_on = None if finished else known[-1]
-        alone = self.tune.law.secret_law is not None
+        alone = self.tune.num_trials.secret_distribution is not None
         return Lineage.from_ledger(phases, path, made, going_on, once, alone)
 
 
@@ -481,9 +481,11 @@ def _describe_step(trial: RunFolder) -> str:
     return f", step {at['done']:,} of {at['steps']:,}"
 
 
-def load_training_records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
+def load_training_records(recipe: Recipe, private_eval_fraction: float, fraction: float) -> Dataset:
     """The training records of the recipe with these shares."""
-    section = recipe.data.model_copy(update={"hold_out": hold_out, "fraction": fraction})
+    section = recipe.data.model_copy(
+        update={"private_eval_fraction": private_eval_fraction, "fraction": fraction}
+    )
     return records_with_canaries(recipe.model_copy(update={"data": section}), data_source(recipe))
 
 
@@ -515,18 +517,20 @@ def check_search(
     if only_resume and not continued:
         raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
     check_space(recipe, context)
-    hold_out = held_out_fraction(recipe)
-    dataset = load_training_records(recipe, hold_out, recipe.data.fraction)
+    private_eval_fraction = private_eval_fraction_of(recipe)
+    dataset = load_training_records(recipe, private_eval_fraction, recipe.data.fraction)
     check_records(recipe, data_source(recipe), context)
-    check_groups(recipe, dataset, context)
+    check_users(recipe, dataset, context)
     _check_scoring(recipe, dataset, context)
 
     @cache
     def counted(fraction: float) -> int:
-        return len(load_training_records(recipe, hold_out, fraction))
+        return len(load_training_records(recipe, private_eval_fraction, fraction))
 
-    sizes = RecordCounts(len(load_training_records(recipe, 0.0, 1.0)), hold_out, counted)
-    cost = SearchCost(recipe, sizes, recipe.tune.law, context)
+    sizes = RecordCounts(
+        len(load_training_records(recipe, 0.0, 1.0)), private_eval_fraction, counted
+    )
+    cost = SearchCost(recipe, sizes, recipe.tune.num_trials, context)
     # What is scored on is among it.
     everything = by_unit(recipe, private_records(recipe, data_source(recipe)))
     search = Search(recipe, folder, cost, everything.fingerprint)
@@ -585,7 +589,7 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
         )
         private = private_records(recipe, data_source(recipe))
         refuse_common_records(private, records, f"{context}: tune.score.public", why)
-        refuse_common_groups(private, records, f"{context}: tune.score.public")
+        refuse_common_users(private, records, f"{context}: tune.score.public")
     classes, weights = recipe.data.num_classes, score.class_weights
     if weights is not None and len(weights) != classes:
         raise UserError(
@@ -610,13 +614,13 @@ def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
             f"{context}: tune.score.objectives: certified objectives need certify.sigma and "
             "Gaussian noise in the recipe"
         )
-    p_lower = clopper_pearson_lower(score.draws, score.draws, score.alpha)
+    p_lower = clopper_pearson_lower(score.samples, score.samples, score.alpha)
     reach = float(gaussian_l2_radius(p_lower, certify.sigma))
     if trial.method.capabilities.has_prediction_noise:
         return  # noise inside the model certifies too, by how much only the trained one tells
     if score.radius is not None and score.radius > reach:
         raise UserError(
-            f"{context}: tune.score.radius: {score.draws} draws at alpha {score.alpha:g} never "
+            f"{context}: tune.score.radius: {score.samples} draws at alpha {score.alpha:g} never "
             f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
             "or a larger sigma"
         )

@@ -5,7 +5,7 @@ dotted name, as in an error about a recipe: "method.radius", "training.learning_
 
 The base mechanism of a search is one trial: training, and scoring by held-out private records (or
 by public ones, which costs nothing). Training and held-out records are told apart by a hash of the
-record (of its group, where groups are the unit), so a record or group pays for one of the two: the
+record (of its user, where users are the unit), so a record or user pays for one of the two: the
 worse counts, not their sum. With a secret random
 number of trials the best trial costs what `dpdist.privacy.calibration` computes; with a fixed one,
 plain composition.
@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
-from dpdist.config.search import Domain, LawRecipe, TuneRecipe
+from dpdist.config.search import Domain, NumTrialsRecipe, TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.methods.base import Method
 from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phases
@@ -60,13 +60,13 @@ _UNSEARCHABLE_FIELDS = {
     "data": "all trials are about the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
     "public": "what is trained on public records is trained once, before the search",
-    "resources": "it changes nothing that is learnt",
+    "resources": "it changes nothing that is learned",
     "privacy.epsilon": "it is the target of training and search together",
     "privacy.delta": "the guarantee is stated at one delta",
-    "privacy.neighbours": "the guarantee is stated for one neighbouring relation",
+    "privacy.adjacency": "the guarantee is stated for one neighboring relation",
     "privacy.batch_cap": "a trial with another cap would need a price of its own",
     "privacy.unit": "the guarantee is stated for one unit",
-    "privacy.max_records_per_group": "the guarantee is stated for one unit",
+    "privacy.max_records_per_user": "the guarantee is stated for one unit",
     "privacy.budget": "the whole search is charged once",
     "privacy.budget_ceiling": "the whole search is charged once",
     "privacy.budget_delta": "the whole search is charged once",
@@ -104,7 +104,7 @@ def draw_values(tune: TuneRecipe, uniform: Callable[[], float]) -> TrialValues:
 def iter_searched_fields(tune: TuneRecipe) -> Iterator[tuple[str, str]]:
     """Every field that the search sets, with the name of its entry in the space."""
     for key, domain in tune.space.items():
-        for field in (key, *domain.also):
+        for field in (key, *domain.linked):
             yield field, key
 
 
@@ -132,7 +132,7 @@ def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Rec
     raw["tune"] = None
     for key, value in values.items():
         domain = recipe.tune.space[key]
-        for field in (key, *domain.also):
+        for field in (key, *domain.linked):
             _set_field(raw, field, domain.value_of(field, value), f"{context}: tune.space.{key}")
     trial = parse_recipe(raw, context)
     try:  # a method that is listed may be none for a search
@@ -247,7 +247,7 @@ def cost_boxes(recipe: Recipe, context: str) -> list[CostBox]:
     boxes = [recipe_cost_box(recipe)]
     for key, domain in tune.space.items():
         touched = [
-            f for f in COST_FIELDS if any(_is_within(f, field) for field in (key, *domain.also))
+            f for f in COST_FIELDS if any(_is_within(f, field) for field in (key, *domain.linked))
         ]
         if not touched:
             continue
@@ -324,29 +324,29 @@ _MAX_NOISE_MULTIPLIER = 1e6  # of a trial's noise
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Numbers of records, all public; of groups where a group is the unit.
+    """Numbers of records, all public; of users where a user is the unit.
 
     total: before anything is held out. count_training_records: (share to train on -> number of
     training records) as counted; without it, expected.
     """
 
     total: int
-    hold_out: float
+    private_eval_fraction: float
     count_training_records: Callable[[float], int] | None = None
 
     def training_records(self, fraction: float) -> int:
         if self.count_training_records is not None:
             return self.count_training_records(fraction)
-        return max(1, math.floor(self.total * (1 - self.hold_out) * fraction))
+        return max(1, math.floor(self.total * (1 - self.private_eval_fraction) * fraction))
 
 
-def held_out_fraction(recipe: Recipe) -> float:
-    """The share of the private records that no trial trains on: what data.hold_out keeps out of
-    everything, and of the others those that trials are scored on."""
+def private_eval_fraction_of(recipe: Recipe) -> float:
+    """The share of the private records that no trial trains on: what data.private_eval_fraction
+    keeps out of everything, and of the others those that trials are scored on."""
     assert recipe.tune is not None
-    score, aside = recipe.tune.score, recipe.data.hold_out
+    score, aside = recipe.tune.score, recipe.data.private_eval_fraction
     own = score.public is not None or score.function is not None
-    return aside if own else aside + score.hold_out * (1 - aside)
+    return aside if own else aside + score.private_eval_fraction * (1 - aside)
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class SearchCost:
 
     recipe: Recipe
     record_counts: RecordCounts
-    law: LawRecipe
+    num_trials: NumTrialsRecipe
     context: str = "recipe"
 
     # --- what varies
@@ -427,7 +427,7 @@ class SearchCost:
 
     def _search_phases(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         """A search over trials that each execute these phases."""
-        return repeat_phases(phases, self.law.secret_law, self.law.runs)
+        return repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
@@ -436,8 +436,8 @@ class SearchCost:
             tuple(phases),
             privacy.delta,
             clip_norm=privacy.sensitivity,
-            neighbours=privacy.neighbours,
-            group=self.recipe.group_unit,
+            adjacency=privacy.adjacency,
+            user=self.recipe.user_unit,
         )
 
     @cached_property
@@ -452,14 +452,14 @@ class SearchCost:
     def _delta_floor(self) -> float:
         """The delta up to which any trial's profile may reach, when trials get noise of their own:
         each of E[K] trials is charged it."""
-        return _FLOOR_SHARE * self.recipe.privacy.delta / self.law.mean_trials
+        return _FLOOR_SHARE * self.recipe.privacy.delta / self.num_trials.mean_trials
 
     @cached_property
     def score_noise(self) -> float | None:
         """Standard deviation of the noise on the count of held-out records; None for public ones.
 
-        Where a group is the unit, groups are counted. By default the least with which a held-out
-        record (group) pays no more than one that is trained on.
+        Where a user is the unit, users are counted. By default the least with which a held-out
+        record (user) pays no more than one that is trained on.
         """
         tune = self.recipe.tune
         assert tune is not None
@@ -483,7 +483,7 @@ class SearchCost:
         self._check_method_costs()
         if self.score_noise is None:
             return self._check_plan(self._search_phases(training))
-        if self.recipe.privacy.neighbours != "add-or-remove-one":
+        if self.recipe.privacy.adjacency != "add-or-remove-one":
             raise UserError(
                 f"{self.context}: tune.score: held-out records are accounted under "
                 "add-or-remove-one only (a replaced record may change sides and then pays for "
@@ -492,7 +492,9 @@ class SearchCost:
             )
         scoring = self._scoring_phases(self.score_noise)
         return self._check_plan(
-            combine_training_and_scoring(training, scoring, self.law.secret_law, self.law.runs)
+            combine_training_and_scoring(
+                training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
+            )
         )
 
     @cached_property
@@ -516,7 +518,7 @@ class SearchCost:
         try:
             return self._plan(phases).guarantee().epsilon
         except ValueError as error:
-            raise UserError(f"{self.context}: tune.law: {error}") from error
+            raise UserError(f"{self.context}: tune.num_trials: {error}") from error
 
     def _calibrate_noise(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
@@ -611,9 +613,9 @@ class TrialLimit:
         grid_factor: how many times the price's grid, for a first answer that need not be true.
         """
         base = self.base_plan
-        if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
+        if (trial.delta, trial.adjacency) != (base.delta, base.adjacency):
             return False
-        if trial.group != base.group:
+        if trial.user != base.user:
             return False
         same_size = trial.records == base.records
         if same_size or not any(own.has_batch_cap for own in walk_phases(trial.phases)):
@@ -648,7 +650,7 @@ class TrialLimit:
             if grid_factor not in self._base_losses:
                 own_paths = base.path_events(base.phases)
                 self._base_losses[grid_factor] = compute_privacy_losses(
-                    own_paths, base.neighbours, grid_factor
+                    own_paths, base.adjacency, grid_factor
                 )
             grids, ceilings = self._base_losses[grid_factor]
             if len(ceilings) != len(paths):
@@ -656,7 +658,7 @@ class TrialLimit:
             for grid, ceiling, path in zip(grids, ceilings, paths, strict=True):
                 if ceiling.pld is None:
                     continue
-                own = compute_privacy_loss(path, trial.neighbours, grid)
+                own = compute_privacy_loss(path, trial.adjacency, grid)
                 margin = max(0.0, own.rounding - ceiling.rounding)
                 if own.pld is None or profile_exceeds(own.pld, ceiling.pld, margin):
                     return False

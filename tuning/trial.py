@@ -45,7 +45,7 @@ from dpdist.tuning.manifest import (
     read_trial_limit,
     read_trials,
 )
-from dpdist.tuning.space import TrialValues, apply_values, held_out_fraction
+from dpdist.tuning.space import TrialValues, apply_values, private_eval_fraction_of
 
 # --- cluster resources of a trial -------------------------------------------------------------
 
@@ -167,7 +167,9 @@ def trial_recipe(
     fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
     return chosen.model_copy(
         update={
-            "data": chosen.data.model_copy(update={"hold_out": held_out_fraction(search_recipe)}),
+            "data": chosen.data.model_copy(
+                update={"private_eval_fraction": private_eval_fraction_of(search_recipe)}
+            ),
             "privacy": chosen.privacy.model_copy(
                 update={
                     "epsilon": None,
@@ -184,16 +186,19 @@ def trial_recipe(
 
 def scoring_data(search_recipe: Recipe) -> Dataset:
     """The records that trials are scored on: named public ones, or private ones that no trial
-    trains on, beside those that data.hold_out keeps out of training and search. Private ones are
-    by group where a group is the unit."""
+    trains on, beside those that data.private_eval_fraction keeps out of training and search.
+    Private ones are by user where a user is the unit."""
     tune = search_recipe.tune
     assert tune is not None
     public = tune.score.public
     if public is None:
-        low, high = search_recipe.data.hold_out, held_out_fraction(search_recipe)
+        low, high = (
+            search_recipe.data.private_eval_fraction,
+            private_eval_fraction_of(search_recipe),
+        )
         source = data_source(search_recipe)
-        held_out = private_records_between(search_recipe, source, low, high)
-        return by_unit(search_recipe, held_out)
+        private_eval_data = private_records_between(search_recipe, source, low, high)
+        return by_unit(search_recipe, private_eval_data)
     return public_data(search_recipe, public)
 
 
@@ -309,16 +314,14 @@ def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
 class TrialExecutor(LocalExecutor):
     """Do the work of a trial in its own process; train several workers on Ray Train."""
 
-    def run_workers(self, group: WorkerGroup) -> None:
+    def run_workers(self, user: WorkerGroup) -> None:
         """Run a single worker here, which saves the 15 seconds that Ray Train takes to start."""
-        if group.max_workers == 1:
-            super().run_workers(group)
+        if user.max_workers == 1:
+            super().run_workers(user)
             return
         from ray.tune.integration.ray_train import TuneReportCallback
 
-        RayExecutor(describe_session()).run_workers(
-            replace(group, callbacks=[TuneReportCallback()])
-        )
+        RayExecutor(describe_session()).run_workers(replace(user, callbacks=[TuneReportCallback()]))
 
 
 def train_until(job: TrainJob, last_step: int) -> None:

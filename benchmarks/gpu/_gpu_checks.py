@@ -262,10 +262,10 @@ def check_forms(device: torch.device, quick: bool) -> dict[str, Any]:
     both = ("Linear", "Conv1d", "Conv2d", "Conv2d, wide", "Conv2d, stride", "LSTM", "Tied", "ViT")
     chosen = {name: case for name, case in CASES.items() if name in both}
     found = {}
-    for form, kept in (("kept gradients", True), ("Gram matrices", False)):
-        with mock.patch.object(per_example, "materialising_is_cheaper", lambda *_, k=kept: k):
+    for backend, kept in (("kept gradients", True), ("Gram matrices", False)):
+        with mock.patch.object(per_example, "materializing_is_cheaper", lambda *_, k=kept: k):
             close = CLOSE if kept else CLOSE | {torch.float64: GRAM_CLOSE}
-            found[form] = _each_case(device, quick, chosen, close)["off"]
+            found[backend] = _each_case(device, quick, chosen, close)["off"]
     return {"off": found}
 
 
@@ -290,7 +290,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "per layer": {"clipping": PerLayerClipping(0.5)},
     "automatic": {"clipping": AutomaticClipping(0.5)},
     "keyed blocks": {"blocks": Blocks(2, 8)},
-    "each record alone": {"isolate": True},
+    "each record alone": {"vmap": True},
     "draws of parameters": {"perturbation": ParameterPerturbation(2, 0.1, input_std=0.1)},
     "draws for each record": {"perturbation": ParameterPerturbation(2, 0.1, per_example=True)},
     "draws of inputs": {"perturbation": InputPerturbation(3, 0.1)},
@@ -372,7 +372,7 @@ def check_generators(device: torch.device, quick: bool) -> dict[str, Any]:
 def check_noise(device: torch.device, quick: bool) -> dict[str, Any]:
     """Hold a device's noise to its contract, `dpdist.gradients.noise`: the CPU's to 2^-45.
 
-    A noisy sum is then the same rounding of the same number, or its neighbour on the grid.
+    A noisy sum is then the same rounding of the same number, or its neighbor on the grid.
     """
     noise.check_device_noise(device)
     count = 1000 if quick else 4_000_000
@@ -385,7 +385,7 @@ def check_noise(device: torch.device, quick: bool) -> dict[str, Any]:
             apart = np.abs(made - whole[low:high]) / 2.0 ** noise.grid_exponent(std)
             require(float(apart.max()) <= 1, f"std {std}: {apart.max():.3g} steps of the grid off")
             share = float((apart > 0).mean())
-            # Neighbours differ where 2^-45 and 2^-52 |sum| / std reach a middle of the grid 2^-24.
+            # Neighbors differ where 2^-45 and 2^-52 |sum| / std reach a middle of the grid 2^-24.
             require(share <= 1e-4 + 2.0**-28 * 2 / std, f"std {std}: {share:.2%} of other numbers")
             if (low, high) == (0, count):
                 found[f"std {std:g}"] = int((apart > 0).sum())
@@ -452,8 +452,8 @@ def check_bf16(device: torch.device, quick: bool) -> dict[str, Any]:
     model, rows = tf_cnn((1, 28, 28), 10).eval().to(device), torch.rand(200, 1, 28, 28)
     shapes, there = [(200, 1, 28, 28)], rows.to(device)
     plain, short = (
-        ExecutedClassifier(copy.deepcopy(model), form, shapes, device).logits(there).cpu()
-        for form in ("eager", "bf16")
+        ExecutedClassifier(copy.deepcopy(model), backend, shapes, device).logits(there).cpu()
+        for backend in ("eager", "bf16")
     )
     off = float((plain - short).abs().max() / plain.abs().max())
     found["logits, off"] = off

@@ -220,7 +220,7 @@ def noise_speed(device: torch.device, quick: bool) -> Found:
 def counted(
     device: torch.device, model: nn.Module, shape: tuple[int, ...], inputs: int, quick: bool
 ) -> Found:
-    """Measure draws a second by inference form, and what a test set takes at that rate.
+    """Measure draws a second by inference backend, and what a test set takes at that rate.
 
     Args:
         inputs: of the test set.
@@ -240,8 +240,8 @@ def counted(
         rows = inference.max_batch_rows(model, x[None], 1 << 14, 1.0)
     found: Found = {"rows of a batch": rows, "draws/s": {}, "bare forward/s": {}}
     wait, lasting = waiting(device), 0.0 if quick else 5.0
-    for form in ("eager", "channels-last", "bf16"):
-        classify = ExecutedClassifier(model, form, [(rows, *shape)], device)
+    for backend in ("eager", "channels-last", "bf16"):
+        classify = ExecutedClassifier(model, backend, [(rows, *shape)], device)
         counter = InputNoiseCounter(
             classify, Gaussian(0.25), SOURCE, 10, shape, noise_stream=Philox(device)
         )
@@ -258,7 +258,7 @@ def counted(
                 work(blocks)
                 wait()
                 blocks += 1
-            found[name][form] = round(blocks * rows / (time.perf_counter() - began), 1)
+            found[name][backend] = round(blocks * rows / (time.perf_counter() - began), 1)
     best = max(found["draws/s"].values())
     found["images/s, fixed n"] = round(best / CAP, 4)
     found[f"hours for {inputs:,} inputs, fixed n = {CAP:,}"] = round(inputs * CAP / best / 3600, 3)

@@ -145,7 +145,7 @@ def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def summarise(way: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def summarize(way: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return a way's line: medians over the turns, and ratios within a turn to `ordinary`."""
     error = next((turn[way]["error"] for turn in turns if "error" in turn[way]), None)
     if error is not None:
@@ -192,7 +192,7 @@ def main() -> None:
     if any("error" in turn["ordinary"] for turn in turns):
         sys.exit(f"ordinary training does not run: {turns[0]['ordinary']}")
     shared = conditions(options)
-    lines = [{**summarise(way, turns), **shared} for way in WAYS]
+    lines = [{**summarize(way, turns), **shared} for way in WAYS]
     options.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for line in lines:
         if "error" in line:

@@ -1,6 +1,6 @@
 """The audit pointed at Opacus: one process, one step, its own engine, sampler and divisor.
 
-Each row is two neighbouring data sets; a step with this noise promises Gaussian DP of mu at most
+Each row is two neighboring data sets; a step with this noise promises Gaussian DP of mu at most
 1 / noise, whatever its sampling rate. The promise is broken at 1 - 1e-6, or nothing is found.
 
     pip install -e '.[bench]'; python benchmarks/quality/audit_opacus.py [--releases 300] [--quick]

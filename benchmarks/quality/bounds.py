@@ -34,7 +34,7 @@ BOUNDS = {
     "Clopper-Pearson": clopper_pearson_lower, "Hoeffding": hoeffding_lower,
     "anytime": anytime_lower,
 }  # fmt: skip
-COLOURS = dict(zip((*BOUNDS, "target"), ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3"), strict=True))
+COLORS = dict(zip((*BOUNDS, "target"), ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3"), strict=True))
 
 
 def rows(draws: int) -> list[dict[str, Any]]:
@@ -62,12 +62,12 @@ def figure(found: list[dict[str, Any]]) -> bytes:
     shown = sorted({row["draws"] for row in found})
     picture, panels = make_panels(len(shown))
     for axes, draws in zip(panels, shown, strict=True):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             mine = [row for row in found if (row["draws"], row["bound"]) == (draws, name)]
             missed = [1 - row["hits"] / draws for row in mine]
             line = "o" if name == "target" else ".-"
             axes.plot(np.maximum(missed, 1e-4), [r["radius"] for r in mine], line,
-                      color=colour, linewidth=1.2, markersize=4, label=name)  # fmt: skip
+                      color=color, linewidth=1.2, markersize=4, label=name)  # fmt: skip
         axes.set(xscale="log", xlim=(0.5, 8e-5), title=f"n = {draws:,}, alpha = {ALPHA:g}")
         axes.set_xlabel("share of draws of another class (none: at 0.0001)")
     panels[0].set_ylabel("certified radius / sigma")

@@ -12,7 +12,7 @@ is a smoke test.
 
     python benchmarks/quality/canary_audits.py [--runs 10] [--epsilons 1,2,4,8] [--canary gradient]
     python benchmarks/quality/canary_audits.py --coverage --runs 50
-    python benchmarks/quality/canary_audits.py --canary mislabelled --canaries 300 --epsilons 8
+    python benchmarks/quality/canary_audits.py --canary mislabeled --canaries 300 --epsilons 8
     python benchmarks/quality/canary_audits.py --recipe mnist-dpsgd --data-root DATA \\
         --canaries 20000
 """
@@ -40,7 +40,7 @@ from dpdist.audits.target import target_of_run
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.binomial import clopper_pearson_upper
 from dpdist.privacy.card import AuditFinding
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_recipe
 from dpdist.training import worker
@@ -76,7 +76,7 @@ def audited(recipe: Recipe, folder: RunFolder) -> AuditFinding:
     """Train and audit."""
     worker.run_training(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
     assert isinstance(recipe.audit, CanaryAudit)
-    target = target_of_run(folder, read_facts(folder).guarantee)
+    target = target_of_run(folder, load_results(folder).guarantee)
     return audit_canaries(recipe.audit, target, folder.path, lambda done, total: None)
 
 

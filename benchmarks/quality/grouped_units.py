@@ -11,7 +11,7 @@ the words of the public vocabulary that a text has) says which package a text is
 the files, by a hash of their names, is the test part, and another one the part by which learning
 rate and clip of each way are chosen; that choice is not paid for, in any way.
 
-* `unit-K`: `privacy.unit: group`; of a file at most K records count in a step, drawn anew each
+* `unit-K`: `privacy.unit: user`; of a file at most K records count in a step, drawn anew each
   time.
 * `one`: one record of a file is kept, drawn by a hash; the person is a record.
 
@@ -138,7 +138,7 @@ def train(
         "run_key": hashlib.sha256(f"{way} {key}".encode()).hexdigest(),
     }  # fmt: skip
     if kind == "unit":
-        privacy |= {"unit": "group", "max_records_per_group": int(most)}
+        privacy |= {"unit": "user", "max_records_per_user": int(most)}
     else:
         texts = one_of_each(texts)
     units = len(np.unique(texts.files))

@@ -248,7 +248,7 @@ def recipe_of(
     if epsilon is not None:
         privacy = {"epsilon": epsilon, "delta": records**-1.1, "clip_norm": "automatic"}
     versions = (f"{each} {version}" for each, version in about["public"]["versions"].items())
-    saw = f"{about['public']['train']:,} docstrings of {', '.join(versions)}"
+    pretraining_data = f"{about['public']['train']:,} docstrings of {', '.join(versions)}"
     run_key = hashlib.sha256(f"perplexity {name} {way} {key}".encode()).hexdigest()
     return {
         "name": f"{name}-{way}-{rate:g}-{key}",
@@ -262,7 +262,7 @@ def recipe_of(
             "name": "transformer",
             "options": {"head": "own", "dtype": options.dtype, "adapter": {
                 "kind": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
-            "initial": {"folder": str(folder(options)), "saw": saw},
+            "initial": {"folder": str(folder(options)), "pretraining_data": pretraining_data},
         },
         "privacy": {**privacy, "run_key": run_key},
         "training": {
@@ -285,7 +285,7 @@ def tune(
     by_run = json.loads(run.evaluation.read_text())["perplexity"]
     assert math.isclose(by_run, perplexity(losses, counts), rel_tol=1e-2), by_run  # dtypes differ
     np.savez(options.out / f"{name}-{way}-{rate:g}-{key}.npz", losses=losses, counts=counts)
-    facts = dpdist.read_facts(run.path)
+    facts = dpdist.load_results(run.path)
     return {
         "set": name, "way": way, "key": key, "rate": rate, "batch": options.batch,
         "steps": options.steps, "epsilon": facts.guarantee.epsilon if WAYS[way] else None,

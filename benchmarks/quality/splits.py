@@ -130,7 +130,7 @@ SPLITS = {
         "digits-functional-search",
         {
             "as it is": {},
-            **{f"centre {part:g}": {"method.centre": part} for part in (0.01, 0.1, 0.2)},
+            **{f"center {part:g}": {"method.center": part} for part in (0.01, 0.1, 0.2)},
             **{f"refine {part:g}": {"method.refine": part} for part in (0.1, 0.3, 0.5, 0.85)},
             **{f"labels {part:g}": {"method.labels": part} for part in (0.25, 0.75)},
         },

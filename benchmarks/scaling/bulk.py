@@ -52,7 +52,7 @@ SIGMAS = (0.25, 0.5)
 RADII = (0.0, 0.25, 0.5, 0.75)
 MODES = {
     "fixed": ("--set", "certify.mode=fixed"),
-    "target": ("--set", "certify.mode=target", "--radii", "0.25,0.5,0.75"),
+    "target": ("--set", "certify.mode=target-radius", "--radii", "0.25,0.5,0.75"),
     "anytime": ("--set", "certify.mode=anytime", "--radii", "0.25,0.5,0.75"),
 }
 
@@ -156,7 +156,7 @@ def command(options: argparse.Namespace, sigma: float, mode: str) -> list[str]:
     return [
         "certify", "--model", "_resnet20:resnet20", "--weights", f"resnet-{sigma:g}.pt",
         "--data", str(options.data), "--sigma", f"{sigma:g}", "--n", str(options.n),
-        "--set", f"certify.every={options.every}", "--set", f"certify.form={options.form}",
+        "--set", f"certify.every={options.every}", "--set", f"certify.backend={options.backend}",
         *MODES[mode],
         "--output", f"{mode}-{sigma:g}",
     ]  # fmt: skip
@@ -220,17 +220,17 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
     model.load_state_dict(torch.load(options.out / f"resnet-{sigma:g}.pt", weights_only=True))
     model.eval()
     few = max(1, len(x) // options.rate_inputs)
-    found: dict[str, list[float]] = {form: [] for form in ("frozen", "bf16", "loop")}
+    found: dict[str, list[float]] = {backend: [] for backend in ("frozen", "bf16", "loop")}
     for number in range(options.rounds):
-        for form, rates in found.items():
+        for backend, rates in found.items():
             began = time.monotonic()
-            if form == "loop":
+            if backend == "loop":
                 draws = cohen_loop(model, x[::few], sigma, options.n)
             else:
                 words = command(options, sigma, "fixed")
                 words[words.index("--every") + 1] = str(few)
-                words[words.index("--form") + 1] = form
-                words[-1] = name = f"rate-{form}-{number}"
+                words[words.index("--form") + 1] = backend
+                words[-1] = name = f"rate-{backend}-{number}"
                 environment = {
                     **os.environ,
                     "PYTHONPATH": str(CHECKOUT / "benchmarks"),
@@ -242,7 +242,7 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
                 )  # fmt: skip
                 draws = len(x[::few]) * (options.n + 100)
             rates.append(draws / (time.monotonic() - began))
-            print(f"round {number}, {form}: {rates[-1]:,.0f} draws/s", flush=True)
+            print(f"round {number}, {backend}: {rates[-1]:,.0f} draws/s", flush=True)
     return {"draws_per_second": found, "inputs": len(x[::few])}
 
 
@@ -276,9 +276,9 @@ def show(found: dict[str, dict[str, Any]]) -> None:
     """Print the tables, with Clopper and Pearson's 95 % interval of each share."""
     rows = []
     rates = {
-        form: float(np.median(each))
+        backend: float(np.median(each))
         for line in found.values()
-        for form, each in line.get("draws_per_second", {}).items()
+        for backend, each in line.get("draws_per_second", {}).items()
     }
     for name, line in found.items():
         if "certified" not in line:
@@ -300,7 +300,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
                   f"of processor time, accuracy {100 * line['accuracy']:.1f} %, under noise "
                   f"{100 * line['noisy_accuracy']:.1f} %")  # fmt: skip
     if rates:
-        listed = ", ".join(f"{form} {each:,.0f}" for form, each in rates.items())
+        listed = ", ".join(f"{backend} {each:,.0f}" for backend, each in rates.items())
         hours = 1e4 * 1.001e5 / rates["bf16"] / 3600
         print(f"draws/s of one thread: {listed}; 10,000 images at n = 100,000 by bf16: "
               f"{hours:,.0f} hours (extrapolated)")  # fmt: skip

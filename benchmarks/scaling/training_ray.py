@@ -1,4 +1,4 @@
-"""What synchronisation costs: 2 Ray Train workers against two processes that never talk.
+"""What synchronization costs: 2 Ray Train workers against two processes that never talk.
 
 Both run the TF-Privacy CNN with one thread each and the same work per step (an expected 512
 examples per process; the Ray run's expected batch is 1,024). Steps per second over the last two

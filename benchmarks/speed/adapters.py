@@ -27,7 +27,7 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.passes import rows_per_pass
 from dpdist.gradients.sampling import Blocks
-from dpdist.models import ModelSpec, initialise
+from dpdist.models import ModelSpec, initialize
 
 AIM = 1.15
 RECORDS, KEY = 10_000, bytes(32)
@@ -41,7 +41,7 @@ def model_of(hidden: int, layers: int, length: int, dtype: str) -> torch.nn.Modu
     }  # fmt: skip
     lora = {"kind": "lora", "r": 8, "lora_alpha": 16, "target_modules": ["query", "value"]}
     options = {"config": config, "adapter": lora, "dtype": dtype}
-    return initialise(ModelSpec("transformer", (length,), 2, options), 0)
+    return initialize(ModelSpec("transformer", (length,), 2, options), 0)
 
 
 def timed(work: Callable[[], object]) -> float:

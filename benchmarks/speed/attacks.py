@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import dpdist.data
 from dpdist import models
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
+from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack, distance
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.fields import ATTACKS
 from dpdist.randomness.keys import StreamKeys
@@ -53,21 +53,21 @@ def data(train: int, test: int, built_in: bool) -> tuple[Tensor, Tensor, Tensor,
 
 
 def train(x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    model = models.initialise(models.ModelSpec("tf-cnn", (1, 28, 28), 10), 0)
-    optimiser = torch.optim.Adam(model.parameters(), 2e-3)
+    model = models.initialize(models.ModelSpec("tf-cnn", (1, 28, 28), 10), 0)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(128):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
     return model.eval().requires_grad_(False)
 
 
 def ours(model: nn.Module, name: str, norm: str, steps: int, x: Tensor, y: Tensor) -> Tensor:
     """As a worker does it: blocks of 100, keyed randomness, float64 projections."""
     randomness = KeyedGenerator(StreamKeys("benchmark", "1", "", "", "", 0.0))
-    classifier = RandomisedClassifier(model)
+    classifier = RandomizedClassifier(model)
     found = []
     for low in range(0, len(x), BLOCK):
         part = x[low : low + BLOCK]
@@ -142,7 +142,7 @@ def side_by_side(model: nn.Module, x: Tensor, y: Tensor, steps: int, rounds: int
 def expectation(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     """What EOT costs: PGD on the smoothed classifier, by draws per gradient."""
     randomness = KeyedGenerator(StreamKeys("benchmark", "1", "", "", "", 0.0))
-    classifier = RandomisedClassifier(model, InputNoise(0.25))
+    classifier = RandomizedClassifier(model, InputNoise(0.25))
     ball = Ball(x, torch.full((len(x),), SIZES["l2"], dtype=torch.float64), "l2")
     print(f"\nPGD in L2 on the smoothed classifier, sigma 0.25, {len(x)} images, {steps} steps")
     for draws in (1, 4, 16, 64):

@@ -27,7 +27,7 @@ from _common import data_root, parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification.inference import ExecutedClassifier, choose_inference_form
+from dpdist.certification.inference import ExecutedClassifier, choose_backend
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.sequential import (
     FUTILITY_ALPHA,
@@ -70,7 +70,7 @@ def images(count: int, split: str, invented: bool = False) -> tuple[Tensor, Tens
 def train(x: Tensor, y: Tensor, epochs: int) -> nn.Module:
     """The TF-Privacy tutorial's CNN, trained on noisy images (plain SGD: speed is the subject)."""
     spec = models.ModelSpec("tf-cnn", (1, 28, 28), 10)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(epochs):
@@ -109,10 +109,10 @@ def rates(works: dict[str, Callable[[], Any]], draws: int, rounds: int) -> dict[
 
 
 def sampler(
-    model: nn.Module, rows: int, form: str = "frozen", shape: tuple[int, ...] = (1, 28, 28)
+    model: nn.Module, rows: int, backend: str = "frozen", shape: tuple[int, ...] = (1, 28, 28)
 ) -> InputNoiseCounter:
     shapes = [(size, *shape) for size in (rows, 100)]
-    classify = ExecutedClassifier(model, form, shapes)
+    classify = ExecutedClassifier(model, backend, shapes)
     return InputNoiseCounter(classify, Gaussian(SIGMA), SOURCE, 10, shape)
 
 
@@ -134,9 +134,9 @@ def ways_to_count(
     """Return what makes so many draws, by name."""
     shape = tuple(x.shape)
     check = torch.rand(BATCH, *shape) + SIGMA * torch.randn(BATCH, *shape)
-    spec, bare = choose_inference_form(model, check)
-    print(f"executed classifier: {spec.form} {spec.notes or ''}")
-    engine = sampler(model, BATCH, spec.form, shape)
+    spec, bare = choose_backend(model, check)
+    print(f"executed classifier: {spec.backend} {spec.notes or ''}")
+    engine = sampler(model, BATCH, spec.backend, shape)
     blocks = draws // BATCH
 
     def count() -> None:

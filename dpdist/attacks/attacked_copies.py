@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, input_range
+from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack, input_range
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.job import DatasetLike
@@ -71,7 +71,7 @@ class AttackedCopies:
         place, asked = find_noise_location(model), spec.settings(like[1])
         if asked.sigma is not None:
             place = place.with_input_noise(asked.sigma)
-        classifier = RandomisedClassifier(model.eval().requires_grad_(False), place)
+        classifier = RandomizedClassifier(model.eval().requires_grad_(False), place)
         # Noise for gradients only: it needs no secret, and a continued run makes the same copies.
         source = StreamKeys("attacked", "", "", dataset.fingerprint, str(place.describe()), 0.0)
         self._copies = {
@@ -92,16 +92,16 @@ class AttackedCopies:
         self.fingerprint = digest.hexdigest()
 
     def _attack_batch(
-        self, dataset: DatasetLike, indices: np.ndarray, classifier: RandomisedClassifier,
+        self, dataset: DatasetLike, indices: np.ndarray, classifier: RandomizedClassifier,
         source: StreamKeys, attack_settings: AttackSettings,
     ) -> Tensor:  # fmt: skip
-        centres = dataset.batch(indices)
+        centers = dataset.batch(indices)
         sizes = torch.full((len(indices),), self.spec.size, dtype=torch.float64)
         return attack(
-            attack_settings.attacks[0], classifier, Ball(centres, sizes, attack_settings.norm,
-                input_range(centres)),
+            attack_settings.attacks[0], classifier, Ball(centers, sizes, attack_settings.norm,
+                input_range(centers)),
             torch.from_numpy(self.labels[indices]), indices.tolist(), KeyedGenerator(source),
-            steps=attack_settings.steps, draws=attack_settings.draws,
+            steps=attack_settings.steps, samples=attack_settings.samples,
             step_scale=attack_settings.step_scale,
         )  # fmt: skip
 

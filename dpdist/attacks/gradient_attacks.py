@@ -3,14 +3,14 @@
 FGSM (Goodfellow et al., ICLR 2015), I-FGSM or BIM (Kurakin et al., 2016), MIM (Dong et al., CVPR
 2018) and PGD (Madry et al., ICLR 2018) are pure functions of a gradient, a ball and their
 settings. In L2 the sign is replaced by the unit vector. Row b of the result depends on row b of
-the ball and of the gradients alone. `attack` runs them on a classifier, untargeted and vectorised,
+the ball and of the gradients alone. `attack` runs them on a classifier, untargeted and vectorized,
 with keyed randomness.
 
 A ball has projection, steepest ascent and random points. All arithmetic is float64; the model
-takes float32. That rounding goes towards the centre in every coordinate, so the distance computed
+takes float32. That rounding goes toward the center in every coordinate, so the distance computed
 in float64 never exceeds the size.
 
-A randomised classifier answers with the class that most draws of its noise say, or with that of
+A randomized classifier answers with the class that most draws of its noise say, or with that of
 the largest mean score. Attacks differentiate it by expectation over the noise (EOT, Athalye et
 al., ICML 2018): the gradient is the mean of the gradients under independent draws.
 """
@@ -41,13 +41,13 @@ _MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class Ball:
-    """All points within ``size`` of ``centre`` in ``norm`` and inside ``box``.
+    """All points within ``size`` of ``center`` in ``norm`` and inside ``box``.
 
-    centre: float32 (B, ...). size: float64 (B,), in input units. box: least and largest value of
-    each coordinate, or None. A centre outside the box has none: it is no picture of pixels.
+    center: float32 (B, ...). size: float64 (B,), in input units. box: least and largest value of
+    each coordinate, or None. A center outside the box has none: it is no picture of pixels.
     """
 
-    centre: Tensor
+    center: Tensor
     size: Tensor
     norm: Norm
     box: tuple[float, float] | None = PIXELS
@@ -56,23 +56,23 @@ class Ball:
         """Return the point moved into the ball, then clipped to the box: float64 (B, ...).
 
         Each is the Euclidean projection; one after the other they stay in both sets, because the
-        centre lies in the box.
+        center lies in the box.
         """
-        moved = self.centre.double() + self._projected_shift(point)
+        moved = self.center.double() + self._projected_shift(point)
         if self.box is None:
             return moved
-        boxed = (self.centre == self.centre.clamp(*self.box)).flatten(1).all(1)
+        boxed = (self.center == self.center.clamp(*self.box)).flatten(1).all(1)
         return torch.where(per_row(boxed, moved), moved.clamp(*self.box), moved)
 
     def project_to_float32(self, point: Tensor) -> Tensor:
-        """`project`, rounded towards the centre: float32 (B, ...), exactly inside."""
+        """`project`, rounded toward the center: float32 (B, ...), exactly inside."""
         limit = self._projected_shift(point).abs()
         rounded = self.project(point).float()
-        too_far = (rounded.double() - self.centre.double()).abs() > limit
-        return torch.where(too_far, torch.nextafter(rounded, self.centre), rounded)
+        too_far = (rounded.double() - self.center.double()).abs() > limit
+        return torch.where(too_far, torch.nextafter(rounded, self.center), rounded)
 
     def _projected_shift(self, point: Tensor) -> Tensor:
-        shift = point.double() - self.centre.double()
+        shift = point.double() - self.center.double()
         size = per_row(self.size, shift)
         if self.norm == "linf":
             return shift.clamp(-size, size)
@@ -100,8 +100,8 @@ class Ball:
             unit = self.steepest_direction(normal)
             # The radius of a uniform point has distribution r^n.
             direction = unit * uniform[:, :1].double().pow(1 / normal.shape[1])
-        shift = direction.view_as(self.centre) * per_row(self.size, self.centre)
-        return self.project(self.centre.double() + shift)
+        shift = direction.view_as(self.center) * per_row(self.size, self.center)
+        return self.project(self.center.double() + shift)
 
 
 def input_range(inputs: Tensor) -> tuple[float, float] | None:
@@ -109,12 +109,12 @@ def input_range(inputs: Tensor) -> tuple[float, float] | None:
     return PIXELS if inputs.dim() == 4 else None
 
 
-def distance(points: np.ndarray, centres: np.ndarray, norm: str) -> np.ndarray:
-    """Distances in float64 of float32 points (B, ...) from their centres: (B,).
+def distance(points: np.ndarray, centers: np.ndarray, norm: str) -> np.ndarray:
+    """Distances in float64 of float32 points (B, ...) from their centers: (B,).
 
     Raises UserError for another norm than "linf" and "l2".
     """
-    shift = np.asarray(points, dtype=np.float64) - np.asarray(centres, dtype=np.float64)
+    shift = np.asarray(points, dtype=np.float64) - np.asarray(centers, dtype=np.float64)
     flat = shift.reshape(len(shift), -1)
     if norm == "linf":
         largest: np.ndarray = np.abs(flat).max(1, initial=0.0)
@@ -143,8 +143,8 @@ def fgsm(gradient: Gradient, ball: Ball, steps: int = 1) -> Tensor:
 
 
 def i_fgsm(gradient: Gradient, ball: Ball, steps: int) -> Tensor:
-    """``steps`` steps of size / steps from the centre, each projected."""
-    return ascend(gradient, ball, ball.centre, steps, ball.size / steps)
+    """``steps`` steps of size / steps from the center, each projected."""
+    return ascend(gradient, ball, ball.center, steps, ball.size / steps)
 
 
 def mim(gradient: Gradient, ball: Ball, steps: int, decay: float = 1.0) -> Tensor:
@@ -158,7 +158,7 @@ def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Te
 
 
 # Attacks that begin at the input; pgd begins at random points.
-ATTACKS_FROM_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
+ATTACKS_FROM_CENTER: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
     "fgsm": fgsm,
     "i-fgsm": i_fgsm,
     "mim": mim,
@@ -170,7 +170,7 @@ def with_momentum(gradient: Gradient, ball: Ball, decay: float | Tensor) -> Grad
 
     decay: a number, or one for each row (B,); 0 leaves the gradient's direction as it is.
     """
-    velocity = torch.zeros_like(ball.centre, dtype=torch.float64)
+    velocity = torch.zeros_like(ball.center, dtype=torch.float64)
     kept = decay if isinstance(decay, float) else per_row(decay, velocity)
 
     def momentum(point: Tensor, step: int) -> Tensor:
@@ -192,10 +192,10 @@ def ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size:
     return ball.project_to_float32(point)
 
 
-# --- the randomised classifier ----------------------------------------------------------------
+# --- the randomized classifier ----------------------------------------------------------------
 
 
-class RandomisedClassifier:
+class RandomizedClassifier:
     """Logits of a network under given standard normal draws; without noise it is deterministic.
 
     votes: whether it answers by votes of draws, or by their mean scores; None: as the place does.
@@ -218,7 +218,7 @@ class RandomisedClassifier:
 
 
 def loss_gradient(
-    classifier: RandomisedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
+    classifier: RandomizedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
 ) -> Tensor:
     """Gradient by x of the mean cross-entropy over the draws, up to a positive factor per input.
 
@@ -229,12 +229,12 @@ def loss_gradient(
     look like robustness. No attack here depends on it. An input whose gradient is not finite gets
     the gradient 0: no direction is known there.
     """
-    draws = 1 if normals is None else len(normals) // len(x)
+    samples = 1 if normals is None else len(normals) // len(x)
     with torch.enable_grad():
         inputs = x.detach().clone().requires_grad_(True)
-        logits = classifier.logits(inputs.repeat_interleave(draws, 0), normals)
-        back = _logit_gradient(logits.detach(), targets.repeat_interleave(draws))
-        largest = back.abs().view(len(x), -1).amax(1).clamp_min(1e-300).repeat_interleave(draws)
+        logits = classifier.logits(inputs.repeat_interleave(samples, 0), normals)
+        back = _logit_gradient(logits.detach(), targets.repeat_interleave(samples))
+        largest = back.abs().view(len(x), -1).amax(1).clamp_min(1e-300).repeat_interleave(samples)
         (gradient,) = torch.autograd.grad(logits, inputs, (back / largest[:, None]).float())
     finite = gradient.isfinite().flatten(1).all(1)
     return gradient.masked_fill(~per_row(finite, gradient), 0.0)
@@ -249,7 +249,7 @@ def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def success_score(
-    classifier: RandomisedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
+    classifier: RandomizedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
 ) -> Tensor:
     """Return how well x fools the classifier, for choosing between restarts: float64 (B,).
 
@@ -257,20 +257,20 @@ def success_score(
     loss. Of mean scores: by how much the target's is below the largest other one. A draw whose
     logits are not finite is no answer, and adds nothing.
     """
-    draws = 1 if normals is None else len(normals) // len(x)
-    repeated = targets.repeat_interleave(draws)
+    samples = 1 if normals is None else len(normals) // len(x)
+    repeated = targets.repeat_interleave(samples)
     with torch.inference_mode():
-        logits = classifier.logits(x.repeat_interleave(draws, 0), normals).double()
+        logits = classifier.logits(x.repeat_interleave(samples, 0), normals).double()
         found = predicted_classes(logits)
         if not classifier.predicts_by_vote:
-            scores = softmax_scores(logits).view(len(x), draws, -1).mean(1)
+            scores = softmax_scores(logits).view(len(x), samples, -1).mean(1)
             own = scores.gather(1, targets[:, None])[:, 0]
             return scores.scatter(1, targets[:, None], -1.0).amax(1) - own
         loss = nn.functional.cross_entropy(logits, repeated, reduction="none")
         loss = loss.masked_fill(found == NO_CLASS, 0.0)
         wrong = ((found != repeated) & (found != NO_CLASS)).double()
-    loss = loss.view(len(x), draws).mean(1)
-    return wrong.view(len(x), draws).sum(1) + loss / (1 + loss)
+    loss = loss.view(len(x), samples).mean(1)
+    return wrong.view(len(x), samples).sum(1) + loss / (1 + loss)
 
 
 # --- an attack on a classifier ----------------------------------------------------------------
@@ -278,14 +278,14 @@ def success_score(
 
 def attack(
     name: AttackName,
-    classifier: RandomisedClassifier,
+    classifier: RandomizedClassifier,
     ball: Ball,
     targets: Tensor,
     indices: Sequence[int],
     randomness: KeyedGenerator,
     *,
     steps: int = 10,
-    draws: int = 16,
+    samples: int = 16,
     restarts: int = 1,
     step_scale: float = 2.5,
 ) -> Tensor:
@@ -297,13 +297,13 @@ def attack(
     draws used for nothing else). step_scale: PGD's step is step_scale * size / steps; 1 is what
     some papers use, Madry et al. advise more than the ball's radius in all.
     """
-    shape = classifier.noise_shape(ball.centre.shape[1:])
+    shape = classifier.noise_shape(ball.center.shape[1:])
 
     def normals(stage: str, block: int) -> Tensor | None:
         if shape is None:
             return None
-        found = randomness.normals(indices, f"{name}/{stage}", block, draws, shape)
-        return found.to(ball.centre.device)
+        found = randomness.normals(indices, f"{name}/{stage}", block, samples, shape)
+        return found.to(ball.center.device)
 
     def gradient_of(run: int) -> Gradient:
         def gradient(point: Tensor, step: int) -> Tensor:
@@ -313,8 +313,8 @@ def attack(
 
     if name not in ATTACKS:
         raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
-    if name in ATTACKS_FROM_CENTRE:
-        return ATTACKS_FROM_CENTRE[name](gradient_of(0), ball, steps)
+    if name in ATTACKS_FROM_CENTER:
+        return ATTACKS_FROM_CENTER[name](gradient_of(0), ball, steps)
     starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
     found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
     if restarts == 1:
@@ -326,7 +326,7 @@ def _starts(
     ball: Ball, indices: Sequence[int], randomness: KeyedGenerator, count: int
 ) -> Iterator[Tensor]:
     """Independent uniform points of the ball."""
-    numbers, device = ball.centre[0].numel(), ball.centre.device
+    numbers, device = ball.center[0].numel(), ball.center.device
     for run in range(count):
         yield ball.random_point(
             randomness.uniforms(indices, "pgd/start/uniform", run, numbers).to(device),
@@ -335,7 +335,7 @@ def _starts(
 
 
 def _best(
-    classifier: RandomisedClassifier,
+    classifier: RandomizedClassifier,
     targets: Tensor,
     judge: Tensor | None,
     candidates: Iterator[Tensor],

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dpdist.attacks import table as tables
 from dpdist.attacks.gradient_attacks import (
     Ball,
-    RandomisedClassifier,
+    RandomizedClassifier,
     attack,
     distance,
     input_range,
@@ -81,19 +81,19 @@ def counting_assignment(
     *,
     n: int,
     n0: int | None = None,
-    form: ClassifierSpec | None = None,
+    backend: ClassifierSpec | None = None,
     code: FactoryCode | None = None,
 ) -> counting.Assignment:
     """Return what a worker of a certification needs to count answers under a model's noise.
 
     check_inputs: float32 (N, ...), some inputs on which every worker must answer alike. n: draws of
-    an answer. n0: of another block that is asked for. form: the executed form and batch of
+    an answer. n0: of another block that is asked for. backend: the executed form and batch of
     certificates that are attacked.
     """
     shape = tuple(check_inputs.shape[1:])
     cut = location.split(model, shape)
     numbers = int(np.prod(location.normals_shape(model, shape) or shape))
-    batch = form.batch if form else max(1, min(_ROWS, _MAX_NUMBERS // numbers))
+    batch = backend.batch if backend else max(1, min(_ROWS, _MAX_NUMBERS // numbers))
     noise = Gaussian(float(cut.std) if location.is_random and cut.before_noise is None else 1.0)
     return counting.Assignment(
         model,
@@ -107,17 +107,17 @@ def counting_assignment(
     )
 
 
-def choose_form(
-    assignment: counting.Assignment, form: ClassifierSpec | None = None
+def choose_backend(
+    assignment: counting.Assignment, backend: ClassifierSpec | None = None
 ) -> ClassifierSpec:
     """Return the executed classifier: chosen by a probe, or of the form and batch that are given.
 
     Raises as `dpdist.certification.worker.probe`.
     """
-    if form is None:
+    if backend is None:
         return counting.probe(assignment)
     network, batch = assignment.sampler.check_batch(assignment.on_device())
-    return form.for_check_batch(network, batch)
+    return backend.for_check_batch(network, batch)
 
 
 def require_attackable(assignment: counting.Assignment) -> None:
@@ -134,20 +134,20 @@ def require_attackable(assignment: counting.Assignment) -> None:
         )
 
 
-def split_into_blocks(draws: int, batch: int) -> list[tuple[int, int]]:
+def split_into_blocks(samples: int, batch: int) -> list[tuple[int, int]]:
     """Return the number of each canonical block of the draws, and how many of its rows count."""
-    return [(block, min(batch, draws - block * batch)) for block in range(-(-draws // batch))]
+    return [(block, min(batch, samples - block * batch)) for block in range(-(-samples // batch))]
 
 
 def count_answers(
-    counter: ClassCounter, x: Tensor, index: int, stage: str, draws: int, batch: int
+    counter: ClassCounter, x: Tensor, index: int, stage: str, samples: int, batch: int
 ) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
     (classes,). Answers without a class are in none of them."""
     result: np.ndarray = np.sum(
         [
             counter.histogram(x, index, stage, block, batch, rows)
-            for block, rows in split_into_blocks(draws, batch)
+            for block, rows in split_into_blocks(samples, batch)
         ],
         axis=0,
     )
@@ -167,7 +167,7 @@ class MeanScores:
 
     @classmethod
     def sample(
-        cls, counter: ClassCounter, x: Tensor, index: int, stage: str, draws: int, batch: int
+        cls, counter: ClassCounter, x: Tensor, index: int, stage: str, samples: int, batch: int
     ) -> MeanScores:
         """Draw them, in the blocks of `count_answers`. Raises TypeError for a counter of votes
         alone."""
@@ -175,7 +175,7 @@ class MeanScores:
             raise TypeError("mean scores need noise behind a layer")
         found = [
             counter.sample_block(x, index, block, batch, rows, binned=True, stage=stage)
-            for block, rows in split_into_blocks(draws, batch)
+            for block, rows in split_into_blocks(samples, batch)
         ]
         names = ("bins", "excess", "histogram")
         return cls(*(np.sum([getattr(each, name) for each in found], axis=0) for name in names))
@@ -258,31 +258,31 @@ class Attacker:
         self._randomness = KeyedGenerator(assignment.counting.stream_keys)
         model = assignment.counting.on_device().model.eval().requires_grad_(False)
         votes = assignment.predicts_by_vote
-        self.classifier = RandomisedClassifier(model, assignment.location, votes)
+        self.classifier = RandomizedClassifier(model, assignment.location, votes)
 
-    def centres(self, batch: AttackBatch) -> Tensor:
+    def centers(self, batch: AttackBatch) -> Tensor:
         """float32 (B, ...): the block's inputs."""
         return torch.from_numpy(self._assignment.inputs[batch.low : batch.high].copy())
 
     def find_points(self, batch: AttackBatch, targets: Tensor) -> Tensor:
         """float32 (B, ...), within the block's sizes; raises RuntimeError if they were not."""
-        centres = self.centres(batch)
+        centers = self.centers(batch)
         if batch.attack == "none":
-            return centres
+            return centers
         settings = self._assignment.settings
         found = attack(
             batch.attack,  # type: ignore[arg-type]
             self.classifier,
-            Ball(centres, torch.tensor(batch.sizes), settings.norm, input_range(centres)),
+            Ball(centers, torch.tensor(batch.sizes), settings.norm, input_range(centers)),
             targets,
             self._assignment.indices[batch.low : batch.high].tolist(),
             self._randomness,
             steps=settings.steps,
-            draws=settings.draws,
+            samples=settings.samples,
             restarts=settings.restarts,
             step_scale=settings.step_scale,
         )
-        if not (distance(found.numpy(), centres.numpy(), settings.norm) <= batch.sizes).all():
+        if not (distance(found.numpy(), centers.numpy(), settings.norm) <= batch.sizes).all():
             raise RuntimeError(f"{batch.attack} left its ball")
         return found
 
@@ -304,19 +304,19 @@ class Worker:
             self._inspect = counted.build_reexecution(counted.model, self._logits, others, "eager")
 
     def __call__(self, batch: AttackBatch) -> list[dict[str, Any]]:
-        centres = self._attacker.centres(batch)
+        centers = self._attacker.centers(batch)
         indices, labels = (
             values[batch.low : batch.high].tolist()
             for values in (self._assignment.indices, self._assignment.targets)
         )
         targets = torch.tensor(labels)
         if self._settings.labels == "predicted" and batch.attack != "none":
-            found = self._predict(centres, indices, "targets")[0]
+            found = self._predict(centers, indices, "targets")[0]
             targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
         points = self._attacker.find_points(batch, targets)
         stage = f"predict/{batch.attack}/{float(batch.sizes[0]).hex()}"
         predictions, hits = self._predict(points, indices, stage)
-        moved = distance(points.numpy(), centres.numpy(), self._settings.norm)
+        moved = distance(points.numpy(), centers.numpy(), self._settings.norm)
         return [
             {
                 "index": index,
@@ -338,7 +338,7 @@ class Worker:
     def _predict(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
         """Return classes and how many draws say the most frequent one, int64 (B,) each.
 
-        Deterministic: the largest logit, -1 where the logits are not finite. Randomised, with fresh
+        Deterministic: the largest logit, -1 where the logits are not finite. Randomized, with fresh
         noise, -1 where it abstains: PREDICT (Cohen et al., ICML 2019) by votes, the class of the
         largest mean score where the certificates of the same noise speak of that. For the attack's
         own targets what seems likeliest.
@@ -412,7 +412,7 @@ class BaseAttackJob(JobSpec):
         settings: AttackOptions,
         indices: np.ndarray,
         targets: np.ndarray,
-        form: ClassifierSpec | None = None,
+        backend: ClassifierSpec | None = None,
         votes: bool | None = None,
     ) -> None:
         """votes: whether answers are votes of draws or their mean scores; None: as the model's
@@ -431,11 +431,11 @@ class BaseAttackJob(JobSpec):
         )
         counted = counting_assignment(
             subject.model, place, dataset.classes, inputs[:64], source,
-            n=settings.n, n0=self.n0, form=form, code=subject.code,
+            n=settings.n, n0=self.n0, backend=backend, code=subject.code,
         )  # fmt: skip
         if not place.is_random:
             require_attackable(counted)
-        self._form = form
+        self._form = backend
         self.seed, self._data = settings.seed, dataset.name
         self.assignment = Assignment(
             counted, place, settings, inputs, indices, targets.astype(np.int64), votes
@@ -454,34 +454,34 @@ class BaseAttackJob(JobSpec):
         }
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        it, form = self.assignment, None
+        it, backend = self.assignment, None
         if it.location.is_random:
             asked = self._form
 
             def choose(counting: counting.Assignment) -> ClassifierSpec:  # Ray takes no partial
-                return choose_form(counting, form=asked)
+                return choose_backend(counting, backend=asked)
 
             chosen = current_executor().run_once(
                 choose, it.counting, "the model cannot be attacked"
             )
-            form = chosen.pinned_fields
-        return {"seed": it.counting.stream_keys.seed, "classifier": form}
+            backend = chosen.pinned_fields
+        return {"seed": it.counting.stream_keys.seed, "classifier": backend}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        it, form = self.assignment, job_record["classifier"]
+        it, backend = self.assignment, job_record["classifier"]
         counted = replace(
             it.counting,
             stream_keys=replace(it.counting.stream_keys, seed=job_record["seed"]),
-            spec=ClassifierSpec.from_pinned(form) if form else None,
+            spec=ClassifierSpec.from_pinned(backend) if backend else None,
             inputs=len(it.indices),
-            least_draws=self.min_draws_per_point if form else 1,
+            least_draws=self.min_draws_per_point if backend else 1,
         )
         it = self.assignment = replace(it, counting=counted)
         size = it.settings.batch_size(it.inputs[0].size)
         blocks = self.batches([slice(i, i + size) for i in range(0, len(it.indices), size)])
         # Ten times the longest honest block.
-        draws = it.settings.draws if it.location.is_random else 1
-        passes = 3 * it.settings.steps * it.settings.restarts * draws + self.draws_per_point
+        samples = it.settings.samples if it.location.is_random else 1
+        passes = 3 * it.settings.steps * it.settings.restarts * samples + self.draws_per_point
         return _AttackItems(
             blocks,
             self.worker,
@@ -577,11 +577,11 @@ class Checker:
     def __call__(self, batch: AttackBatch) -> list[Row]:
         certified = torch.from_numpy(self._assignment.targets[batch.low : batch.high].copy())
         indices = self._assignment.indices[batch.low : batch.high].tolist()
-        points, centres = (
+        points, centers = (
             self._attacker.find_points(batch, certified),
-            self._attacker.centres(batch),
+            self._attacker.centers(batch),
         )
-        moved = distance(points.numpy(), centres.numpy(), self._assignment.settings.norm)
+        moved = distance(points.numpy(), centers.numpy(), self._assignment.settings.norm)
         counter = self._counter.for_purpose(f"certify/{batch.attack}")
         rows = []
         for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):

@@ -48,7 +48,7 @@ class AttackOptions:
     (``evasion.attack``).
     sigma: attack the network smoothed by N(0, sigma^2) input noise; None: the model as it is,
     with noise of its own if it has some. draws: of the noise for each gradient (EOT).
-    n, alpha: draws of each answer of a randomised classifier and the error of its two-sided test;
+    n, alpha: draws of each answer of a randomized classifier and the error of its two-sided test;
     ABSTAIN where it does not decide.
     labels: what the attack leads away from: the "true" label, or the class "predicted" without an
     attack.
@@ -65,7 +65,7 @@ class AttackOptions:
     restarts: int = 1
     step_scale: float = 2.5
     sigma: float | None = None
-    draws: int = 16
+    samples: int = 16
     n: int = 1000
     alpha: float = 0.001
     labels: Labels = "true"
@@ -84,7 +84,7 @@ class AttackOptions:
         self._require(good_sizes, "sizes", "positive numbers")
         known = bool(self.attacks) and all(name in ATTACKS for name in self.attacks)
         self._require(known, "attacks", f"out of {', '.join(ATTACKS)}")
-        for name in ("steps", "restarts", "draws", "n", "every"):
+        for name in ("steps", "restarts", "samples", "n", "every"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("max_inputs", "batch"):
             self._require(getattr(self, name) is None or getattr(self, name) >= 1, name, ">= 1")
@@ -135,7 +135,7 @@ class AttackOptions:
         """Inputs attacked at once."""
         if self.batch is not None:
             return self.batch
-        return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.draws)))
+        return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.samples)))
 
     def indices(self, count: int) -> range:
         """Return the indices of the attacked inputs of a data set of ``count``."""
@@ -171,7 +171,7 @@ COLUMNS: dict[str, ColumnSpec] = {
 }  # fmt: skip
 _ABOUT = {
     "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
-    "settings.restarts": int, "settings.draws": int, "settings.n": int, "settings.alpha": float,
+    "settings.restarts": int, "settings.samples": int, "settings.n": int, "settings.alpha": float,
     "noise.kind": str, "model": str, "data": str, "input_shape": list,
 }  # fmt: skip
 CHECK_SCHEMA = pa.schema(
@@ -279,7 +279,7 @@ class OutcomeShares:
 
     Together they are 1.
 
-    Only the last refutes anything: a randomised classifier that abstains has not decided between
+    Only the last refutes anything: a randomized classifier that abstains has not decided between
     two classes, and its most likely one may be the right one. So what a model withstands is at most
     right + abstained, but for the error of each answer.
     """
@@ -307,7 +307,7 @@ class AttackTable:
     sigma: float | None
     steps: int
     restarts: int
-    draws: int
+    samples: int
     n: int
     alpha: float
     model: str
@@ -395,7 +395,7 @@ def read_attack(path: Path) -> AttackTable:
         sigma=noise["sigma"],
         steps=settings["steps"],
         restarts=settings["restarts"],
-        draws=settings["draws"],
+        samples=settings["samples"],
         n=settings["n"],
         alpha=settings["alpha"],
         model=said["model"],

@@ -10,7 +10,7 @@ Many runs: trained anew again and again, with a canary and without. Independent 
 Clopper-Pearson bounds without any assumption, as the residual perturbation paper measures its
 empirical epsilon (Jagielski, Ullman and Oprea 2020). Those bounds test the plan's own trade-off
 curve; epsilon is that of the plan with as much more noise as is still rejected, beside the one
-that counts alone give. Trainings are vectorised (`dpdist.audits.trainings` says which parts of a
+that counts alone give. Trainings are vectorized (`dpdist.audits.trainings` says which parts of a
 run they share) and done in chunks on the actor pool, journalled: an interrupted audit continues.
 """
 
@@ -163,7 +163,7 @@ def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFold
     """Return scores of the trained model beside the public one before the first step.
 
     They are: how far it moved along a canary's gradient, how much likelier it finds a canary's
-    label, or towards which of its two labels hidden layers moved.
+    label, or toward which of its two labels hidden layers moved.
     """
     import torch
 
@@ -184,7 +184,7 @@ def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFold
         recipe.method.execution().project_parameters(before)()
         own, labels = dataset.batch(slice(0, dataset.num_records)), dataset.labels  # type: ignore[attr-defined]
         others = [own[torch.from_numpy(labels == label)] for label in range(dataset.classes)]
-        return _movement_towards_first_label(before, after, inputs, others)
+        return _movement_toward_first_label(before, after, inputs, others)
     return (
         _log_likelihood(after, inputs, labels) - _log_likelihood(before, inputs, labels)
     ).numpy()
@@ -200,10 +200,10 @@ def _flat_parameters(recipe: Recipe, model: nn.Module) -> Tensor:
     return torch.cat(parts).double()
 
 
-def _movement_towards_first_label(
+def _movement_toward_first_label(
     before: nn.Module, after: nn.Module, inputs: Tensor, others: Sequence[Tensor]
 ) -> np.ndarray:
-    """Return how much hidden weights moved towards label 0 of each input, and not 1: (m,).
+    """Return how much hidden weights moved toward label 0 of each input, and not 1: (m,).
 
     By least squares on the gradients of the difference of the two logits. others: the records
     by their labels, which the adversary knows; the part by which their means move any logit is
@@ -233,11 +233,11 @@ def _movement_towards_first_label(
     ]
     basis = torch.linalg.qr(torch.stack(known, 1))[0]
     moved = torch.cat([(e - p.detach()).flatten() for e, p in zip(ends, chosen, strict=True)])
-    towards = torch.stack([slope(a - b) for a, b in (model(row)[0, :2] for row in inputs.split(1))])
-    towards -= (towards @ basis) @ basis.T
-    gram = towards @ towards.T
+    toward = torch.stack([slope(a - b) for a, b in (model(row)[0, :2] for row in inputs.split(1))])
+    toward -= (toward @ basis) @ basis.T
+    gram = toward @ toward.T
     gram += torch.eye(len(gram)).to(gram) * gram.diagonal().mean().clamp(min=1e-300) * _RIDGE
-    result: np.ndarray = torch.linalg.solve(gram, towards @ moved.double()).numpy()
+    result: np.ndarray = torch.linalg.solve(gram, toward @ moved.double()).numpy()
     return result
 
 

@@ -2,7 +2,7 @@
 
 * `canaries`: a record for each coordinate, each in or out by a fair coin, full batches. Too little
   noise, a wrong clip or a record that counts twice moves its coordinate too far.
-* `neighbour`: a record beside another one, `crowd`: beside many equal ones. It may move its own
+* `neighbor`: a record beside another one, `crowd`: beside many equal ones. It may move its own
   coordinate only: not the others' (a statistic of the batch), not the size of the noise (a
   divisor).
 * `witness`: canaries in one worker's share, at a rate of a half; at the same places of another
@@ -10,9 +10,9 @@
 * `alone`: a canary without any other record: an empty batch is a step like any other.
 
 `canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (a group: their bound is divided). The other scenarios are about structure: each has the noise
-under which its faults are soonest seen. Where a group of records is the unit, every record above
-is a whole group, of one record more than count in a step. Coordinates of one release are taken as
+it (a user: their bound is divided). The other scenarios are about structure: each has the noise
+under which its faults are soonest seen. Where a user is the unit, every record above
+is a user, of one record more than count in a step. Coordinates of one release are taken as
 trials of their own in `canaries` and `witness`. Under the plan their noise and coins are
 independent; that the pieces execute the plan is the tested statement.
 
@@ -21,7 +21,7 @@ Any training step, one's own or another library's, is audited through three func
     step = AuditedStep(release, score, curve)
     found = audit_step(step, releases=1000, alpha=0.05)
 
-`release(included, key)` does one step on one of two neighbouring data sets, with the canary or
+`release(included, key)` does one step on one of two neighboring data sets, with the canary or
 without, and returns the adversary's view: an array, or None where nothing was released. All its
 randomness must follow from `key`. `score(seen)` is one number or several: several are weighed by a
 likelihood ratio that is fitted on other releases. `curve` is the promised trade-off curve, from
@@ -152,14 +152,14 @@ def _fit_likelihood_ratio(inside: Array, outside: Array) -> Callable[[Array], Ar
 
 ProgressCallback = Callable[[int, int], None]
 HarnessFactory = Callable[[StepPlan], "StepHarness"]
-SCENARIOS = ("canaries", "neighbour", "crowd", "witness", "alone")
+SCENARIOS = ("canaries", "neighbor", "crowd", "witness", "alone")
 _BY_COIN = ("canaries", "witness")  # many canaries a release, each by its own coin
 _RATE = 0.5
 _CROWD = 32
 _STRUCTURE, _SAMPLING = 1.0, 0.25  # noise of the scenes
 _PER_PAIR = 50  # releases of `canaries` for each of the scenes with one canary
 _MOST_COPIES = 64
-_MOST_MEMBERS = 4  # records of a canary group that count: each takes a pass of its own
+_MOST_MEMBERS = 4  # records of a canary user that count: each takes a pass of its own
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def run_scenarios(
 
     plays: dict[str, Callable[[], StepAuditResult]] = {
         "canaries": canaries,
-        "neighbour": lambda: pair(1.0, 1, _influence),
+        "neighbor": lambda: pair(1.0, 1, _influence),
         "crowd": lambda: pair(1.0, _CROWD, _influence),
         "witness": witness,
         "alone": lambda: pair(_RATE, 0, _own),
@@ -364,7 +364,7 @@ def audit_mechanism(
     noise = _noise(target)
     alpha = bonferroni_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
-    members = None if plan.group is None else min(plan.group.max_records, _MOST_MEMBERS)
+    members = None if plan.user is None else min(plan.user.max_records, _MOST_MEMBERS)
 
     def pieces(step_plan: StepPlan) -> StepHarness:
         step_plan = step_plan.sampled_like(plan.step(0))  # a probe is of the class of the largest
@@ -400,7 +400,7 @@ def audit_mechanism(
             "noise_multiplier": noise,
             "noise_multiplier_at_most": 1 / mu if mu else None,
             "copies": findings.copies,
-            **({} if members is None else {"records_of_a_group": members}),
+            **({} if members is None else {"records_of_a_user": members}),
             "rejected": broken,
             "scenes": {name: _describe_counts(one.counts) for name, one in findings.audits.items()},
         },

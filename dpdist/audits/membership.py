@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
-from dpdist.audits.target import refuse_groups, refuse_not_releasable, refuse_planted
+from dpdist.audits.target import refuse_not_releasable, refuse_planted, refuse_users
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_MODELS, check_hex_key
@@ -107,11 +107,12 @@ class Membership(Evaluation):
 
         refuse_planted(recipe, "shadow models")
         refuse_not_releasable(recipe)
-        refuse_groups(recipe, "shadow models")
-        if recipe.data.rates:
+        refuse_users(recipe, "shadow models")
+        if recipe.data.class_sampling:
             raise UserError(
-                f"{recipe.name}: data.rates: must be left out for membership inference, got "
-                f"{len(recipe.data.rates)} rates: shadow models have other class counts"
+                f"{recipe.name}: data.class_sampling: must be left out for membership inference, "
+                "got "
+                f"{len(recipe.data.class_sampling)} rates: shadow models have other class counts"
             )
         if recipe.tune is not None:
             raise UserError(

@@ -193,7 +193,7 @@ class Finding:
         for rate in RATES:
             true, false = self.roc.rates_at(rate)
             rows.append(
-                (f"TPR at {format_exact(100 * rate)} % FPR", f"{true}, realised FPR {false}")
+                (f"TPR at {format_exact(100 * rate)} % FPR", f"{true}, realized FPR {false}")
             )
         rows.append(("advantage", f"{self.roc.advantage:.3f}"))
         for threshold, precision, recall in self.thresholds:
@@ -349,10 +349,10 @@ def _run_attack(
     """alpha: of a one-run test of the first target; None: no test holds."""
     attack.check_game(game)
     records = bank.member.shape[1]
-    learnt = game.guessed_records(key, game.models - 1, records)
+    learned = game.guessed_records(key, game.models - 1, records)
     rocs, test = [], None
     for target in game.targets:
-        scored = attack.score(bank, target, learnt, int.from_bytes(key[:4], "little"))
+        scored = attack.score(bank, target, learned, int.from_bytes(key[:4], "little"))
         judged = game.guessed_records(key, target, records)
         rocs.append(Roc.from_scores(scored[judged], bank.member[target][judged]))
         if alpha is not None and target == game.targets[0]:

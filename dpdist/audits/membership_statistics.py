@@ -51,7 +51,7 @@ from dpdist.privacy.audit_bounds import (
     plan_tradeoff,
 )
 from dpdist.privacy.claims import Claim
-from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, Neighbors, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
 
@@ -73,7 +73,7 @@ class Game:
     models: int
     name: ClassVar[str]
     description: ClassVar[str]
-    relation: ClassVar[Neighbours]
+    relation: ClassVar[Neighbors]
     has_random_size: ClassVar[bool] = False  # the number of members is drawn too
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
@@ -482,7 +482,7 @@ class Roc:
         return true, false
 
     def rates_at(self, false_positives: float, alpha: float = ALPHA) -> tuple[Estimate, Estimate]:
-        """True and realised false positive rate where at most so many others are taken."""
+        """True and realized false positive rate where at most so many others are taken."""
         true, false = self.counts_above(self.threshold_at(false_positives))
         return (
             Estimate.from_counts(true, len(self.members), alpha),
@@ -548,7 +548,7 @@ class Ceiling:
         return found
 
 
-def proved_ceiling(plan: PrivacyPlan, game: Neighbours, description: str) -> Ceiling | None:
+def proved_ceiling(plan: PrivacyPlan, game: Neighbors, description: str) -> Ceiling | None:
     """Return the ceiling by the plan's privacy loss, or None.
 
     None where nothing is proved, or not under this relation.
@@ -557,20 +557,20 @@ def proved_ceiling(plan: PrivacyPlan, game: Neighbours, description: str) -> Cei
     return None if curve is None else Ceiling(f"proved ({description}, {game})", curve)
 
 
-def plan_curve(plan: PrivacyPlan, game: Neighbours) -> TradeoffCurve | None:
+def plan_curve(plan: PrivacyPlan, game: Neighbors) -> TradeoffCurve | None:
     """The trade-off curve of what a plan releases. A replacement is an addition and a removal
     wherever no loss is known for it."""
     try:
-        curve = plan_tradeoff(replace(plan, neighbours=game))
+        curve = plan_tradeoff(replace(plan, adjacency=game))
     except ValueError:  # a phase that is not accounted under that relation
         curve = None
-    if curve is None and (game, plan.neighbours) == ("replace-one", "add-or-remove-one"):
+    if curve is None and (game, plan.adjacency) == ("replace-one", "add-or-remove-one"):
         own = plan_tradeoff(plan)
         return None if own is None else group_tradeoff(own, 2)
     return curve
 
 
-def claimed_ceiling(claim: Claim | None, game: Neighbours) -> Ceiling | None:
+def claimed_ceiling(claim: Claim | None, game: Neighbors) -> Ceiling | None:
     """Return the ceiling by the epsilon and delta that a paper claims, or None.
 
     None where it claims none for this game.
@@ -579,7 +579,7 @@ def claimed_ceiling(claim: Claim | None, game: Neighbours) -> Ceiling | None:
         return None
     curve, own = (
         approximate_dp_tradeoff(claim.claimed.epsilon, claim.claimed.delta),
-        claim.claimed.neighbours,
+        claim.claimed.adjacency,
     )
     if own != game:
         if game != "replace-one":

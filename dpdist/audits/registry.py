@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import canaries, mechanism
 from dpdist.audits.membership import Membership
-from dpdist.audits.target import AuditResult, PrivateAuditResult, Target, refuse_groups
+from dpdist.audits.target import AuditResult, PrivateAuditResult, Target, refuse_users
 from dpdist.certification.evaluation import Evaluation
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 from dpdist.core.errors import UserError
@@ -65,8 +65,8 @@ def run_audit(
     options: AuditOptions, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
     """Make an audit; its result also goes into `output`. Raises UserError."""
-    if not options.audits_groups:
-        refuse_groups(target.recipe, f"audits of kind {options.kind}")
+    if not options.audits_users:
+        refuse_users(target.recipe, f"audits of kind {options.kind}")
     found = AUDITS[options.kind][1](options, target, output, report_progress)
     found.write(output / AuditResult.file)
     return found

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.data.protocol import GroupedRecords, Groups, Records
+from dpdist.data.protocol import Records, UserRecords, Users
 from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger
@@ -68,15 +68,15 @@ class ProbeRecords(Records):
         return torch.full((len(self.coordinates[indices]),), self.label, dtype=torch.int64)
 
 
-def probe_groups(coordinates: np.ndarray, max_records: int) -> GroupedRecords:
-    """Return a group for each coordinate, of one record more than count in a step.
+def probe_users(coordinates: np.ndarray, max_records: int) -> UserRecords:
+    """Return a user for each coordinate, of one record more than count in a step.
 
-    All records of a group have the same gradient, so that whichever count, their clipped sum is
+    All records of a user have the same gradient, so that whichever count, their clipped sum is
     that of one record.
     """
     each = max_records + 1
     whom = np.repeat(np.arange(len(coordinates)), each)
-    return GroupedRecords(ProbeRecords(np.repeat(coordinates, each)), Groups(whom, max_records))
+    return UserRecords(ProbeRecords(np.repeat(coordinates, each)), Users(whom, max_records))
 
 
 class SequentialReducer(Reducer):
@@ -99,7 +99,7 @@ class StepHarness:
     """One worker's private step on records of the audit's own.
 
     step_plan: the step that is done again and again, each time under the next step's keys. kind:
-    whose code is driven. max_records: of a group that count in a step, where positions are groups;
+    whose code is driven. max_records: of a user that count in a step, where positions are users;
     None where they are records.
     """
 
@@ -123,11 +123,11 @@ class StepHarness:
         self.max_records = max_records
         self.step = self.kind(engine, self.records(np.arange(0)), key, "audit", reducer=reducer)
 
-    def records(self, coordinates: np.ndarray) -> ProbeRecords | GroupedRecords:
-        """Return a position for each coordinate: a record, or a whole group of them."""
+    def records(self, coordinates: np.ndarray) -> ProbeRecords | UserRecords:
+        """Return a position for each coordinate: a record, or a user."""
         if self.max_records is None:
             return ProbeRecords(coordinates, label=self.step_plan.most_sampled_class)
-        return probe_groups(coordinates, self.max_records)
+        return probe_users(coordinates, self.max_records)
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         """What a step on these records releases: (2, WIDTH) in units of the clip, the division

@@ -56,7 +56,7 @@ class Target:
             exploratory=options.exploratory,
             alpha=alpha,
             delta=self.plan.delta,
-            neighbours=self.proved.relation,
+            adjacency=self.proved.relation,
             proved=self.proved.epsilon,
             claimed=self.claimed_epsilon,
             model=self.model,
@@ -66,7 +66,7 @@ class Target:
     @property
     def removal_assumptions(self) -> tuple[str, ...]:
         """Return the assumptions of audits that add or remove a record under another relation."""
-        if self.proved.neighbours != "replace-one":
+        if self.proved.adjacency != "replace-one":
             return ()
         return ("to be replaced by a record that adds nothing is to be removed",)
 
@@ -79,7 +79,7 @@ class Target:
         """The claimed epsilon, where it is claimed of the data sets that are told apart and at no
         larger delta: no lower bound refutes it otherwise."""
         claim = None if self.claim is None else self.claim.claimed
-        if claim is None or claim.neighbours != self.proved.neighbours:
+        if claim is None or claim.adjacency != self.proved.adjacency:
             return None
         return claim.epsilon if claim.delta <= self.plan.delta else None
 
@@ -99,13 +99,13 @@ def refuse_not_releasable(recipe: Recipe) -> None:
         raise UserError(f"{recipe.name}: nothing to audit: {why}")
 
 
-def refuse_groups(recipe: Recipe, what: str) -> None:
-    """Raise UserError where the unit is a group, for what tells single records apart: a guarantee
-    for whole groups does not speak of these."""
-    if recipe.group_unit is not None:
+def refuse_users(recipe: Recipe, what: str) -> None:
+    """Raise UserError where the unit is a user, for what tells single records apart: a guarantee
+    for users does not speak of these."""
+    if recipe.user_unit is not None:
         raise UserError(
-            f"{recipe.name}: privacy.unit: group does not go with {what}, which tell single "
-            "records apart, of which a guarantee for whole groups does not speak: audit its "
+            f"{recipe.name}: privacy.unit: user does not go with {what}, which tell single "
+            "records apart, of which a guarantee for users does not speak: audit its "
             "mechanism or gradient canaries, or a run of the same recipe with unit: record",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
@@ -123,7 +123,7 @@ def target_of_recipe(recipe: Recipe, context: str) -> Target:
 
 def target_of_run(folder: RunFolder, proved: Guarantee) -> Target:
     """A trained run. proved: of all that it released, and of the search that chose it if one did
-    (`dpdist.reports.facts`). Raises UserError."""
+    (`dpdist.reports.results`). Raises UserError."""
     model = folder.require_trained().get("model")
     return Target(folder.read_recipe(), read_verified_ledger(folder).plan, proved, folder, model)
 

@@ -1,6 +1,6 @@
-"""The many trainings of an audit, in bulk: vectorised ones of small models, and shadow models.
+"""The many trainings of an audit, in bulk: vectorized ones of small models, and shadow models.
 
-Vectorised trainings run at once, by torch.func over parameters and keys. Shared with the real step
+Vectorized trainings run at once, by torch.func over parameters and keys. Shared with the real step
 are keys and Poisson sampling, the clip factors, the noise and its grid, the fixed divisor and the
 optimizer. Not shared: the per-example gradients come from torch.func and are added up in one
 product, where a run has `dpdist.gradients.engine`, blocks and an all-reduce; there is no ledger. A
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from dpdist.audits.membership_statistics import Game
 
 
-# --- vectorised trainings ---------------------------------------------------------------------
+# --- vectorized trainings ---------------------------------------------------------------------
 
 
 _BYTES = 1 << 28  # of per-example gradients at once
@@ -309,7 +309,7 @@ def choose_canary(dataset: data.Dataset) -> tuple[Tensor, int]:
     return scaled.view(inputs.shape[1:]).float(), int(labels.argmin())
 
 
-# --- vectorised trainings as a bulk job -------------------------------------------------------
+# --- vectorized trainings as a bulk job -------------------------------------------------------
 
 
 TRIAL_TABLE, TRIAL_KEY = "trainings.parquet", b"dpdist.many-runs"

@@ -9,7 +9,7 @@ its counts (`table_row`, `recompute_columns`); and its words for reports (`descr
 Noise on the input and behind the first layer, in one pass: the network is rest(W x + W e + n), e ~
 N(0, s^2 I), n ~ N(0, r^2 diag(Kr)), and all that is drawn is Gaussian before the first thing that
 is not linear. A shift d of the input moves the mean of the rest's input by W d, under the
-covariance S = s^2 W W^T + r^2 diag(Kr), and the rest is post-processing: it is randomised
+covariance S = s^2 W W^T + r^2 diag(Kr), and the rest is post-processing: it is randomized
 smoothing at Mahalanobis length (d^T W^T S^-1 W d)^(1/2). With Delta the L2 norm of (Kr)^-1/2 W,
 
     d^T W^T S^-1 W d <= |d|^2 / (s^2 + (r / Delta)^2),
@@ -144,7 +144,7 @@ def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> Combined
 
 
 # How a network can be executed (`dpdist.certification.inference.FORMS`).
-FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
+BackendName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 NO_SPENDING = "none"
 _NEAR = 1e-9  # what other machines may round otherwise
 PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
@@ -223,8 +223,8 @@ class Certificate(Section):
             input's size.
         seed: Seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
             results.
-        form: Inference form: "frozen", "compiled", "channels-last", "eager" or "bf16"; None: chosen
-            by a probe.
+        backend: Inference backend: "frozen", "compiled", "channels-last", "eager" or "bf16"; None:
+            chosen by a probe.
         generator: "aes" or "philox"; None: aes on CPUs, philox on GPUs.
     """
 
@@ -237,7 +237,7 @@ class Certificate(Section):
     max_inputs: Count | None = None
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
-    form: FormName | None = None
+    backend: BackendName | None = None
     generator: Generator | None = None
 
     if TYPE_CHECKING:  # settings of some, constants of others

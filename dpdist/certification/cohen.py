@@ -304,8 +304,8 @@ class Cohen(Smoothing):
             input's size.
         seed: seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
             results.
-        form: inference form: "frozen", "compiled", "channels-last", "eager" or "bf16"; None: chosen
-            by a probe.
+        backend: inference backend: "frozen", "compiled", "channels-last", "eager" or "bf16"; None:
+            chosen by a probe.
         generator: "aes" or "philox"; None: aes on CPUs, philox on GPUs.
 
     Raises:

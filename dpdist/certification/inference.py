@@ -1,7 +1,7 @@
 """The executed classifier of a run: graph, number format, batch, noise stream and device.
 
 It is fixed before counting, because a certificate speaks about the function that was sampled. The
-fastest inference form is chosen by a short probe once, must give the same argmax as the original
+fastest inference backend is chosen by a short probe once, must give the same argmax as the original
 on a check batch (where rounding does not decide it), is recorded, and is the only one that any
 worker executes. A form in another number format ("bf16") is another function: it is used only on
 request, and the certificates are its own. Which generator makes the noise is part of the executed
@@ -176,7 +176,7 @@ class ClassifierSpec:
     kind; generator: of the noise that is counted.
     """
 
-    form: str
+    backend: str
     batch: int
     torch_version: str
     machine: str
@@ -201,7 +201,7 @@ class ClassifierSpec:
 
     @classmethod
     def from_pinned(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
-        """Return the pinned form, with the rate at which it works here."""
+        """Return the pinned backend, with the rate at which it works here."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
     def check_memory(self, shape: Sequence[int], context: object) -> None:
@@ -219,9 +219,9 @@ class ClassifierSpec:
     def for_check_batch(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
         """The same form where another check batch lies, with noise by AES."""
         device = check_batch.device
-        executed = ExecutedClassifier(model, self.form, [tuple(check_batch.shape)], device)
+        executed = ExecutedClassifier(model, self.backend, [tuple(check_batch.shape)], device)
         return ClassifierSpec(
-            self.form,
+            self.backend,
             len(check_batch),
             torch.__version__,
             device_name(device),
@@ -247,9 +247,16 @@ def read_classifier_spec(job_record: Mapping[str, Any], context: object) -> Clas
         spec = ClassifierSpec.from_pinned(pinned)
     except TypeError:
         raise UserError(f"{context}: damaged: {quoted(said)} is no classifier") from None
-    texts = (spec.form, spec.torch_version, spec.machine, spec.check, spec.device, spec.generator)
+    texts = (
+        spec.backend,
+        spec.torch_version,
+        spec.machine,
+        spec.check,
+        spec.device,
+        spec.generator,
+    )
     known = all(isinstance(text, str) for text in texts) and type(spec.batch) is int
-    known = known and spec.form in FORMS and spec.generator in STREAMS
+    known = known and spec.backend in FORMS and spec.generator in STREAMS
     if not known or spec.device not in ("cpu", "cuda") or not 1 <= spec.batch <= MAX_COUNT:
         raise UserError(f"{context}: damaged: names no classifier that could be executed")
     return spec
@@ -261,7 +268,7 @@ class ExecutedClassifier:
     def __init__(
         self,
         model: nn.Module,
-        form: str,
+        backend: str,
         shapes: list[tuple[int, ...]],
         device: torch.device = CPU,
     ) -> None:
@@ -269,9 +276,9 @@ class ExecutedClassifier:
         make_deterministic(device)
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
-            self._run = FORMS[form](model, torch.zeros(shapes[0], device=device))
-            for shape in shapes if form in _SPECIALISED or may_hold_script(model) else ():
-                # The graph executor specialises during the first calls; afterwards it is fixed.
+            self._run = FORMS[backend](model, torch.zeros(shapes[0], device=device))
+            for shape in shapes if backend in _SPECIALIZED or may_hold_script(model) else ():
+                # The graph executor specializes during the first calls; afterwards it is fixed.
                 for _ in range(_WARM):
                     self._run(torch.zeros(shape, device=device))
 
@@ -285,7 +292,7 @@ class ExecutedClassifier:
             return self._run(batch)
 
 
-def choose_inference_form(
+def choose_backend(
     model: nn.Module,
     check_batch: Tensor,
     requested: str | None = None,
@@ -312,32 +319,32 @@ def choose_inference_form(
     candidates, notes = {"eager": original}, list[str]()
     forms = (requested,) if requested is not None else _usual_forms(device)
 
-    def is_tried(form: str) -> bool:
-        passes = 2 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
+    def is_tried(backend: str) -> bool:
+        passes = 2 + 2 * _LEAST_ROUNDS * 3 + (_WARM if backend in _SPECIALIZED else 0)
         late = time.perf_counter() - began + passes * one > seconds
-        misfit = form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
-        return form not in candidates and (requested is not None or not (late or misfit))
+        misfit = backend in IMAGE_ONLY_FORMS and check_batch.dim() != 4
+        return backend not in candidates and (requested is not None or not (late or misfit))
 
     if not any(map(is_tried, forms)):
         return _spec("eager", batch, device, answers["eager"], each_pass), original
     every += [original.logits(each) for each in batches[1:]]
-    for form in forms:
-        if not is_tried(form):
+    for backend in forms:
+        if not is_tried(backend):
             continue
         try:
-            built = ExecutedClassifier(model, form, shapes, device)
+            built = ExecutedClassifier(model, backend, shapes, device)
             said = [built(each) for each in batches]
             differing, answer = max(map(differing_rows, every, said)), said[0]
         except Exception as error:  # a form may fail in any way; the original remains
-            notes.append(f"{form}: cannot be built ({type(error).__name__})")
+            notes.append(f"{backend}: cannot be built ({type(error).__name__})")
             continue
         if differing:
-            notes.append(f"{form}: argmax differs on {differing} of {batch} check inputs")
-        if form in REDUCED_PRECISION_FORMS:
+            notes.append(f"{backend}: argmax differs on {differing} of {batch} check inputs")
+        if backend in REDUCED_PRECISION_FORMS:
             candidates = {}
         elif differing:
             continue
-        candidates[form], answers[form] = built, answer
+        candidates[backend], answers[backend] = built, answer
     left = seconds - (time.perf_counter() - began)
     rounds = min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates))))
     times = _time_forms(candidates, check_batch, int(rounds))
@@ -358,12 +365,12 @@ def _timed_logits(classifier: ExecutedClassifier, batch: Tensor) -> tuple[Tensor
 
 
 def _spec(
-    form: str, batch: int, device: torch.device, classes: Tensor, seconds: float,
+    backend: str, batch: int, device: torch.device, classes: Tensor, seconds: float,
     notes: Sequence[str] = (),
 ) -> ClassifierSpec:  # fmt: skip
     """Return the description of a form that answered a batch with these classes in that time."""
     return ClassifierSpec(
-        form, batch, torch.__version__, device_name(device), digest_classes(classes),
+        backend, batch, torch.__version__, device_name(device), digest_classes(classes),
         batch / seconds, tuple(notes), device.type,
     )  # fmt: skip
 
@@ -438,7 +445,7 @@ REDUCED_PRECISION_FORMS = {"bf16": 2.0**-5}
 # the models tried: it is there for the asking.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")
 ACCELERATOR_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
-_SPECIALISED, _WARM = ("frozen", "compiled"), 3  # forms whose first calls differ, and how many
+_SPECIALIZED, _WARM = ("frozen", "compiled"), 3  # forms whose first calls differ, and how many
 
 
 # Between forms that are about as fast the choice, and with it the table, must not be luck.
@@ -448,8 +455,8 @@ _WORTH_SECONDS = 1e-3
 
 def _choose_fastest(times: dict[str, float], order: tuple[str, ...]) -> str:
     """The first form in ``order`` that works, unless another one is clearly faster."""
-    first = next(form for form in (*order, "eager") if form in times)
-    fastest = min(times, key=lambda form: times[form])
+    first = next(backend for backend in (*order, "eager") if backend in times)
+    fastest = min(times, key=lambda backend: times[backend])
     slower = times[first] > _CLEARLY_FASTER * times[fastest]
     return fastest if slower and times[first] - times[fastest] > _WORTH_SECONDS else first
 
@@ -464,14 +471,14 @@ _ROUNDS, _LEAST_ROUNDS = 5, 1  # of timing
 def _time_forms(
     forms: dict[str, ExecutedClassifier], batch: Tensor, rounds: int = _ROUNDS
 ) -> dict[str, float]:
-    """Seconds per batch of each form: the best of interleaved rounds, which load disturbs least.
+    """Seconds per batch of each backend: the best of interleaved rounds, which load disturbs least.
     One without a rival is timed once."""
     times = dict.fromkeys(forms, math.inf)
     for _ in range(rounds if len(forms) > 1 else 1):
-        for form, classifier in forms.items():
+        for backend, classifier in forms.items():
             classifier(batch).cpu()  # a device has answered only then
             start = time.perf_counter()
             classifier(batch)
             classifier(batch).cpu()
-            times[form] = min(times[form], (time.perf_counter() - start) / 2)
+            times[backend] = min(times[backend], (time.perf_counter() - start) / 2)
     return times

@@ -103,7 +103,7 @@ def certify(
 
     Args:
         subject: the model.
-        dataset: the labelled inputs, such as `dpdist.data.load` returns.
+        dataset: the labeled inputs, such as `dpdist.data.load` returns.
         settings: the certificate, and which inputs are certified.
         output: receives certificates.parquet, timings.csv, settings and the journal.
         actors: number of actors; None for as many as fit.
@@ -143,7 +143,7 @@ class CertificationJob(JobSpec):
 
         Args:
             subject: the model.
-            dataset: the labelled inputs.
+            dataset: the labeled inputs.
             settings: the certificate, and which inputs are certified.
             gpus: of each actor, as in `certify`.
             log: is told of GPUs.

@@ -1,7 +1,7 @@
 """Smoothing noises and the radii that they certify, from bounds on class probabilities.
 
 Each noise has a class: how to draw it, and which radius a probability under it certifies.
-``sigma`` is the standard deviation per coordinate for every noise. Radii are pure, vectorised
+``sigma`` is the standard deviation per coordinate for every noise. Radii are pure, vectorized
 functions in float64 that never round up. A radius is in the units of the model's input ([0, 1]
 pixels); 0 certifies nothing.
 """

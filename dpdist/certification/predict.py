@@ -26,7 +26,7 @@ _FORM, _BATCH = "eager", 250
 
 
 class Predictor:
-    """The randomised classifier of a model: ``certify`` and ``predict`` for one input at a time.
+    """The randomized classifier of a model: ``certify`` and ``predict`` for one input at a time.
 
     Raises UserError for a model that is not random where ``settings`` says, ValueError for one that
     cannot be executed so.
@@ -43,13 +43,13 @@ class Predictor:
 
         seed = secrets.token_hex(32)
         batch = min(_BATCH, settings.executed_batch_size(math.prod(input_shape)))
-        quick = {"form": settings.form or _FORM, "batch": batch}
+        quick = {"backend": settings.backend or _FORM, "batch": batch}
         settings = settings.with_seed(seed).model_copy(update=quick)
         place = settings.build_sampler(model, input_shape)
         source = StreamKeys("predict", seed, "", "", settings.noise, place.sigma)
-        grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
+        gray = np.full((1, *input_shape), 0.5, dtype=np.float32)
         # The rows that are executed again in a whole job are those of the first input.
-        assignment = Assignment(model, settings, place, source, classes, input_shape, grey, last=1)
+        assignment = Assignment(model, settings, place, source, classes, input_shape, gray, last=1)
         self._worker = Worker(replace(assignment, spec=probe(assignment)))
         self._asked = 0
 

@@ -51,10 +51,10 @@ from dpdist.randomness.keys import derive_key, new_run_key, stream_words
 # --- rows alone ---
 
 
-def execute_alone(network: nn.Module, form: str, row: Tensor) -> Tensor:
+def execute_alone(network: nn.Module, backend: str, row: Tensor) -> Tensor:
     """Return the logits of a batch of one row by a network that has kept nothing: (1, classes)."""
     network = fresh_copy(network)
-    run = FORMS[form](network, row) if form in REDUCED_PRECISION_FORMS else network
+    run = FORMS[backend](network, row) if backend in REDUCED_PRECISION_FORMS else network
     with torch.inference_mode():
         return run(row)
 
@@ -108,9 +108,9 @@ class Reexecution:
     Args:
         choice: which rows.
         network: what is executed, as a module: each row alone goes through it.
-        execute: the executed form, on whole batches: (B, ...) to logits (B, classes).
+        execute: the executed backend, on whole batches: (B, ...) to logits (B, classes).
         other_inputs: (B, ...) rows that `execute` takes, of other inputs: the company.
-        form: of the executed form; another number format is kept for a row alone.
+        backend: of the executed form; another number format is kept for a row alone.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Reexecution:
         network: nn.Module,
         execute: Callable[[Tensor], Tensor],
         other_inputs: Tensor,
-        form: str = "eager",
+        backend: str = "eager",
     ) -> None:
         self._choice, self._network, self._execute = choice, fresh_copy(network.eval()), execute
-        self._others, self._form = other_inputs, form
+        self._others, self._form = other_inputs, backend
         self._found: str | None = None
 
     def for_purpose(self, purpose: str) -> Reexecution:
@@ -256,8 +256,10 @@ def _class_text(label: int) -> str:
     return "no class" if label < 0 else f"class {label}"
 
 
-def _failure_text(index: int, before: str, after: str, arrangement: str, form: str) -> str:
-    other = f", or `form: eager` if its form {form!r} computes something else" * (form != "eager")
+def _failure_text(index: int, before: str, after: str, arrangement: str, backend: str) -> str:
+    other = f", or `backend: eager` if its form {backend!r} computes something else" * (
+        backend != "eager"
+    )
     return (
         f"the model looks at its batch: a row of input {index} is {before} in the batch that was "
         f"counted and {after} {arrangement}. Nothing that was counted of such a model holds: make "

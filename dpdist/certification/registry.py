@@ -68,7 +68,7 @@ def _of_one_kind(section: Any) -> Any:
 
 AnyCertificate = Annotated[
     Annotated[Cohen, Tag("fixed")]
-    | Annotated[TargetRadius, Tag("target")]
+    | Annotated[TargetRadius, Tag("target-radius")]
     | Annotated[Anytime, Tag("anytime")]
     | Annotated[TwoClass, Tag("two-class")]
     | Annotated[HoeffdingVotes, Tag("hoeffding")]

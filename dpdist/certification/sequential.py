@@ -227,7 +227,7 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
 
     The smallest p0 that the beta mixture does not reject at threshold 1 / alpha; 0 for no draws.
     May be evaluated after any number of draws, chosen by any rule, and again later with another
-    alpha chosen beforehand. Vectorised, for counts up to 1e9.
+    alpha chosen beforehand. Vectorized, for counts up to 1e9.
 
     Raises ValueError unless 0 <= hits <= draws and 0 < alpha < 1/4.
     """
@@ -322,12 +322,12 @@ class TargetRadius(SequentialSmoothing):
         ([0.25, 0.25], True)
     """
 
-    mode: Literal["target"] = "target"
+    mode: Literal["target-radius"] = "target-radius"
     draws_words: ClassVar[str] = "given radii decided by at most {n:,} draws"
 
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
-        require_setting(bool(self.radii), "radii", "given when mode is target")
+        require_setting(bool(self.radii), "radii", "given when mode is target-radius")
         return self
 
     def sample(
@@ -441,7 +441,8 @@ class TargetRadius(SequentialSmoothing):
         cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
-            "results of early stopping (mode target) certify their radius at their alpha and "
+            "results of early stopping (mode target-radius) certify their radius at their alpha "
+            "and "
             "nothing else; certify again with mode fixed or anytime to choose alpha later",
             see="how-to/certification.md#continue-or-change-alpha",
         )

@@ -198,7 +198,7 @@ def population_bounds(
     all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
-        certificates: a table of certificates, as `dpdist.read_facts` reads it.
+        certificates: a table of certificates, as `dpdist.load_results` reads it.
         radii: radii in input units, not chosen by the results; None: `reported_radii` of the table.
         error: error probability of all bounds together.
 
@@ -214,7 +214,7 @@ def population_bounds(
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
-        >>> (table,) = dpdist.read_facts("small").tables
+        >>> (table,) = dpdist.load_results("small").tables
         >>> [bounds.radius for bounds in dpdist.population_bounds(table, radii=[0.0, 0.25])]
         [0.0, 0.25]
     """
@@ -246,7 +246,7 @@ def doubts(found: CertificateTable) -> list[str]:
     if found.holds_images and not (low >= -_RANGE_SLACK and high <= 1 + _RANGE_SLACK):
         said.append(
             f"the numbers of the images lie in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
-            "and radii are in these units: if they were normalised, certify images in 0 to 1 with "
+            "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
     if found.abstention_rate == 1:

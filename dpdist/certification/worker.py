@@ -35,7 +35,7 @@ from dpdist.certification.inference import (
     ClassifierSpec,
     ExecutedClassifier,
     Stream,
-    choose_inference_form,
+    choose_backend,
     default_generator,
     digest_classes,
 )
@@ -315,7 +315,7 @@ class KeyedGenerator:
 class VoteSampler:
     """Votes under noise on the input, and under what noise the model has behind it.
 
-    location: the place, in addition to the law that ``noise`` has on the input.
+    location: the place, in addition to the distribution that ``noise`` has on the input.
     combined_noise: what noise behind an affine first layer certifies with it."""
 
     noise: Noise
@@ -360,12 +360,12 @@ class VoteSampler:
             return _build_hidden_noise_counter(cut, assignment, spec)
         source, classes, stream = assignment.stream_keys, assignment.classes, assignment.stream
         shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
-        classify = ExecutedClassifier(cut.after_noise, spec.form, shapes, stream.device)
+        classify = ExecutedClassifier(cut.after_noise, spec.backend, shapes, stream.device)
         batch = self.check_batch(assignment)[1]
         sampler = InputNoiseCounter(
             classify, self.noise, source, classes, assignment.input_shape,
             noise_stream=stream, inspector=assignment.build_reexecution(cut.after_noise,
-                classify.logits, batch, spec.form),
+                classify.logits, batch, spec.backend),
         )  # fmt: skip
         return sampler, classify(batch)
 
@@ -452,10 +452,10 @@ def _build_hidden_noise_counter(
     network, batch = _hidden_noise_check_batch(cut, assignment)
     shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
     stream = assignment.stream
-    executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
+    executed = ExecutedClassifier(network, spec.backend, shapes, stream.device)
     sampler = HiddenNoiseCounter(
         cut.before_noise, executed.logits, cut.std, assignment.stream_keys, noise_stream=stream,
-        inspector=assignment.build_reexecution(network, executed.logits, batch, spec.form),
+        inspector=assignment.build_reexecution(network, executed.logits, batch, spec.backend),
     )  # fmt: skip
     return sampler, executed(batch)
 
@@ -479,7 +479,7 @@ def combined_noise_of_model(
 def first_layer_sensitivity(
     split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]
 ) -> Sensitivity:
-    """Return the sensitivity of the actual first layer, normalisation included.
+    """Return the sensitivity of the actual first layer, normalization included.
 
     Raises UserError without noise.
     """
@@ -539,7 +539,7 @@ class Assignment:
 
     def build_reexecution(
         self, network: nn.Module, execute: Callable[[Tensor], Tensor], other_inputs: Tensor,
-        form: str,
+        backend: str,
     ) -> Reexecution | None:  # fmt: skip
         """Return the executor of counted rows again: see `Reexecution` for the other arguments."""
         if self.reexecution_key is None:
@@ -550,7 +550,7 @@ class Assignment:
         if self.least_draws is not None:
             draws, blocks = self.least_draws, -(-self.least_draws // batch)
         choice = RowChoice(self.inputs * draws, blocks, self.last, self.reexecution_key)
-        return Reexecution(choice, network, execute, other_inputs, form)
+        return Reexecution(choice, network, execute, other_inputs, backend)
 
     code: FactoryCode = field(default_factory=FactoryCode)
 
@@ -633,7 +633,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     one = time.perf_counter() - one
     job = one * assignment.inputs * settings.num_units(len(batch))
     budget = max(_PROBE_SECONDS, _PROBE_SHARE * job) - (time.perf_counter() - began)
-    spec, _ = choose_inference_form(network, batch, settings.form, (settings.n0,), budget)
+    spec, _ = choose_backend(network, batch, settings.backend, (settings.n0,), budget)
     return replace(spec, generator=assignment.stream.name)
 
 

@@ -29,7 +29,7 @@ from dpdist.core.fields import (
 
 if TYPE_CHECKING:
     from dpdist.privacy.budget import DataBudget
-    from dpdist.privacy.guarantee import Neighbours
+    from dpdist.privacy.guarantee import Neighbors
     from dpdist.privacy.plan import PrivacyPlan
 
 
@@ -93,10 +93,10 @@ def account_command(
 
     Give --records, --delta and all but one of --epsilon, --noise-multiplier, --steps and
     --batch-size, and the command computes the one that you left out. With --trials it also prints
-    what choosing the best of several runs costs. With --hits, --draws and --sigma it computes
+    what choosing the best of several runs costs. With --hits, --samples and --sigma it computes
     the L2 radius of Cohen's certificate from those counts.
     """
-    counted = {"--hits": hits, "--draws": draws, "--sigma": sigma}
+    counted = {"--hits": hits, "--samples": draws, "--sigma": sigma}
     planned = {
         "--records": records,
         "--batch-size": batch_size,
@@ -111,7 +111,7 @@ def account_command(
     if len(asked) + claims != 1:
         raise UserError(
             "account: give the settings of a training, the counts of a certificate "
-            "(--hits, --draws, --sigma), or --claims"
+            "(--hits, --samples, --sigma), or --claims"
         )
     if claims:
         _print_claims(as_json)
@@ -126,7 +126,7 @@ def account_command(
                 "noise_multiplier": noise_multiplier,
                 "delta": delta,
                 "batch_cap": batch_cap,
-                "neighbours": "replace-one" if replace_one else "add-or-remove-one",
+                "adjacency": "replace-one" if replace_one else "add-or-remove-one",
             },
             epsilon,
             trials,
@@ -209,25 +209,31 @@ def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
     """
     from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
     from dpdist.privacy.guarantee import format_epsilon
-    from dpdist.privacy.selection import SelectionLaw
+    from dpdist.privacy.selection import TrialDistribution
 
     how: Any = {"records": one.records, "delta": one.delta}
     found = [("one run", one.guarantee(), 1)]
     for shape in (0.0, 0.5, 1.0, math.inf):
-        law = SelectionLaw(float(trials), shape)
-        cost = search_guarantee(one.phases, law, **how)
-        found.append((law.describe(), cost, law.quantile(0.95)))
+        distribution = TrialDistribution(float(trials), shape)
+        cost = search_guarantee(one.phases, distribution, **how)
+        found.append((distribution.describe(), cost, distribution.quantile(0.95)))
     cost = fixed_runs_guarantee(one.phases, trials, **how)
     found.append((f"fixed, {trials} runs", cost, trials))
     rows = [
-        {"law": law, **cost.to_output_dict(), "runs_95_percent": most} for law, cost, most in found
+        {"num_trials": distribution, **cost.to_output_dict(), "runs_95_percent": most}
+        for distribution, cost, most in found
     ]
     if as_json:
         console.print_json(rows)
         return
     header = ["number of runs", "epsilon", "95 % of K up to", "accountant"]
     cells = [
-        [row["law"], format_epsilon(row["epsilon"]), str(row["runs_95_percent"]), row["accountant"]]
+        [
+            row["num_trials"],
+            format_epsilon(row["epsilon"]),
+            str(row["runs_95_percent"]),
+            row["accountant"],
+        ]
         for row in rows
     ]
     typer.echo(console.format_columns(header, cells))
@@ -249,7 +255,7 @@ def _print_radius(
     from dpdist.core.binomial import clopper_pearson_lower
 
     if hits is None or draws is None or sigma is None:
-        raise UserError("account: a radius needs --hits, --draws and --sigma")
+        raise UserError("account: a radius needs --hits, --samples and --sigma")
     try:
         p_lower = float(clopper_pearson_lower(hits, draws, alpha))
         radius = float(gaussian_l2_radius(p_lower, sigma))
@@ -308,7 +314,7 @@ def budget_command(
         ),
     ] = None,
     replace_one: Annotated[
-        bool, flag("--replace-one", "Neighbours differ by one record's value.")
+        bool, flag("--replace-one", "Neighbors differ by one record's value.")
     ] = False,
     as_json: PrintJson = False,
 ) -> None:
@@ -318,11 +324,11 @@ def budget_command(
 
     if not folder.is_dir():
         raise UserError(f"budget: {folder} is not a folder; name one with --folder")
-    neighbours: Neighbours = "replace-one" if replace_one else "add-or-remove-one"
+    adjacency: Neighbors = "replace-one" if replace_one else "add-or-remove-one"
     answer: list[dict[str, Any]] = []
     try:
         for budget in read_budgets(folder):
-            answer.append(_budget_record(budget, delta, neighbours))
+            answer.append(_budget_record(budget, delta, adjacency))
     except (JournalError, ValueError) as error:
         raise UserError(
             f"budget: {error}", see="explanation/privacy.md#what-a-run-really-released"
@@ -337,15 +343,13 @@ def budget_command(
             typer.echo(line)
 
 
-def _budget_record(
-    budget: DataBudget, delta: float | None, neighbours: Neighbours
-) -> dict[str, Any]:
+def _budget_record(budget: DataBudget, delta: float | None, adjacency: Neighbors) -> dict[str, Any]:
     from dpdist.privacy.budget import composed_guarantee
 
     if delta is None:  # a run alone beside its ceiling: at one delta, or they cannot be compared
         ceiling = budget.terms.ceiling
         delta = 1e-5 if ceiling is None else ceiling.delta
-    total = budget.guarantee(delta, neighbours)
+    total = budget.guarantee(delta, adjacency)
     return {
         "budget": budget.path.name,
         "name": budget.data_name,
@@ -358,7 +362,7 @@ def _budget_record(
                 "run": charge.run,
                 "name": charge.name,
                 "status": charge.status,
-                "epsilon": composed_guarantee([charge], delta, neighbours).epsilon,
+                "epsilon": composed_guarantee([charge], delta, adjacency).epsilon,
                 "delta": delta,
             }
             for charge in budget.charges

@@ -93,7 +93,7 @@ class AttackKeys(Section):
     restarts: Count | None = None
     step_scale: Positive | None = None
     sigma: Positive | None = None
-    draws: Count | None = None
+    samples: Count | None = None
     n: Count | None = None
     alpha: Probability | None = None
     labels: Text | None = None
@@ -161,7 +161,7 @@ def attack_command(
         if useless:
             raise UserError(
                 f"--set {', '.join(useless)}: not with --check-certificates, which takes norm, "
-                "sizes, noise and draws from the certificates"
+                "sizes, noise and samples from the certificates"
             )
         _attack_certificates(recipe, folder, asked, about, *how)
         return
@@ -181,14 +181,14 @@ def _run_attack(
 ) -> None:
     from dpdist import pipeline
     from dpdist.reports.charts import attack_outcome_table
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
     settings = _attack_settings(asked)
     _refuse_noise_options(recipe, folder, settings, asked)
     with pipeline.run_session(folder, executor=executor_name(local)):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, workers)
     table = settings.read(path)
-    shown = attack_outcome_table(table, read_facts(folder).tables)
+    shown = attack_outcome_table(table, load_results(folder).tables)
     pipeline.report_stage(folder)
     if as_json:
         rows = [dict(zip(shown.header, row, strict=True)) for row in shown.rows]
@@ -223,7 +223,7 @@ def _refuse_noise_options(
     recipe: Recipe, folder: RunFolder, settings: AttackSettings, asked: dict[str, Any]
 ) -> None:
     """Raise UserError for settings of noise where the attacked classifier has none."""
-    useless = [name for name in ("draws", "n", "alpha") if name in asked]
+    useless = [name for name in ("samples", "n", "alpha") if name in asked]
     if not useless or settings.sigma is not None:
         return
     from dpdist.evaluation import load_model
@@ -275,10 +275,10 @@ def _attack_certificates(
 
 def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
     from dpdist.core.fields import NORMS
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
     if name is None:
-        found = read_facts(folder).tables
+        found = load_results(folder).tables
         if not found:
             raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
         for table in found:
@@ -475,11 +475,11 @@ def _open_run_or_recipe(
 def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
     """Return the audited target: the run, or else the recipe."""
     from dpdist.audits.target import target_of_recipe, target_of_run
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
     if folder is None:
         return target_of_recipe(recipe, name)
-    return target_of_run(folder, read_facts(folder).guarantee)
+    return target_of_run(folder, load_results(folder).guarantee)
 
 
 def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:

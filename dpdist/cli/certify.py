@@ -160,7 +160,7 @@ def certify_command(
 ) -> None:
     """Certify the test split on all CPUs; the same command continues what was interrupted.
 
-    Settings are those of the recipe, with the changes of --set: certify.mode=target,
+    Settings are those of the recipe, with the changes of --set: certify.mode=target-radius,
     certify.alpha=0.01, certify.every=20. Of a release, the test split is that of the data that it
     names, below data.root; the table goes to --output, by default certificates/NAME/SETTINGS here.
 
@@ -446,7 +446,7 @@ def predict_command(
         "sampling": ("count", "max_tokens", "temperature", "seed"),
     }
     asked = changes_by_section(changes, sections)
-    release = open_release_if_any(run, trust_factory, signer, labelled=False, numeric=False)
+    release = open_release_if_any(run, trust_factory, signer, labeled=False, numeric=False)
     for path in files or ():
         check_regular_file(path)
     given = {key: value for key, value in asked["certify"].items() if value is not None}

@@ -51,7 +51,7 @@ Classes = Annotated[int | None, option("Classes (default: as the model answers).
 Normalize = Annotated[
     str | None,
     option(
-        "Becomes part of the model: noise and radii are on unnormalised inputs.",
+        "Becomes part of the model: noise and radii are on unnormalized inputs.",
         metavar="MEAN/STD",
     ),
 ]
@@ -64,7 +64,7 @@ Data = Annotated[
 ]
 Resize = Annotated[
     int | None,
-    option("Resize the shorter side of pictures to it, then crop the centre to --input.", Count),
+    option("Resize the shorter side of pictures to it, then crop the center to --input.", Count),
 ]
 Evaluate = Annotated[
     int | None,
@@ -84,7 +84,9 @@ _Classifier = Annotated[
 _Denoiser = Annotated[
     Path | None, path_option("Model folder: it goes before the classifier of --run.")
 ]
-_Saw = Annotated[str | None, option("What that folder was trained on, if it does not say.", Text)]
+_PretrainingData = Annotated[
+    str | None, option("What that folder was trained on, if it does not say.", Text)
+]
 _Sigma = Annotated[
     float | None, option("Noise that predict and certify take by default.", Positive)
 ]
@@ -111,7 +113,7 @@ def import_command(
     run: _Run = None,
     classifier: _Classifier = None,
     denoiser: _Denoiser = None,
-    saw: _Saw = None,
+    pretraining_data: _PretrainingData = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Make a run of a model that exists already, to certify, attack, compare and release it.
@@ -127,7 +129,7 @@ def import_command(
 
     folder = RunFolder(runs / name)
     if any(given is not None for given in (run, classifier, denoiser)):
-        _join(run, runs, classifier, denoiser, folder, saw, data_root)
+        _join(run, runs, classifier, denoiser, folder, pretraining_data, data_root)
         return
     given = {"model": model, "data": data}
     if missing := [f"--{key}" for key, value in given.items() if value is None]:
@@ -164,7 +166,7 @@ def _join(
     classifier: Path | None,
     denoiser: Path | None,
     target: RunFolder,
-    saw: str | None,
+    pretraining_data: str | None,
     data_root: Path | None,
 ) -> None:
     """Put a denoiser before a classifier, one of them a run's, in a new run folder."""
@@ -176,7 +178,14 @@ def _join(
     from dpdist.training.pretraining import Part, join_parts
 
     part: Part = "denoiser" if classifier is None else "classifier"
-    folder = join_parts(open_run(run, runs), part, other, target, saw=saw, data_root=data_root)
+    folder = join_parts(
+        open_run(run, runs),
+        part,
+        other,
+        target,
+        pretraining_data=pretraining_data,
+        data_root=data_root,
+    )
     pipeline.evaluate_stage(folder.read_recipe(), folder)
     typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
@@ -202,7 +211,7 @@ def imported(
     from dpdist.runs.recipe import parse_changes
 
     shape = input_shape(input)
-    mean, std = normalisation(normalize)
+    mean, std = normalization(normalize)
     try:
         factory_options = parse_changes(options)
     except UserError as error:
@@ -229,7 +238,7 @@ def input_shape(text: str | None) -> tuple[int, ...] | None:
     return None if sizes is None else tuple(int(size) for size in sizes)
 
 
-def normalisation(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalization(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, from "0.49,0.48,0.45/0.2,0.2,0.2"."""
     if text is None:
         return (), ()

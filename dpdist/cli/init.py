@@ -58,14 +58,16 @@ _Label = Annotated[str | None, option("The column of labels.", None, "--label")]
 _Features = Annotated[
     str | None, option("Columns of numbers: a,b,c; or one column of texts.", None, "--features")
 ]
-_Group = Annotated[
-    str | None, option("Column that says whom a record belongs to; no feature.", None, "--group")
+_User = Annotated[
+    str | None, option("Column that says whom a record belongs to; no feature.", None, "--user")
 ]
 _Base = Annotated[
     Path | None,
     path_option("Folder of a causal model and its tokenizer, for chats and texts.", "--base"),
 ]
-_Saw = Annotated[str | None, option("Public data that the base was trained on.", None, "--saw")]
+_PretrainingData = Annotated[
+    str | None, option("Public data that the base was trained on.", None, "--pretraining-data")
+]
 _Ranges = Annotated[
     list[str] | None,
     option(
@@ -83,10 +85,10 @@ def init_command(
     name: _RecipeName = None,
     label: _Label = None,
     features: _Features = None,
-    group: _Group = None,
+    user: _User = None,
     ranges: _Ranges = None,
     base: _Base = None,
-    saw: _Saw = None,
+    pretraining_data: _PretrainingData = None,
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
@@ -103,9 +105,9 @@ def init_command(
     if output.exists():  # before pictures are written for nothing
         raise UserError(f"{output}: exists already; name another --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
-    chosen = discovery.ChosenColumns(label, names, group)
+    chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
-    scaled, model = _public_ranges(found, ranges), _base_model(found, base, saw)
+    scaled, model = _public_ranges(found, ranges), _base_model(found, base, pretraining_data)
     _write_recipe(found, name, output, scaled, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
     if found.unread:
@@ -126,7 +128,7 @@ class _BaseModel:
 
     folder: Path
     length: int
-    saw: str
+    pretraining_data: str
     marks: bool
 
 
@@ -134,7 +136,7 @@ _TOKENS = 256  # of a document, where the base reads so many
 
 
 def _base_model(
-    dataset: DiscoveredDataset, base: Path | None, saw: str | None
+    dataset: DiscoveredDataset, base: Path | None, pretraining_data: str | None
 ) -> _BaseModel | None:
     """Return the base whose adapters are trained; None without one. Raises UserError."""
     from dpdist.core.files import parse_json, read_text
@@ -143,19 +145,21 @@ def _base_model(
         if (chats := _conversations(dataset)) is not None:
             raise UserError(
                 f"--base: must be given for {chats}: the folder of a causal model with its "
-                "tokenizer and chat template, as save_pretrained writes them, and --saw WHAT, the "
+                "tokenizer and chat template, as save_pretrained writes them, and "
+                "--pretraining-data WHAT, the "
                 "public data that it was trained on",
                 see="how-to/adapters.md#language-models-with-their-own-head",
             )
-        if saw is not None:
-            raise UserError("--saw: must be left out without --base")
+        if pretraining_data is not None:
+            raise UserError("--pretraining-data: must be left out without --base")
         return None
     if not dataset.predicts_next_token:
         raise UserError("--base: must be left out, as the records have labels or are no texts")
-    if not (saw or "").strip():
+    if not (pretraining_data or "").strip():
         raise UserError(
-            "--saw: must say what public data the base was trained on, and no private record among "
-            "them, as the card repeats; such as --saw 'English Wikipedia'"
+            "--pretraining-data: must say what public data the base was trained on, and no "
+            "private record among "
+            "them, as the card repeats; such as --pretraining-data 'English Wikipedia'"
         )
     config = parse_json(read_text(base / "config.json"), str(base / "config.json"))
     file = base / "tokenizer_config.json"
@@ -163,7 +167,7 @@ def _base_model(
     most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     known = [each for each in most if isinstance(each, int) and each >= 4]
     marks = any(settings.get(key) for key in ("bos_token", "eos_token"))
-    return _BaseModel(base.resolve(), min([_TOKENS, *known]), str(saw), marks)
+    return _BaseModel(base.resolve(), min([_TOKENS, *known]), str(pretraining_data), marks)
 
 
 def _conversations(dataset: DiscoveredDataset) -> str | None:
@@ -194,7 +198,7 @@ def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
     for each in repeats:
         typer.echo(
             f"{repeats_words(*each)} The unit is one record; to protect the person, run "
-            f"`dpdist init` with --group {each[0]}"
+            f"`dpdist init` with --user {each[0]}"
         )
 
 
@@ -283,7 +287,7 @@ def starter_recipe(
 
     base: whose adapters learn next tokens; without it a small model of bytes does.
     """
-    units = dataset.groups or dataset.train_records
+    units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
     texts = dataset.text_column is not None or dataset.predicts_next_token
     model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
@@ -303,7 +307,7 @@ def starter_recipe(
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
         f"  delta: {_default_delta(units):.1e}               # below 1 / {units:,} "
-        f"{'records' if dataset.groups is None else 'persons (groups)'}",
+        f"{'records' if dataset.users is None else 'users'}",
         "  clip_norm: 1.0",
         *_unit_lines(dataset),
         "training:",
@@ -318,22 +322,22 @@ def starter_recipe(
 
 
 def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
-    """Return the lines that say what the guarantee protects: a record, or a group of them."""
+    """Return the lines that say what the guarantee protects: a record, or a user."""
     from dpdist.data.column_names import repeats_words
 
-    if dataset.groups is not None:
-        whose = _on_one_line(f"# all records of one {dataset.group_column}")
+    if dataset.users is not None:
+        whose = _on_one_line(f"# all records of one {dataset.user_column}")
         return [
-            f"  unit: group                  {whose}",
-            "  max_records_per_group: 4     # that count in one step, drawn anew each time",
+            f"  unit: user                  {whose}",
+            "  max_records_per_user: 4     # that count in one step, drawn anew each time",
         ]
     suspects = [
-        f"  {_on_one_line(f'# {repeats_words(*each)} Then: dpdist init --group {each[0]}')}"
+        f"  {_on_one_line(f'# {repeats_words(*each)} Then: dpdist init --user {each[0]}')}"
         for each in dataset.repeats
     ]
     return [
         *suspects,
-        "  # unit: group                # the person itself is sampled, clipped and protected",
+        "  # unit: user                # the person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
     ]
 
@@ -365,7 +369,8 @@ _TEXT_MODEL = [
 
 _NEXT_MODEL = [
     "model:",
-    "  name: next-word-lstm         # of bytes; or `dpdist init FOLDER --base MODEL --saw PUBLIC`:",
+    "  name: next-word-lstm         # of bytes; or `dpdist init FOLDER --base MODEL "
+    "--pretraining-data PUBLIC`:",
     "                               # adapters on a causal model of yours",
 ]
 
@@ -377,7 +382,8 @@ def _base_lines(base: _BaseModel) -> list[str]:
         "  options:",
         "    head: own                  # that of the folder",
         "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: all-linear}",
-        f"  initial: {{folder: {_json_text(str(base.folder))}, saw: {_json_text(base.saw)}}}",
+        f"  initial: {{folder: {_json_text(str(base.folder))}, "
+        f"pretraining_data: {_json_text(base.pretraining_data)}}}",
     ]
 
 
@@ -390,7 +396,7 @@ def _numeric_model(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
         "method:",
         "  name: input-noise            # trains on noisy copies, as the certificate draws them",
         f"  sigma: 0.25                  # noise; {units}",
-        "  draws: 4                     # copies of each record, averaged before the clip",
+        "  augmentations: 4                     # copies of each record, averaged before the clip",
     ]
 
 
@@ -442,8 +448,8 @@ def _data_lines(
         columns.append(f"image: {_json_text(dataset.image_column)}")
     if dataset.label_column not in ("label", None):
         columns.append(f"label: {_json_text(dataset.label_column)}")
-    if dataset.group_column is not None:
-        columns.append(f"group: {_json_text(dataset.group_column)}   # privacy.unit speaks of it")
+    if dataset.user_column is not None:
+        columns.append(f"user: {_json_text(dataset.user_column)}   # privacy.unit speaks of it")
     if ranges:
         columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
         for name, ends in ranges.items():
@@ -529,7 +535,7 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         inputs = ", ".join(source.columns.input_columns)
         label = "" if following else f"; label {columns.label}"
         typer.echo(f"columns: inputs {inputs}{label}")
-        if columns.group is None:
+        if columns.user is None:
             files = split_files(section.root, section.name, section.train)
             tables, label = [open_table(file) for file in files], columns.label
             _tell_repeats(discovery.repeating_columns(tables, None if following else label))

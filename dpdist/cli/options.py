@@ -285,11 +285,11 @@ def open_release_if_any(
     trusted_factory: str | None,
     signer: Path | None = None,
     *,
-    labelled: bool = True,
+    labeled: bool = True,
     numeric: bool = True,
 ) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
-    labelled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
+    labeled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
     UserError, ReleaseError where `signer` is given and did not sign it."""
     from dpdist.release.bundle import is_release, load
 
@@ -301,6 +301,6 @@ def open_release_if_any(
     found = load(path, trusted_factory=trusted_factory, signer=signer)
     if numeric:
         found.require_numeric_inputs()
-    if labelled:
+    if labeled:
         found.need_label()
     return found

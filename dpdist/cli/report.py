@@ -31,7 +31,7 @@ from dpdist.cli.options import (
     run_names,
 )
 from dpdist.core.errors import ExitCode, UserError
-from dpdist.core.fields import Count, Licence
+from dpdist.core.fields import Count, License
 
 if TYPE_CHECKING:
     from dpdist.data import Dataset
@@ -195,13 +195,13 @@ def _compare(
     """Print runs side by side, and each later one less the first on the same inputs."""
     from dpdist.core import console
     from dpdist.reports import compare
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
     sizes = {"l2": l2 or compare.SIZES["l2"], "linf": linf or compare.SIZES["linf"]}
     for norm, each in sizes.items():
         if wrong := [size for size in each if not 0 < size < math.inf]:
             raise UserError(f"--{norm}: must be > 0 and finite, got {wrong[0]:g}")
-    facts = [read_facts(folder) for folder in folders]
+    facts = [load_results(folder) for folder in folders]
     if picture is not None:
         compare.write_comparison_png(facts, picture)
     if as_json:
@@ -221,8 +221,8 @@ def release_command(
     not_private: Annotated[
         bool, flag("--not-private", "Release although the run has no finite guarantee.")
     ] = False,
-    licence: Annotated[
-        str | None, option("SPDX identifier of the model's licence.", Licence)
+    license: Annotated[
+        str | None, option("SPDX identifier of the model's license.", License)
     ] = None,
     sign: Annotated[
         Path | None, path_option("Sign with this Ed25519 private key (PEM).", metavar="KEY")
@@ -243,7 +243,7 @@ def release_command(
     from dpdist.publishing import write_release
 
     files = write_release(
-        folder, not_private=not_private, licence=licence, key=sign, factory=factory
+        folder, not_private=not_private, license=license, key=sign, factory=factory
     )
     if as_json:
         card = read_json(folder.release_folder / "privacy_card.json")
@@ -253,9 +253,9 @@ def release_command(
     for path in files:
         typer.echo(str(path))
     from dpdist.reports import compare
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
-    (_, _, name), *rows = compare.population_rows([read_facts(folder)])
+    (_, _, name), *rows = compare.population_rows([load_results(folder)])
     for _, title, stated in rows:
         typer.echo(f"{title}: {name}: {stated}")
 

@@ -105,9 +105,9 @@ def run_command(
         track_run(folder, log, reveal_date=False)
     if as_json:
         from dpdist.reports.export import run_as_json
-        from dpdist.reports.facts import read_facts
+        from dpdist.reports.results import load_results
 
-        console.print_json(run_as_json(read_facts(folder)))
+        console.print_json(run_as_json(load_results(folder)))
     else:
         typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
         _print_trials(folder)
@@ -134,12 +134,12 @@ def _pretrain(recipe: Recipe, context: str) -> None:
 
 
 _Plan = Annotated[
-    bool, flag("--plan", "Print what each law of the number of trials costs; no data.")
+    bool, flag("--plan", "Print what each distribution of the number of trials costs; no data.")
 ]
 _Trials = Annotated[str | None, option("With --plan: expected numbers of trials, such as 5,10,50.")]
 _Records = Annotated[
     int | None,
-    option("With --plan: number of training records (of groups, with privacy.unit: group).", Count),
+    option("With --plan: number of training records (of users, with privacy.unit: user).", Count),
 ]
 _AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
 _Plot = Annotated[
@@ -228,9 +228,9 @@ def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
 
 def _print_trials(folder: RunFolder) -> None:
     """Print the trials of a search where they may be shown."""
-    from dpdist.reports.facts import read_facts, trial_table
+    from dpdist.reports.results import load_results, trial_table
 
-    header, rows = trial_table(read_facts(folder))
+    header, rows = trial_table(load_results(folder))
     if rows:
         typer.echo(f"all trials ({folder.trials})")
         typer.echo(console.format_columns(header, rows))
@@ -253,8 +253,8 @@ def _print_search_costs(
     means = preview.default_means(recipe) if trials is None else _parse_means(trials)
     noise, alone = preview.untuned_run(recipe, sizes, context)
     rows = [
-        preview.law_cost(recipe, law, own, sizes, noise, context)
-        for law, own in preview.iter_laws(recipe, means)
+        preview.distribution_cost(recipe, distribution, own, sizes, noise, context)
+        for distribution, own in preview.iter_distributions(recipe, means)
     ]
     if plot is not None:
         from dpdist.reports.figures import plot_search_costs
@@ -272,7 +272,8 @@ def _require_tune(recipe: Recipe, context: str) -> None:
     """Raise UserError when it has no tune section."""
     if recipe.tune is None:
         raise UserError(
-            f"{context}: tune: is required: the fields to search (space) and the law of the number "
+            f"{context}: tune: is required: the fields to search (space) and the distribution of "
+            "the number "
             "of trials; docs/how-to/tuning.md shows one"
         )
 
@@ -292,7 +293,10 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     cells = []
     for row in rows:
         chance = dict(row.tail_probabilities)
-        line = [("* " if row.is_recipe_law else "  ") + row.law, format_epsilon(row.epsilon)]
+        line = [
+            ("* " if row.is_recipe_distribution else "  ") + row.distribution,
+            format_epsilon(row.epsilon),
+        ]
         line.append("none" if row.renyi_epsilon is None else format_epsilon(row.renyi_epsilon))
         if target is not None:
             line.append(format_significant(row.noise_multiplier))
@@ -313,7 +317,8 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     for line in [header, *cells]:
         typer.echo("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
     typer.echo(
-        "* the recipe's law. K stays secret (except fixed): a cheap law often runs a single trial, "
+        "* the recipe's distribution. K stays secret (except fixed): a cheap distribution often "
+        "runs a single trial, "
         "which chooses nothing."
     )
 

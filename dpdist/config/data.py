@@ -47,7 +47,7 @@ class ColumnNames(Section):
         label: Column of the label.
         features: Columns of numbers that make up the input, in place of the image. A pattern such
             as mean_* names all columns that fit.
-        group: Column that says whom a record belongs to, the unit with privacy.unit: group.
+        user: Column that says whom a record belongs to, the unit with privacy.unit: user.
         ranges: By feature, the public constants [LOW, HIGH] that become 0 and 1; values beyond are
             cut.
     """
@@ -55,7 +55,7 @@ class ColumnNames(Section):
     image: Text = "image"
     label: Text = "label"
     features: list[Text] = Field(default=[])
-    group: Text | None = None
+    user: Text | None = None
 
     ranges: dict[Text, tuple[Finite, Finite]] = Field(default={}, max_length=10_000)
 
@@ -175,7 +175,7 @@ class DataRecipe(Section):
                 "columns.image",
                 "columns.label",
                 "columns.features",
-                "columns.group",
+                "columns.user",
             ),
             "to files (data.root), not to what is built in",
             lambda data: data.root is not None or data.name not in BUILT_IN_DATASETS,
@@ -214,13 +214,13 @@ class DataRecipe(Section):
     public: FractionBelowOne = Field(
         default=0.0, description="declare this fraction (by hash) public: no run trains on it"
     )
-    hold_out: FractionBelowOne = Field(
+    private_eval_fraction: FractionBelowOne = Field(
         default=0.0, description="keep this fraction (by hash) of the private records out"
     )
     fraction: PositiveFraction = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
-    rates: dict[Text, Positive] = Field(
+    class_sampling: dict[Text, Positive] = Field(
         default={},
         description="relative sampling rates by class, {ill: 4, well: 1}; a class is capped at 1",
         max_length=10_000,
@@ -235,7 +235,7 @@ class DataRecipe(Section):
         description="multiply a record's loss by 1/rate (mean 1) before its gradient is clipped",
     )
 
-    @field_validator("rates", "class_counts", mode="before")
+    @field_validator("class_sampling", "class_counts", mode="before")
     @classmethod
     def _name_classes(cls, value: Any) -> Any:
         """Take a class's number for its name, as YAML reads it."""
@@ -294,25 +294,28 @@ class DataRecipe(Section):
 
     @model_validator(mode="after")
     def _check_rates(self) -> DataRecipe:
-        if not self.rates:
+        if not self.class_sampling:
             for key in ("class_counts", "importance_weights"):
                 if given := getattr(self, key):
-                    raise key_error(key, f"must be left out without data.rates, got {given}")
+                    raise key_error(
+                        key, f"must be left out without data.class_sampling, got {given}"
+                    )
             return self
         if (why := self.single_label_error("must be left out")) is not None:
             raise key_error(
-                "rates",
+                "class_sampling",
                 why.removeprefix("must be left out: "),
                 see="explanation/privacy.md#rare-classes",
             )
         if not self.class_counts:
             raise key_error(
                 "class_counts",
-                "must be the public number of records of each class with data.rates, got none: "
+                "must be the public number of records of each class with data.class_sampling, got "
+                "none: "
                 "counts of private records would move every rate",
                 see="explanation/privacy.md#rare-classes",
             )
-        for key in ("rates", "class_counts"):
+        for key in ("class_sampling", "class_counts"):
             if set(given := getattr(self, key)) != set(self.class_names):
                 lacks = [name for name in self.class_names if name not in given]
                 unknown = [name for name in given if name not in self.class_names]
@@ -382,6 +385,6 @@ class DataRecipe(Section):
 
         None where all are taken.
         """
-        fields = ("labels", "max_train", "drop_test_records", "public", "hold_out")
+        fields = ("labels", "max_train", "drop_test_records", "public", "private_eval_fraction")
         found = next((name for name in fields if getattr(self, name)), None)
         return "fraction" if found is None and self.fraction < 1 else found

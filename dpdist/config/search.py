@@ -23,7 +23,7 @@ from dpdist.core.fields import (
     Text,
     TrialCount,
 )
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 
 if TYPE_CHECKING:
     from dpdist.privacy.phases import Phase
@@ -43,16 +43,16 @@ class Domain(Section):
         uniform: A range [LOW, HIGH], drawn evenly.
         integer: A range [LOW, HIGH] of whole numbers, drawn evenly.
         choice: A list of values, drawn evenly; a value may be a whole section.
-        also: Further fields that take the same value, such as method.sigma beside certify.sigma. Or
-            by field a list with one value for each value of `choice`, in its order, for fields that
-            only go together, such as the two parts of a noise split.
+        linked: Further fields that take the same value, such as method.sigma beside certify.sigma.
+            Or by field a list with one value for each value of `choice`, in its order, for fields
+            that only go together, such as the two parts of a noise split.
     """
 
     log_uniform: tuple[Finite, Finite] | None = None
     uniform: tuple[Finite, Finite] | None = None
     integer: tuple[BoundedInt, BoundedInt] | None = None
     choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
-    also: Annotated[
+    linked: Annotated[
         Annotated[tuple[Text, ...], Tag("fields")]
         | Annotated[dict[Text, tuple[Json, ...]], Tag("values")],
         Discriminator(_also_kind),
@@ -60,14 +60,15 @@ class Domain(Section):
 
     @model_validator(mode="after")
     def _check_listed_beside(self) -> Domain:
-        if not isinstance(self.also, dict):
+        if not isinstance(self.linked, dict):
             return self
         if self.choice is None:
-            raise ValueError("also: must be names of fields, without values, beside a range")
-        for field, listed in self.also.items():
+            raise ValueError("linked: must be names of fields, without values, beside a range")
+        for field, listed in self.linked.items():
             if len(listed) != len(self.choice):
                 raise ValueError(
-                    f"also: {field}: must list one value for each of choice's {len(self.choice)}, "
+                    f"linked: {field}: must list one value for each of choice's "
+                    f"{len(self.choice)}, "
                     f"got {len(listed)}"
                 )
         if any(value in self.choice[:place] for place, value in enumerate(self.choice)):
@@ -103,11 +104,11 @@ class Domain(Section):
 
         Raises UserError for a value that is not listed, where others stand beside those that are.
         """
-        if self.choice is None or not isinstance(self.also, dict) or field not in self.also:
+        if self.choice is None or not isinstance(self.linked, dict) or field not in self.linked:
             return value
         if value not in self.choice:
             raise UserError(f"must be {self.description}, got {value}")
-        return self.also[field][self.choice.index(value)]
+        return self.linked[field][self.choice.index(value)]
 
     @property
     def description(self) -> str:
@@ -117,28 +118,28 @@ class Domain(Section):
         else:
             low, high = self.values_or_bounds
             text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
-        more = f"; the same for {', '.join(self.also)}" if self.also else ""
-        if isinstance(self.also, dict):
+        more = f"; the same for {', '.join(self.linked)}" if self.linked else ""
+        if isinstance(self.linked, dict):
             more = "".join(
                 f"; with {field} {', '.join(map(str, values))}"
-                for field, values in self.also.items()
+                for field, values in self.linked.items()
             )
         return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
 
 
-class LawRecipe(Section):
-    """The law of the number of trials K.
+class NumTrialsRecipe(Section):
+    """The distribution of the number of trials K.
 
     logarithmic, geometric, negative-binomial, poisson and binomial draw a secret K with this mean;
     only the best trial is ever released. fixed: K = runs, public, paid by plain composition; every
     trial may be shown, and the searcher may adapt.
 
     Attributes:
-        name: The law.
-        mean: Mean of the number of trials, of every law but fixed.
-        shape: Shape of law negative-binomial, at least -1/2.
-        runs: Number of trials of law fixed; the most trials of law binomial, so that a search has a
-            longest time.
+        name: The distribution.
+        mean: Mean of the number of trials, of every distribution but fixed.
+        shape: Shape of num_trials negative-binomial, at least -1/2.
+        runs: Number of trials of num_trials fixed; the most trials of num_trials binomial, so that
+            a search has a longest time.
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
@@ -148,26 +149,28 @@ class LawRecipe(Section):
     runs: TrialCount | None = None
 
     @model_validator(mode="after")
-    def _check_law_fields(self) -> LawRecipe:
+    def _check_fields(self) -> NumTrialsRecipe:
         if (self.name in ("fixed", "binomial")) != (self.runs is not None):
-            raise ValueError("runs belongs to the laws fixed and binomial, which need it")
+            raise ValueError("runs belongs to the distributions fixed and binomial, which need it")
         if (self.name == "fixed") == (self.mean is not None):
-            raise ValueError("mean (of the number of trials) belongs to every law but fixed")
+            raise ValueError(
+                "mean (of the number of trials) belongs to every distribution but fixed"
+            )
         if self.runs is not None and self.mean is not None and self.mean > self.runs:
             raise ValueError(f"mean must be <= runs, the {self.runs} trials there may be")
         if (self.name == "negative-binomial") != (self.shape is not None):
-            raise ValueError("shape belongs to law negative-binomial, which needs it")
+            raise ValueError("shape belongs to num_trials negative-binomial, which needs it")
         return self
 
     @property
-    def secret_law(self) -> SelectionLaw | None:
-        """Return the law of a secret number of trials; None where it is fixed and public."""
+    def secret_distribution(self) -> TrialDistribution | None:
+        """Return the distribution of a secret number of trials; None if it is fixed and public."""
         if self.mean is None:
             return None
         if self.name == "binomial":
-            return SelectionLaw(self.mean, -float(self.runs or 1))
+            return TrialDistribution(self.mean, -float(self.runs or 1))
         shapes = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
-        return SelectionLaw(self.mean, shapes.get(self.name, self.shape or 0.0))
+        return TrialDistribution(self.mean, shapes.get(self.name, self.shape or 0.0))
 
     @property
     def mean_trials(self) -> float:
@@ -176,14 +179,14 @@ class LawRecipe(Section):
 
     @property
     def description(self) -> str:
-        """Return the law in words; with law fixed the number of trials is public."""
-        secret = self.secret_law
+        """Return the distribution in words; with `fixed` the number of trials is public."""
+        secret = self.secret_distribution
         return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
     @property
     def full_description(self) -> str:
-        """Return the law in words, with a number of trials that is hardly ever exceeded."""
-        secret = self.secret_law
+        """Return the distribution in words, with a number of trials hardly ever exceeded."""
+        secret = self.secret_distribution
         if secret is None:
             return self.description
         least = secret.quantile(0.05)
@@ -244,11 +247,12 @@ _UNWRITTEN = Field(exclude_if=lambda value: value is None)  # in recipes that do
 class ScoreRecipe(Section):
     """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
-    With privacy.unit: group, `hold_out` and `noise` are of groups; each adds its records' mean.
+    With privacy.unit: user, `private_eval_fraction` and `noise` are of users; each adds its
+    records' mean.
 
     Attributes:
         public: Named public records to score on, free of charge.
-        hold_out: The fraction of the training records (by hash) kept for scoring.
+        private_eval_fraction: The fraction of the training records (by hash) kept for scoring.
         noise: Standard deviation of the noise on the count of held-out records; by default as much
             as costs no more than the training.
         objectives: Weights of accuracy, brier (1 - half the Brier score), log-loss (1 - log loss /
@@ -264,27 +268,27 @@ class ScoreRecipe(Section):
         value: The function of objective value, `package.module:function`: of a model and a batch
             (inputs, targets) to one value per record, the larger the better. It is executed.
         value_range: The range [LOW, HIGH] that values are clipped to.
-        draws: Noisy copies of each record that bound its probability; as many, 100 at most, choose
-            its class before.
+        samples: Noisy copies of each record that bound its probability; as many, 100 at most,
+            choose its class before.
         alpha: Error probability of each record's certificate in a score.
         function: The score of a search over a function; written by `dpdist.tune` alone.
     """
 
     conditions = (
         OptionCondition(
-            ("hold_out",),
+            ("private_eval_fraction",),
             "without public: it is of private records",
             lambda it: not it.is_public and it.function is None,
         ),
         OptionCondition(
-            ("draws", "alpha"),
+            ("samples", "alpha"),
             "with objectives certified-accuracy and average-radius",
             lambda it: it.needs_certificates,
         ),
     )
 
     public: PublicData | None = None
-    hold_out: Probability = 0.1
+    private_eval_fraction: Probability = 0.1
     noise: Positive | None = None
     objectives: dict[Objective, Positive] = Field(default={"accuracy": 1.0}, min_length=1)
     radius: PositiveOrZero | None = None
@@ -293,7 +297,7 @@ class ScoreRecipe(Section):
     class_weights: Annotated[tuple[Positive, ...] | None, _UNWRITTEN] = None
     value: Annotated[Text | None, _UNWRITTEN] = None
     value_range: Annotated[tuple[Finite, Finite] | None, _UNWRITTEN] = None
-    draws: Count = 100
+    samples: Count = 100
     alpha: Probability = 0.01
     function: FunctionScore | None = None
 
@@ -322,7 +326,7 @@ class ScoreRecipe(Section):
         """Return the records that trials are scored on, in words.
 
         Args:
-            counted: the word for the units of the plan, "records" or "groups".
+            counted: the word for the units of the plan, "records" or "users".
         """
         if self.function is not None:
             kind = "public records" if self.function.public else f"held-out private {counted}"
@@ -385,16 +389,16 @@ class TuneRecipe(Section):
 
     Attributes:
         space: The searched fields, by dotted key, each with its domain.
-        law: The law of the number of trials.
+        num_trials: The distribution of the number of trials.
         score: The score by which the best trial is chosen.
-        searcher: random draws each trial by itself; optuna adapts to earlier scores, which only law
-            fixed allows.
-        asha: Stop trials early by their scores, which only law fixed allows.
+        searcher: random draws each trial by itself; optuna adapts to earlier scores, which only
+            num_trials fixed allows.
+        asha: Stop trials early by their scores, which only num_trials fixed allows.
         concurrent: The most trials at once (default: as many as fit).
     """
 
     space: dict[str, Domain] = Field(min_length=1)
-    law: LawRecipe
+    num_trials: NumTrialsRecipe
     score: ScoreRecipe = ScoreRecipe()
     searcher: Literal["random", "optuna"] = "random"
     asha: AshaRecipe | None = None
@@ -402,11 +406,12 @@ class TuneRecipe(Section):
 
     @model_validator(mode="after")
     def _check_adaptive_search(self) -> TuneRecipe:
-        if self.law.name == "fixed":
+        if self.num_trials.name == "fixed":
             return self
         reason = (
             "sees the scores of other trials, which the best of a secret number of independent "
-            f"trials (law {self.law.name}) does not cover: take law {{name: fixed, runs: ...}}, "
+            f"trials (distribution {self.num_trials.name}) does not cover: take num_trials "
+            f"{{name: fixed, runs: ...}}, "
             "whose composition pays for every score"
         )
         if self.searcher != "random":
@@ -423,7 +428,9 @@ class TuneRecipe(Section):
     @property
     def searched_fields(self) -> tuple[str, ...]:
         """Return every field that the search sets, sorted."""
-        return tuple(sorted({f for key, domain in self.space.items() for f in (key, *domain.also)}))
+        return tuple(
+            sorted({f for key, domain in self.space.items() for f in (key, *domain.linked)})
+        )
 
     def scoring_phases(self, noise: float | None) -> tuple[Phase, ...]:
         """Return the phases of a trial's scores.

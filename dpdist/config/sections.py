@@ -81,8 +81,8 @@ class AuditOptions(Section):
         return False
 
     @property
-    def audits_groups(self) -> bool:
-        """Return whether its canaries may be whole groups of records, with privacy.unit: group."""
+    def audits_users(self) -> bool:
+        """Return whether its canaries may be users, with privacy.unit: user."""
         return False
 
     @property
@@ -98,7 +98,7 @@ class MechanismAudit(AuditOptions):
     """An audit of the pieces of a training step, driven with canaries.
 
     The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
-    the run is read. With privacy.unit: group a canary is a whole group of records.
+    the run is read. With privacy.unit: user a canary is a user.
 
     Attributes:
         releases: Number of releases with the canary, and as many without it.
@@ -112,7 +112,7 @@ class MechanismAudit(AuditOptions):
     seed: Text = "0"
 
     @property
-    def audits_groups(self) -> bool:
+    def audits_users(self) -> bool:
         return True
 
     @property
@@ -163,13 +163,13 @@ class CanaryAudit(AuditOptions):
 
     Each canary is in or out by its own secret coin, and the adversary guesses coins. The
     trained model is never released. All settings are fixed before the training.
-    With privacy.unit: group a gradient canary stands for a whole group; canaries of other kinds are
+    With privacy.unit: user a gradient canary stands for a user; canaries of other kinds are
     records, and refused.
 
     Attributes:
         canaries: Number of canaries.
         canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
-            mislabelled (a public input under a wrong label), blank (a constant input), or pair (a
+            mislabeled (a public input under a wrong label), blank (a constant input), or pair (a
             random input under label 0 or label 1: its coin replaces one record by another).
         view: The adversary's view: every-step, all noisy sums, by an adversary who knows the
             records and which of them joined each step (of gradient canaries only); or final, the
@@ -180,7 +180,7 @@ class CanaryAudit(AuditOptions):
 
     kind: Literal["canaries"] = "canaries"
     canaries: Annotated[int, RejectBool, Field(ge=20, le=1_000_000)] = 1000
-    canary: Literal["gradient", "mislabelled", "blank", "pair"] = "gradient"
+    canary: Literal["gradient", "mislabeled", "blank", "pair"] = "gradient"
     view: Literal["every-step", "final"] | None = None
     guesses: Annotated[int, RejectBool, Field(ge=2)] | None = None
 
@@ -222,7 +222,7 @@ class CanaryAudit(AuditOptions):
         return "the trained model" if self.replaces_record else "the trained model's answers"
 
     @property
-    def audits_groups(self) -> bool:
+    def audits_users(self) -> bool:
         return self.inserts_gradients
 
     @property
@@ -236,7 +236,7 @@ class CanaryAudit(AuditOptions):
     def report_note(self, records: int, counted: str) -> str:
         """Return the mark of the run in a report.
 
-        records: all that the plan counts. counted: the word for them, "records" or "groups".
+        records: all that the plan counts. counted: the word for them, "records" or "users".
         """
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
@@ -247,10 +247,10 @@ class CanaryAudit(AuditOptions):
     def check_recipe(self, recipe: BaseRecipe) -> None:
         if recipe.tune is not None:
             raise ValueError("audit.kind: canaries does not go with tune; audit the values found")
-        if self.canary == "pair" and recipe.privacy.neighbours != "replace-one":
+        if self.canary == "pair" and recipe.privacy.adjacency != "replace-one":
             raise ValueError(
                 "audit.canary: pair replaces a record by another, which is two steps of "
-                "add-or-remove-one: give privacy.neighbours: replace-one"
+                "add-or-remove-one: give privacy.adjacency: replace-one"
             )
         if self.inserts_gradients and recipe.privacy.noise_multiplier == 0:
             raise ValueError(
@@ -285,12 +285,12 @@ class PretrainedRecipe(Section):
         folder: A model folder, best written by `dpdist run --until pretrain`; a run's release/ is
             one too. As `initial` of model transformer also a base with config.json and
             safetensors.
-        saw: Names the data that the weights were trained on, for a folder that does not say it. It
-            is declared, not checked.
+        pretraining_data: Names the data that the weights were trained on, for a folder that does
+            not say it. It is declared, not checked.
     """
 
     folder: FilePath
-    saw: Text | None = None
+    pretraining_data: Text | None = None
 
 
 class ModelRecipe(Section):
@@ -304,7 +304,7 @@ class ModelRecipe(Section):
             inside the model.
         std: Public constants, one a channel or one for all, that the input is divided by inside the
             model.
-        isolate: Run every record through the model alone in private training, so that a model of
+        vmap: Run every record through the model alone in private training, so that a model of
             your own cannot mix records. It is slower.
         initial: Public weights that the training begins with. The path of the folder alone will do.
         classifier: A frozen public classifier behind the model, which then is a denoiser.
@@ -321,7 +321,7 @@ class ModelRecipe(Section):
     options: JsonObject = Field(default={})
     mean: list[Finite] = Field(default=[], max_length=10_000)
     std: list[Positive] = Field(default=[], max_length=10_000)
-    isolate: bool = False
+    vmap: bool = False
     initial: PretrainedRecipe | None = None
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
@@ -388,7 +388,7 @@ class PrivacyRecipe(Section):
         noise_multiplier: Standard deviation of the noise on each clipped sum, in units of
             `clip_norm`. The plan then states the epsilon that it costs; 0 is no privacy.
         delta: Probability with which the guarantee may fail, below one over the number of records.
-        neighbours: The two data sets that the guarantee compares: one record more or less
+        adjacency: The two data sets that the guarantee compares: one record more or less
             (zero-out, at a fixed number of records), or one record replaced, which costs about
             twice as much.
         allow_large_delta: Accept a delta of one over the number of records or more, under which a
@@ -401,9 +401,9 @@ class PrivacyRecipe(Section):
         budget: Folder of budgets. The run is charged to the budget of its records.
         budget_composition: The rule that adds up runs: filter holds when runs are chosen by earlier
             results; non-adaptive does not.
-        unit: The unit that is protected: one record, or the whole group of data.columns.group,
+        unit: The unit that is protected: one record, or the user of data.columns.user,
             which is then sampled, clipped and protected as one.
-        max_records_per_group: The most records of a group that count in one step.
+        max_records_per_user: The most records of a user that count in one step.
         run_key: Fixed key (64 hex digits), for tests only: the run is then NOT private.
     """
 
@@ -416,9 +416,7 @@ class PrivacyRecipe(Section):
             "with budget_ceiling",
             lambda it: it.budget_ceiling is not None,
         ),
-        OptionCondition(
-            ("max_records_per_group",), "with unit: group", lambda it: it.unit == "group"
-        ),
+        OptionCondition(("max_records_per_user",), "with unit: user", lambda it: it.unit == "user"),
     )
 
     epsilon: Positive | None = None
@@ -426,7 +424,7 @@ class PrivacyRecipe(Section):
     delta: Probability
     clip_norm: Positive = 1.0
     clipping: Literal["flat", "automatic", "per-layer", "none"] = "flat"
-    neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
+    adjacency: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
     batch_cap: Count | None = None
     allow_large_delta: bool = False
     nominal_records: Count | None = Field(
@@ -434,8 +432,8 @@ class PrivacyRecipe(Section):
         description="a declared number of records: rate, divisor and steps follow from it, and "
         "the true number stays private",
     )
-    unit: Literal["record", "group"] = "record"
-    max_records_per_group: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = None
+    unit: Literal["record", "user"] = "record"
+    max_records_per_user: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = None
     budget: FilePath | None = None
     budget_ceiling: Positive | None = Field(
         default=None,
@@ -450,7 +448,7 @@ class PrivacyRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_automatic_clip(cls, values: Any) -> Any:
-        """Take `clip_norm: automatic` as the normalising clip to norm 1."""
+        """Take `clip_norm: automatic` as the normalizing clip to norm 1."""
         if not isinstance(values, Mapping) or values.get("clip_norm") != "automatic":
             return values
         if (rule := values.get("clipping", "automatic")) != "automatic":
@@ -496,26 +494,26 @@ class PrivacyRecipe(Section):
     def _check_unit(self) -> PrivacyRecipe:
         if self.unit == "record":
             return self
-        if self.max_records_per_group is None:
+        if self.max_records_per_user is None:
             raise key_error(
-                "max_records_per_group",
-                "required with unit: group, such as 4",
+                "max_records_per_user",
+                "required with unit: user, such as 4",
                 see="explanation/privacy.md#a-person-as-the-unit",
             )
         refused = {
-            "neighbours": (self.neighbours != "add-or-remove-one", "be add-or-remove-one"),
+            "adjacency": (self.adjacency != "add-or-remove-one", "be add-or-remove-one"),
             "batch_cap": (self.batch_cap is not None, "be left out"),
             "nominal_records": (self.nominal_records is not None, "be left out"),
             "budget": (
                 self.budget is not None,
-                "be left out, for a budget counts single records and never mixes them with groups",
+                "be left out, for a budget counts single records and never mixes them with users",
             ),
         }
         for key, (given, rule) in refused.items():
             if given:
                 raise key_error(
                     key,
-                    f"with unit: group it must {rule}",
+                    f"with unit: user it must {rule}",
                     see="explanation/privacy.md#a-person-as-the-unit",
                 )
         return self
@@ -548,7 +546,7 @@ class Privacy(PrivacyRecipe):
 
     Args:
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
-            neighbours, batch_cap, nominal_records, unit and max_records_per_group,
+            adjacency, batch_cap, nominal_records, unit and max_records_per_user,
             run_key (for tests). `clip_norm="automatic"` scales every record's gradient g to
             g / (|g| + 0.01): one setting less to find, and a record still adds at most L2 norm 1.
 
@@ -623,13 +621,13 @@ class PublicRecipe(Section):
     conditions = (
         OptionCondition(
             (
-                "training.reproducible", "model.isolate", "model.initial", "model.classifier",
+                "training.reproducible", "model.vmap", "model.initial", "model.classifier",
                 "model.denoiser", "model.trained",
             ),
             "to the private training",
         ),
         OptionCondition(
-            ("data.public", "data.hold_out", "data.fraction"),
+            ("data.public", "data.private_eval_fraction", "data.fraction"),
             "to the private records (all of public.data is public; public.data.max_train takes "
             "some of them)",
         ),

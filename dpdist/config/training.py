@@ -132,9 +132,9 @@ class AugmentRecipe(Section):
         scale: Width and height of the whole image on the canvas, drawn apart, from low to high.
         shift: The largest move of the image.
         elastic: Standard deviation of the displacements on a 5 x 5 lattice.
-        middle: Range of the grey value that becomes 1/2.
-        contrast: Range of the factor by which grey values become contrast * (value - middle) + 1/2,
-            cut to [0, 1]; null leaves grey values alone.
+        middle: Range of the gray value that becomes 1/2.
+        contrast: Range of the factor by which gray values become contrast * (value - middle) + 1/2,
+            cut to [0, 1]; null leaves gray values alone.
     """
 
     rotate: PositiveOrZero = 0.3
@@ -238,8 +238,8 @@ class Stage(Section):
             return (NonPrivate(f"nothing is proved of {self.name}, whose weights it began with"),)
         own = PrivacyPlan.from_dict(self.plan)
         capped = any(each.has_batch_cap for each in walk_phases((*own.phases, *plan.phases)))
-        same = (own.neighbours, own.nominal, own.group) == (
-            plan.neighbours, plan.nominal, plan.group
+        same = (own.adjacency, own.nominal, own.user) == (
+            plan.adjacency, plan.nominal, plan.user
         ) and (own.records == plan.records or not capped)  # fmt: skip
         return own.phases if same and self.unit == unit else None
 

@@ -245,7 +245,7 @@ FilePath = Annotated[Path, AfterValidator(_resolve_path)]
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]
 SingleLine = Annotated[Text, AfterValidator(_check_one_line)]
-Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
+License = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
 Json = Annotated[Any, AfterValidator(_check_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 

@@ -3,12 +3,12 @@
 from dpdist.data.column_names import tells_answer
 from dpdist.data.dataset import (
     Dataset,
-    GroupedDataset,
     RecordHashes,
+    UserDataset,
     check_test_records_unseen,
     check_test_split,
-    refuse_common_groups,
     refuse_common_records,
+    refuse_common_users,
 )
 from dpdist.data.parquet import FEATURES_FILE, Columns, holds_features
 from dpdist.data.record_hashes import names_nobody
@@ -39,9 +39,9 @@ __all__ = [
     "ConversationColumns",
     "DataSource",
     "Dataset",
-    "GroupedDataset",
     "RecordHashes",
     "TextColumn",
+    "UserDataset",
     "WordList",
     "cache_folder",
     "check_test_records_unseen",
@@ -51,8 +51,8 @@ __all__ = [
     "load",
     "names_nobody",
     "next_tokens",
-    "refuse_common_groups",
     "refuse_common_records",
+    "refuse_common_users",
     "split_by_id",
     "split_exists",
     "tells_answer",

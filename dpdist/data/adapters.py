@@ -42,7 +42,7 @@ from dpdist.data.protocol import (
     kept_generators,
     seed_generators,
     seed_of,
-    warn_if_standardised,
+    warn_if_standardized,
 )
 from dpdist.data.record_hashes import digests_of_input, stored_input
 
@@ -276,7 +276,7 @@ class ArrayRecords(Records):
             named.pop(target, None)
         for name, column in () if options.ranges else named.items():
             if column.is_floating_point() and column.dim() == 2:
-                warn_if_standardised(column.float().cpu().numpy(), f"{options.name}: {name}")
+                warn_if_standardized(column.float().cpu().numpy(), f"{options.name}: {name}")
         rows: Any = named
         if shape is not dict:
             rows = tuple(named.values()) if shape is tuple else next(iter(named.values()))
@@ -402,7 +402,8 @@ def check_one_class_each(records: Records, classes: int | None = None) -> None:
     targets = records.examples(2)[1]
     if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
         raise UserError(
-            "rates: must be left out where records have not one class each as their target, (B,)"
+            "class_sampling: must be left out where records have not one class each as their "
+            "target, (B,)"
         )
     if classes is not None:
         check_classes(records, classes)
@@ -676,7 +677,7 @@ def _refuse_ragged(name: str, options: Options) -> NoReturn:
 
 
 def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
-    """Materialise a Ray Data set once. Its rows are put in the order of a hash of each row's own
+    """Materialize a Ray Data set once. Its rows are put in the order of a hash of each row's own
     values, because blocks may come in another order when the same command goes on.
     """
     import pyarrow as pa

@@ -19,12 +19,12 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import array_to_tensor
 from dpdist.data.overlap import count_common
-from dpdist.data.protocol import GroupedRecords, Groups, Records, fingerprint_of
+from dpdist.data.protocol import Records, UserRecords, Users, fingerprint_of
 from dpdist.data.record_hashes import (
     corrupt_cache_error,
     hash_positions,
-    stored_group_hashes,
     stored_hashes,
+    stored_user_hashes,
     to_model_inputs,
     verify_checksums,
 )
@@ -46,11 +46,11 @@ class Dataset(Records):
     (N,) int64 in 0..classes-1. stored_fingerprint: hex digest of all records in the folder, in
     order. limit: use the first records only; hash_range: of these, the records whose position by
     hash lies in [low, high); excluded_folder: leave out the records whose inputs are stored in that
-    folder; selection_bits: of what is left, by place, in packed bits. largest_group: most records
-    of one group, when a group column is named. text_encoding: how texts became inputs.
+    folder; selection_bits: of what is left, by place, in packed bits. largest_user: most records
+    of one user, when a user column is named. text_encoding: how texts became inputs.
     predicts_next_token: the targets of a record are its own next tokens, not its label.
-    target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes). by_group:
-    `hash_range` is about the hash of a record's group, so that a group lies whole in one part.
+    target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes). by_user:
+    `hash_range` is about the hash of a record's user, so that a user lies whole in one part.
     """
 
     folder: Path
@@ -58,14 +58,14 @@ class Dataset(Records):
     classes: int
     stored_fingerprint: str
     limit: int | None = None
-    largest_group: int | None = None
+    largest_user: int | None = None
     hash_range: tuple[float, float] | None = None
     excluded_folder: Path | None = None
     selection_bits: bytes | None = None
     text_encoding: str = ""
     predicts_next_token: bool = False
     target_kind: str = "class"
-    by_group: bool = False
+    by_user: bool = False
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -81,7 +81,7 @@ class Dataset(Records):
             meta["name"],
             meta["classes"],
             meta["fingerprint"],
-            largest_group=meta.get("largest_group"),
+            largest_user=meta.get("largest_user"),
             text_encoding=meta.get("read", ""),
             predicts_next_token=meta.get("following", False),
             target_kind=meta.get("target_kind", "class"),
@@ -101,7 +101,7 @@ class Dataset(Records):
 
         A record's position is a hash of itself alone: adding or removing one record moves no
         other one between parts, and equal inputs (of texts: equal ones) lie in the same part. With
-        `by_group` it is a hash of its group alone.
+        `by_user` it is a hash of its user alone.
         """
         if self.hash_range is not None:
             raise ValueError("a part of a part is not defined")
@@ -147,7 +147,7 @@ class Dataset(Records):
         hashes = stored_hashes(self.folder)[: self.limit]
         kept = np.ones(len(hashes), dtype=bool)
         if self.hash_range is not None:
-            places = hash_positions(self._stored_groups if self.by_group else hashes)
+            places = hash_positions(self._stored_users if self.by_user else hashes)
             kept &= (places >= self.hash_range[0]) & (places < self.hash_range[1])
         if self.excluded_folder is not None:
             kept &= ~np.isin(hashes, stored_hashes(self.excluded_folder))
@@ -169,30 +169,30 @@ class Dataset(Records):
 
     @property
     def hashes(self) -> np.ndarray:
-        """What each record is recognised by (`dpdist.data.record_hashes`): (N,) of 16 bytes."""
+        """What each record is recognized by (`dpdist.data.record_hashes`): (N,) of 16 bytes."""
         hashes = stored_hashes(self.folder)[: self.limit]
         return hashes if self._row_indices is None else hashes[self._row_indices]
 
     @property
-    def _stored_groups(self) -> np.ndarray:
-        hashes = stored_group_hashes(self.folder)
+    def _stored_users(self) -> np.ndarray:
+        hashes = stored_user_hashes(self.folder)
         if hashes is None:
             raise UserError(f"{self.name}: no column says whom a record belongs to")
         return hashes[: self.limit]
 
     @property
-    def group_hashes(self) -> np.ndarray:
+    def user_hashes(self) -> np.ndarray:
         """Hashes of whom each record belongs to: (N,) of 16 bytes.
 
         Raises UserError where no column says it.
         """
-        hashes = self._stored_groups
+        hashes = self._stored_users
         return hashes if self._row_indices is None else hashes[self._row_indices]
 
     @property
     def num_groups(self) -> int:
-        """The number of groups that these records belong to."""
-        return len(np.unique(self.group_hashes))
+        """The number of users that these records belong to."""
+        return len(np.unique(self.user_hashes))
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -227,66 +227,66 @@ class Dataset(Records):
 
 
 @dataclass(frozen=True)
-class GroupedDataset(Dataset):
-    """Records whose groups are the positions of a step: len, batch and targets are of groups.
+class UserDataset(Dataset):
+    """Records whose users are the positions of a step: len, batch and targets are of users.
 
-    inputs, labels and hashes are the records' own. max_records: most records of a group that count
+    inputs, labels and hashes are the records' own. max_records: most records of a user that count
     in one step.
     """
 
     max_records: int = field(kw_only=True)
 
     @classmethod
-    def from_records(cls, records: Dataset, max_records: int) -> GroupedDataset:
-        """Return the records by group.
+    def from_records(cls, records: Dataset, max_records: int) -> UserDataset:
+        """Return the records by user.
 
-        Raises UserError where a record's group is not known, or is no whole number or text.
+        Raises UserError where a record's user is not known, or is no whole number or text.
         """
         own = {part.name: getattr(records, part.name) for part in fields(Dataset)}
-        if unknown := int((records.group_hashes == b"").sum()):
+        if unknown := int((records.user_hashes == b"").sum()):
             raise UserError(
-                f"{records.name}: data.columns.group: must be a whole number or a text for each "
+                f"{records.name}: data.columns.user: must be a whole number or a text for each "
                 f"record, is none for {unknown:,} of {len(records):,}: drop these records, or give "
-                "each a group of its own"
+                "each a user of its own"
             )
         return cls(**own, max_records=max_records)
 
     @cached_property
-    def _grouped(self) -> GroupedRecords:
+    def _grouped(self) -> UserRecords:
         own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
-        values = own.group_hashes.tolist()
-        return GroupedRecords(own, Groups.from_values(values, self.max_records))
+        values = own.user_hashes.tolist()
+        return UserRecords(own, Users.from_values(values, self.max_records))
 
     @property
-    def groups(self) -> Groups:
+    def users(self) -> Users:
         """Return whom the records belong to."""
-        return self._grouped.groups
+        return self._grouped.users
 
     @property
     def records(self) -> Dataset:
-        """Return the records themselves, whose positions `groups` names."""
+        """Return the records themselves, whose positions `users` names."""
         found = self._grouped.records
         assert isinstance(found, Dataset)
         return found
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the records and of their groups."""
+        """Return the fingerprint of the records and of their users."""
         own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.groups")
         digest.update(own.fingerprint.encode())
-        digest.update(np.ascontiguousarray(self.groups.codes).tobytes())
+        digest.update(np.ascontiguousarray(self.users.codes).tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self.users)
 
     def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return positions of records, and which places are filled (`GroupedRecords.members`)."""
+        """Return positions of records, and which places are filled (`UserRecords.members`)."""
         return self._grouped.members(indices)
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        """Return inputs of the groups' records, float32 (B, max_records, *input_shape)."""
+        """Return inputs of the users' records, float32 (B, max_records, *input_shape)."""
         found = self._grouped.batch(indices)
         assert not isinstance(found, tuple | dict)
         return found
@@ -294,8 +294,8 @@ class GroupedDataset(Dataset):
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         return self._grouped.targets(indices)
 
-    def for_step(self, key: bytes) -> GroupedRecords:
-        """Return the groups with the records that the key draws of them."""
+    def for_step(self, key: bytes) -> UserRecords:
+        """Return the users with the records that the key draws of them."""
         return self._grouped.for_step(key)
 
 
@@ -341,20 +341,20 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
         "the files, or leave them out of training with data.drop_test_records: true"
     )
     refuse_common_records(train, test, context, why)
-    refuse_common_groups(train, test, context)
+    refuse_common_users(train, test, context)
 
 
-def refuse_common_groups(private: Dataset, others: Dataset, context: str) -> None:
-    """Raise UserError where a group is the unit and a private one has records among public ones.
+def refuse_common_users(private: Dataset, others: Dataset, context: str) -> None:
+    """Raise UserError where a user is the unit and a private one has records among public ones.
 
     Scores on these are published, or used as if they were public.
     """
-    if not private.by_group:
+    if not private.by_user:
         return
-    if both := np.intersect1d(private.group_hashes, others.group_hashes).size:
+    if both := np.intersect1d(private.user_hashes, others.user_hashes).size:
         raise UserError(
-            f"{context}: {both:,} groups of {private.name} are in {others.name} too: scores on "
-            "private groups would be published; take them out of one of the files",
+            f"{context}: {both:,} users of {private.name} are in {others.name} too: scores on "
+            "private users would be published; take them out of one of the files",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
 

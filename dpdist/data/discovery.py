@@ -22,10 +22,10 @@ from dpdist.data.parquet import (
     NO_GROUP,
     NO_RECORDS,
     decode_row,
-    groups_of,
     image_bytes,
     is_list,
     rows_of_nobody,
+    users_of,
 )
 from dpdist.data.tables import (
     PictureFolder,
@@ -61,7 +61,7 @@ class DiscoveredDataset:
     class_names: of the classes, by number; () where nobody says. input_shape: of one input.
     text_column: of texts, in place of pictures and features. label_column: None where the next
     tokens of texts or chats are learned; messages_column: of chats; answer_columns: of prompts and
-    their answers. group_column: says whom a record belongs to; groups: of the training records.
+    their answers. user_column: says whom a record belongs to; users: of the training records.
     left_out: columns that are no input, and why. repeats: columns that may name persons, with the
     numbers of training records and of values. labels: whole numbers that are the labels, where they
     are not 0, 1, and so on; the recipe renumbers them. unread: other files of these splits."""
@@ -79,11 +79,11 @@ class DiscoveredDataset:
     class_names: tuple[str, ...] = ()
     input_shape: tuple[int, ...] = ()
     text_column: str | None = None
-    group_column: str | None = None
+    user_column: str | None = None
     left_out: tuple[tuple[str, str], ...] = ()
     messages_column: str | None = None
     answer_columns: tuple[str, str] | None = None
-    groups: int | None = None
+    users: int | None = None
     repeats: tuple[tuple[str, int, int], ...] = ()
     labels: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()
@@ -96,15 +96,15 @@ class DiscoveredDataset:
 
 @dataclass(frozen=True)
 class ChosenColumns:
-    """Columns that a user names: the label, the features (or the text), and the group."""
+    """Columns that a user names: the label, the features (or the text), and the user."""
 
     label: str | None = None
     features: tuple[str, ...] = ()
-    group: str | None = None
+    user: str | None = None
 
     def check(self, names: Sequence[str], file: Path) -> None:
         """Raise UserError for a column that is not there, or that is named twice."""
-        asked = {"--label": (self.label,), "--features": self.features, "--group": (self.group,)}
+        asked = {"--label": (self.label,), "--features": self.features, "--user": (self.user,)}
         for option, columns in asked.items():
             for column in columns:
                 if column is not None and column not in names:
@@ -112,10 +112,10 @@ class ChosenColumns:
                         f"{option}: must be a column of {file}, which has {', '.join(names)}; "
                         f"got {column}"
                     )
-        named = [name for name in (self.label, *self.features, self.group) if name is not None]
+        named = [name for name in (self.label, *self.features, self.user) if name is not None]
         twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
-            raise UserError(f"--label, --features, --group: name {twice[0]} once")
+            raise UserError(f"--label, --features, --user: name {twice[0]} once")
 
 
 _ANY = ChosenColumns()
@@ -144,15 +144,15 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
             raise train[0].error(rule, None, label)
         _check_test_classes(found, label, test)
     found = replace(found, unread=tuple(_unread(folder, [*files[0], *files[1]])))
-    if chosen.group is None:
+    if chosen.user is None:
         return replace(found, repeats=repeating_columns(train, label))
-    persons, tested = (_values(each, chosen.group) for each in (train, test))
+    persons, tested = (_values(each, chosen.user) for each in (train, test))
     if both := len(persons & tested):
         raise UserError(
-            f"--group: no {chosen.group} may have records in training and test files, {both:,} "
-            "have: scores on private groups would be published; move each one's records to one file"
+            f"--user: no {chosen.user} may have records in training and test files, {both:,} "
+            "have: scores on private users would be published; move each one's records to one file"
         )
-    return replace(found, groups=len(persons))
+    return replace(found, users=len(persons))
 
 
 def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
@@ -199,15 +199,15 @@ def _inspected(
     schema = files[0].schema
     counts = [sum(file.num_rows for file in each) for each in (files, test)]
     found = DiscoveredDataset(
-        folder.parent, folder.name, *splits, counts[0], counts[1], group_column=chosen.group
+        folder.parent, folder.name, *splits, counts[0], counts[1], user_column=chosen.user
     )
     if (documents := _documents_column(schema, chosen)) is not None:
-        left = _beside_documents(schema, (documents,), chosen.group)
+        left = _beside_documents(schema, (documents,), chosen.user)
         chats = is_list(schema.field(documents).type)
         column = {"messages_column": documents} if chats else {"text_column": documents}
         return replace(found, left_out=left, **column)  # type: ignore[arg-type]
     if (pair := _answer_columns(schema, chosen)) is not None:
-        left = _beside_documents(schema, pair, chosen.group)
+        left = _beside_documents(schema, pair, chosen.user)
         return replace(found, left_out=left, answer_columns=pair)
     image = image_column(schema)
     label = chosen.label or label_column(files, by_option=True)
@@ -238,7 +238,7 @@ def _inspected(
 
 
 def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
-    """Raise UserError for a record without a value in a column that is read, or without a group,
+    """Raise UserError for a record without a value in a column that is read, or without a user,
     since all of these would be one person's."""
     read = [found.label_column, found.text_column, *found.feature_columns]
     for file in files:
@@ -246,11 +246,11 @@ def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
             for first, table in file.rows([column]):
                 if (row := _first_empty(table[column])) >= 0:
                     raise file.error("must have a value, got none", first + row, column)
-        if (group := found.group_column) is not None:
-            for first, table in file.rows([group]):
-                if rows := rows_of_nobody(groups_of(table, file, first, group)):
+        if (user := found.user_column) is not None:
+            for first, table in file.rows([user]):
+                if rows := rows_of_nobody(users_of(table, file, first, user)):
                     rule = f"must name whom each record belongs to, got none; {NO_GROUP}"
-                    raise file.error(rule, row=first + rows[0], column=group)
+                    raise file.error(rule, row=first + rows[0], column=user)
 
 
 def _first_empty(column: pa.ChunkedArray) -> int:
@@ -300,13 +300,13 @@ def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
     if chosen.label is not None or len(chosen.features) > 1:
         return None
     free = [
-        f for f in schema if f.name != chosen.group and f.name in (chosen.features or schema.names)
+        f for f in schema if f.name != chosen.user and f.name in (chosen.features or schema.names)
     ]
     chats = [field.name for field in free if _is_chats(field.type)]
     named = sorted((n for n in chats if n.lower() in CHATS), key=lambda n: CHATS.index(n.lower()))
     if named or (chats and chosen.features):
         return named[0] if named else chats[0]
-    others = [field for field in schema if field.name != chosen.group]
+    others = [field for field in schema if field.name != chosen.user]
     labels = [f for f in others if f.name.lower() in LABELS and _is_class(f.type)]
     if labels or image_column(schema) or any(_is_feature(field.type) for field in others):
         return None
@@ -319,7 +319,7 @@ def _answer_columns(schema: pa.Schema, chosen: ChosenColumns) -> tuple[str, str]
     """Return the columns of prompts and their answers; None beside a label or a picture."""
     if chosen.label is not None or chosen.features or image_column(schema):
         return None
-    others = [field for field in schema if field.name != chosen.group]
+    others = [field for field in schema if field.name != chosen.user]
     if any(field.name.lower() in LABELS and _is_class(field.type) for field in others):
         return None
     texts = {field.name.lower(): field.name for field in others if is_text(field.type)}
@@ -343,10 +343,10 @@ def _is_chats(kind: pa.DataType) -> bool:
 
 
 def _beside_documents(
-    schema: pa.Schema, documents: tuple[str, ...], group: str | None
+    schema: pa.Schema, documents: tuple[str, ...], user: str | None
 ) -> tuple[tuple[str, str], ...]:
     """Return the columns that are left out beside texts, answers or chats, and why."""
-    others = [field for field in schema if field.name not in (*documents, group)]
+    others = [field for field in schema if field.name not in (*documents, user)]
     beside = f"beside {' and '.join(documents)}"
     texts = len(documents) == 1 and not is_list(schema.field(documents[0]).type)
 
@@ -357,7 +357,7 @@ def _beside_documents(
             return beside
         if texts:
             return f"to tell it, give --label {field.name}"
-        return f"{beside}; if it says whose a record is, give --group {field.name}"
+        return f"{beside}; if it says whose a record is, give --user {field.name}"
 
     return tuple((field.name, why(field)) for field in others)
 
@@ -372,7 +372,7 @@ def _find_inputs(
     used: the columns of labels, and of pictures where there are any.
     """
     (label, image), schema = used, files[0].schema
-    others = [name for name in schema.names if name not in (*used, chosen.group)]
+    others = [name for name in schema.names if name not in (*used, chosen.user)]
     if image is not None:
         return (), None, tuple((name, "beside pictures") for name in others)
     texts = [name for name in others if is_text(schema.field(name).type)]

@@ -235,7 +235,7 @@ def preference_records(
     reference: Callable[[dict[str, Tensor]], Tensor],
     *,
     length: int,
-    saw: str,
+    pretraining_data: str,
     prompt: str,
     chosen: str,
     rejected: str,
@@ -274,7 +274,7 @@ def preference_records(
     assert isinstance(records, PreferenceRecords)
     records.has_targets, records.vocabulary = False, cutter.vocabulary_size
     records.unit_name = unit if isinstance(unit, str) else ""
-    records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(saw))
+    records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(pretraining_data))
     records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
     return records
 

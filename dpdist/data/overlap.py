@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from dpdist.data.protocol import GroupedRecords, Records
+from dpdist.data.protocol import Records, UserRecords
 
 _KEY_BYTES = 32
 
 
 def single_records(records: Records) -> Records:
     """Return the records themselves, where they are grouped."""
-    return records.records if isinstance(records, GroupedRecords) else records
+    return records.records if isinstance(records, UserRecords) else records
 
 
 def count_common(some: Any, others: Any) -> int:

@@ -38,8 +38,8 @@ from dpdist.core.files import (
 from dpdist.data.dataset import Dataset
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
-    hash_groups,
     hash_inputs,
+    hash_users,
     names_nobody,
     write_checksums,
     write_hashes,
@@ -64,14 +64,14 @@ class UnreadableImage(ValueError):
 def decode_picture(
     raw: bytes, size: tuple[int, int] | None = None, most: int | None = None
 ) -> np.ndarray:
-    """Pixels (C, H, W), C = 1 for grey and 3 for colour. size: the only (H, W) that is decoded;
+    """Pixels (C, H, W), C = 1 for gray and 3 for color. size: the only (H, W) that is decoded;
     another one raises Unreadable before its pixels take room. So does one of more than `most`.
 
-    uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
+    uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for gray
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
     everywhere. An EXIF orientation is not applied: pixels lie as they are stored. Raises Inexact
-    for what would lose something (transparency, several frames, colours of 16 bits, CMYK and other
-    colour spaces, floats outside [0, 1]); Unreadable for bytes that are no picture of these
+    for what would lose something (transparency, several frames, colors of 16 bits, CMYK and other
+    color spaces, floats outside [0, 1]); Unreadable for bytes that are no picture of these
     formats.
     """
     try:
@@ -122,7 +122,7 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
         return values
     if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
         if "transparency" in picture.info:
-            raise InexactImage("it has a transparent grey; put it before a background")
+            raise InexactImage("it has a transparent gray; put it before a background")
         return np.asarray(picture).astype(np.float32) / np.float32(65535)
     if re.search(r";1[0-6]", stored):
         raise InexactImage(
@@ -136,7 +136,7 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
         return np.asarray(picture.convert("RGB"))
     if mode in ("L", "RGB"):
         return np.asarray(picture)
-    raise InexactImage(f"its colours ({mode}) have no exact grey or RGB values; convert it")
+    raise InexactImage(f"its colors ({mode}) have no exact gray or RGB values; convert it")
 
 
 def _white_is_zero(picture: Image.Image) -> bool:
@@ -165,8 +165,8 @@ class Columns:
     """Which columns hold the record.
 
     features: column names, or empty when there is an image column or a text; a pattern (mean_*)
-    stands for all columns that it fits but label and group. group: whom a record belongs to; the
-    size of the largest group and a hash of each record's value are kept. targets: of a record,
+    stands for all columns that it fits but label and user. user: whom a record belongs to; the
+    size of the largest user and a hash of each record's value are kept. targets: of a record,
     "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list. ranges:
     of features, name, low and high, which become 0 and 1. Raises UserError when a column would be
     read twice.
@@ -175,7 +175,7 @@ class Columns:
     image: str = "image"
     label: str = "label"
     features: tuple[str, ...] = ()
-    group: str | None = None
+    user: str | None = None
     text: TextColumn | None = None
     targets: str = "class"
     ranges: tuple[tuple[str, float, float], ...] = ()
@@ -207,7 +207,7 @@ class Columns:
             if not set(asked) & set("*?["):
                 found.append(asked)
                 continue
-            others = [name for name in available if name not in (self.label, self.group)]
+            others = [name for name in available if name not in (self.label, self.user)]
             fit = [name for name in others if fnmatchcase(name, asked)]
             if not fit:
                 raise UserError(
@@ -273,7 +273,7 @@ def _cache_key(
     every = [inner for file in files for inner in (PictureFolder(file).files or [file])]
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in every]
     named = [class_names] if class_names else []
-    grouped = ["hashes of known groups"] if columns.group is not None else []
+    grouped = ["hashes of known users"] if columns.user is not None else []
     about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named, *grouped]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()
@@ -303,15 +303,15 @@ def _decode(
     first = tables[0]
     columns = columns.expand_patterns(first.schema.names, str(first.path))
     wanted = [*columns.input_columns, *([columns.label] if columns.has_labels else [])]
-    if columns.group is not None:
-        wanted.append(columns.group)
+    if columns.user is not None:
+        wanted.append(columns.user)
     total = sum(table.num_rows for table in tables)
     if total == 0:
         raise first.error(NO_RECORDS)
     numbers = columns.targets != "class"
     arrays = _ArrayWriter(out, total, classes[0] if numbers else None)
     hashes = bytearray()
-    groups = _GroupReader(columns.group)
+    users = _UserReader(columns.user)
     for file in tables:
         for first_row, table in file.rows(wanted):
             raw = _inputs(table, file, first_row, columns)
@@ -321,7 +321,7 @@ def _decode(
                 marks = _numbers(table, file, first_row, columns, classes[0])
             elif columns.has_labels:
                 marks = _labels(table, file, first_row, columns.label, *classes)
-            groups.add(table, file, first_row)
+            users.add(table, file, first_row)
             arrays.append(rows, marks, file, first_row)
             if columns.text is not None:
                 hashes += columns.text.hash_table(table)
@@ -330,12 +330,12 @@ def _decode(
     digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
-    groups.finish(out)
+    users.finish(out)
     meta = {
         "name": name,
         "classes": classes[0],
         "fingerprint": digest,
-        "largest_group": max(groups.counts.values(), default=None),
+        "largest_user": max(users.counts.values(), default=None),
         "read": _encoding(columns),
         "following": not columns.has_labels,
         **({"target_kind": columns.targets} if numbers else {}),
@@ -360,7 +360,7 @@ def read_features(path: Path, columns: Columns) -> np.ndarray:
 NO_RECORDS = "must hold one record at least, got no records"
 
 
-class _GroupReader:
+class _UserReader:
     """Whom each record belongs to, by a column: sizes and hashes; nothing without a column."""
 
     def __init__(self, column: str | None) -> None:
@@ -373,32 +373,32 @@ class _GroupReader:
         """Read the column of some rows. Raises UserError where it holds numbers and texts."""
         if self._column is None:
             return
-        values, self._file = groups_of(table, file, first_row, self._column), file
+        values, self._file = users_of(table, file, first_row, self._column), file
         self.counts.update(values)
         self._unknown += [(file, first_row + row) for row in rows_of_nobody(values)]
         self._are_texts |= {isinstance(value, str) for value in values if value is not None}
         if len(self._are_texts) > 1:
-            rule = "must hold texts in all files or numbers, since 7 and '7' would be two groups"
+            rule = "must hold texts in all files or numbers, since 7 and '7' would be two users"
             raise file.error(rule, None, self._column)
-        self._hashes += hash_groups(values)
+        self._hashes += hash_users(values)
 
     def finish(self, out: Path) -> None:
-        """Keep the hashes beside the records. Raises UserError where strangers would be one group,
+        """Keep the hashes beside the records. Raises UserError where strangers would be one user,
         or a person two."""
         if self._column is None:
             return
         if self._unknown:
             file, row = self._unknown[0]
-            rule = f"must name the group, is empty for {len(self._unknown):,} of "
+            rule = f"must name the user, is empty for {len(self._unknown):,} of "
             raise file.error(f"{rule}{self.counts.total():,}; {NO_GROUP}", row, self._column)
         texts = [value for value in self.counts if isinstance(value, str)]
         if twice := len(texts) - len({text.strip() for text in texts}):
-            rule = f"must name each group in one way, has {twice:,} that differ in blanks alone"
+            rule = f"must name each user in one way, has {twice:,} that differ in blanks alone"
             raise self._file.error(f"{rule}; remove these", None, self._column)
         write_hashes(out, bytes(self._hashes), GROUPS_FILE)
 
 
-NO_GROUP = "drop these records, or give each a group of its own"
+NO_GROUP = "drop these records, or give each a user of its own"
 
 
 class _ArrayWriter:
@@ -454,16 +454,16 @@ def rows_of_nobody(values: Sequence[object]) -> list[int]:
     return [row for row, value in enumerate(values) if names_nobody(value)]
 
 
-def groups_of(table: pa.Table, file: TableFile, first_row: int, group: str) -> list[object]:
+def users_of(table: pa.Table, file: TableFile, first_row: int, user: str) -> list[object]:
     """Return whom each record belongs to; None for nobody. Raises UserError for lists."""
-    if pa.types.is_nested(table[group].type):
-        raise file.error("must hold one value for each record", column=group)
+    if pa.types.is_nested(table[user].type):
+        raise file.error("must hold one value for each record", column=user)
     try:
-        found: list[object] = table[group].to_pylist()
+        found: list[object] = table[user].to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
         rule = "says whom a record belongs to, and must be readable near here"
-        raise file.error(rule, row=first_row, column=group, cause=error) from None
-    return [None if value in file.no_group else value for value in found]
+        raise file.error(rule, row=first_row, column=user, cause=error) from None
+    return [None if value in file.no_user else value for value in found]
 
 
 def _labels(

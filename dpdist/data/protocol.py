@@ -50,7 +50,7 @@ class Records(ABC):
     row was made of one record only, and prints what a class says besides in `assumed`.
 
     A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
-    a person or group that records belong to (`unit_id`); with `Privacy(unit="group", ...)` units
+    a person or user that records belong to (`unit_id`); with `Privacy(unit="user", ...)` units
     are sampled, clipped and protected.
 
     Attributes:
@@ -187,7 +187,7 @@ class Records(ABC):
         return invented_like(self.batch(few), self.targets(few), count)
 
 
-def warn_if_standardised(inputs: np.ndarray, name: str) -> None:
+def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
     """Warn the operator of columns that look scaled by the mean and spread of these records.
 
     inputs: (N, columns) of numbers that no public range scaled; anything else passes. One record
@@ -209,26 +209,26 @@ def warn_if_standardised(inputs: np.ndarray, name: str) -> None:
 _FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
 
 
-# --- groups of records ------------------------------------------------------------------------
+# --- users of records ------------------------------------------------------------------------
 
 
-class Groups:
-    """Hold which records belong to which group, and draw the records that count in a step.
+class Users:
+    """Hold which records belong to which user, and draw the records that count in a step.
 
-    Guarantee: the records drawn of one group depend on the key, on the group's own position and on
-    its own records alone, so that a group that comes or goes changes no other one's records.
+    Guarantee: the records drawn of one user depend on the key, on the user's own position and on
+    its own records alone, so that a user that comes or goes changes no other one's records.
 
     Args:
-        codes: (N,) int64, the group of each record; groups are numbered 0, 1, ... in the order in
+        codes: (N,) int64, the user of each record; users are numbered 0, 1, ... in the order in
             which they first appear.
-        max_records: most records of a group that count in one step.
+        max_records: most records of a user that count in one step.
 
     Example:
         >>> import numpy as np
-        >>> groups = Groups(np.array([0, 1, 1, 0, 0]), max_records=2)
-        >>> len(groups)
+        >>> users = Users(np.array([0, 1, 1, 0, 0]), max_records=2)
+        >>> len(users)
         2
-        >>> positions, present = groups.draw(np.array([1]), key=bytes(32))
+        >>> positions, present = users.draw(np.array([1]), key=bytes(32))
         >>> positions.tolist(), present.tolist()
         ([[1, 2]], [[True, True]])
     """
@@ -239,48 +239,48 @@ class Groups:
         self._starts = np.searchsorted(codes[self._order], np.arange(codes.max(initial=-1) + 2))
 
     @classmethod
-    def from_values(cls, values: Sequence[Hashable] | np.ndarray, max_records: int) -> Groups:
-        """Return the groups of records (N,) whose values are equal."""
+    def from_values(cls, values: Sequence[Hashable] | np.ndarray, max_records: int) -> Users:
+        """Return the users of records (N,) whose values are equal."""
         known: dict[Hashable, int] = {}
         codes = [known.setdefault(value, len(known)) for value in values]
         return cls(np.array(codes, dtype=np.int64), max_records)
 
     def __len__(self) -> int:
-        """Return the number of groups."""
+        """Return the number of users."""
         return len(self._starts) - 1
 
-    def records_of(self, group: int) -> np.ndarray:
-        """Return the positions of all records of one group."""
-        return self._order[self._starts[group] : self._starts[group + 1]]
+    def records_of(self, user: int) -> np.ndarray:
+        """Return the positions of all records of one user."""
+        return self._order[self._starts[user] : self._starts[user + 1]]
 
     def sum_of_means(self, values: np.ndarray) -> float:
-        """Return the sum over groups of the mean of their records' values (N,), each in [0, 1].
+        """Return the sum over users of the mean of their records' values (N,), each in [0, 1].
 
-        Guarantee: a group that comes or goes changes it by at most 1, exactly, whatever number of
+        Guarantee: a user that comes or goes changes it by at most 1, exactly, whatever number of
         records it has.
         """
-        means = [mean_units(values[self.records_of(group)]) for group in range(len(self))]
+        means = [mean_units(values[self.records_of(user)]) for user in range(len(self))]
         return sum(means) / UNITS
 
     def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the records of some groups that count in the step of a key.
+        """Draw the records of some users that count in the step of a key.
 
-        Of a group of more than `max_records` a uniformly random subset of that size counts.
+        Of a user of more than `max_records` a uniformly random subset of that size counts.
 
         Args:
-            indices: (B,) groups.
+            indices: (B,) users.
             key: 32 secret bytes of the step.
 
         Returns:
             Positions (B, max_records) of records, and which of these places are filled, bool
-            (B, max_records); an empty place repeats the group's first record that counts.
+            (B, max_records); an empty place repeats the user's first record that counts.
         """
         positions = np.empty((len(indices), self.max_records), dtype=np.int64)
         present = np.zeros(positions.shape, dtype=bool)
-        for row, group in enumerate(np.asarray(indices).tolist()):
-            own = self.records_of(group)
+        for row, user in enumerate(np.asarray(indices).tolist()):
+            own = self.records_of(user)
             if len(own) > self.max_records:
-                label = struct.pack("<q", group)
+                label = struct.pack("<q", user)
                 seed = hashlib.blake2b(label, key=key, digest_size=16, person=b"dpdist.group")
                 words = np.random.Philox(key=int.from_bytes(seed.digest(), "little"))
                 smallest = np.argsort(words.random_raw(len(own)), kind="stable")
@@ -293,7 +293,7 @@ class Groups:
 def mean_units(values: Sequence[float]) -> int:
     """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
 
-    A unit is a record with its one value, or a group with those of all its records: either adds
+    A unit is a record with its one value, or a user with those of all its records: either adds
     0 to `UNITS` to a sum, whatever number of records it has.
     """
     units = [math.floor(bounded(value) * UNITS) for value in values]
@@ -305,66 +305,66 @@ def bounded(value: float) -> float:
     return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
-class GroupedRecords(Records):
-    """Hold records as groups: position i is the i-th group, and a batch has several records each.
+class UserRecords(Records):
+    """Hold records as users: position i is the i-th user, and a batch has several records each.
 
-    Guarantee: its length, and so every sampling rate and divisor made of it, counts groups. What
-    `batch` returns of one group depends on its own records and the step's key alone.
+    Guarantee: its length, and so every sampling rate and divisor made of it, counts users. What
+    `batch` returns of one user depends on its own records and the step's key alone.
 
     Args:
         records: the records themselves.
-        groups: whom they belong to.
+        users: whom they belong to.
         step_key: key of the step whose records are seen; `for_step` sets it.
 
     Example:
         >>> import torch, dpdist
         >>> records = dpdist.as_records((torch.randn(5, 3), torch.arange(5)), unit=list("abbaa"))
-        >>> grouped = GroupedRecords(records, Groups.from_values("abbaa", max_records=2))
+        >>> grouped = UserRecords(records, Users.from_values("abbaa", max_records=2))
         >>> len(grouped), grouped.batch(np.array([0, 1])).shape
         (2, torch.Size([2, 2, 3]))
     """
 
-    def __init__(self, records: Records, groups: Groups, step_key: bytes = bytes(32)) -> None:
-        self.records, self.groups, self._step_key = records, groups, step_key
+    def __init__(self, records: Records, users: Users, step_key: bytes = bytes(32)) -> None:
+        self.records, self.users, self._step_key = records, users, step_key
         self._drawn: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None  # the last ones
         self.name, self.has_targets = records.name, records.has_targets
         self.assumed, self.replaced = records.assumed, records.replaced
         self.unit_name = records.unit_name
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self.users)
 
     def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return positions of the records that count in this step, and which places are filled.
 
-        Both are (B, max_records), as `Groups.draw` makes them. Those of the groups that were asked
+        Both are (B, max_records), as `Users.draw` makes them. Those of the users that were asked
         for last are kept: a step asks for inputs, targets and places of the same ones.
         """
-        last = self._drawn  # read once: another thread may ask for other groups
+        last = self._drawn  # read once: another thread may ask for other users
         if last is None or not np.array_equal(last[0], indices):
-            last = self._drawn = np.array(indices), self.groups.draw(indices, self._step_key)
+            last = self._drawn = np.array(indices), self.users.draw(indices, self._step_key)
         positions, present = last[1]
         return positions.copy(), present.copy()  # nobody's writes reach the next one
 
     def batch(self, indices: np.ndarray | slice) -> Batch:
-        """Return the inputs of the groups' records in this step: (B, max_records, ...) each."""
-        return _by_group(self.records.batch, self.members(np.arange(len(self))[indices])[0])
+        """Return the inputs of the users' records in this step: (B, max_records, ...) each."""
+        return _by_user(self.records.batch, self.members(np.arange(len(self))[indices])[0])
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return the targets of the groups' records in this step: (B, max_records, ...)."""
+        """Return the targets of the users' records in this step: (B, max_records, ...)."""
         found = self.members(np.arange(len(self))[indices])[0]
-        wanted: Tensor = _by_group(self.records.targets, found)
+        wanted: Tensor = _by_user(self.records.targets, found)
         return wanted
 
-    def for_step(self, key: bytes) -> GroupedRecords:
-        """Return the groups with the records that the key draws of them."""
-        return GroupedRecords(self.records.for_step(key), self.groups, key)
+    def for_step(self, key: bytes) -> UserRecords:
+        """Return the users with the records that the key draws of them."""
+        return UserRecords(self.records.for_step(key), self.users, key)
 
     def keyed_fingerprint(self, key: bytes) -> str:
-        """Return the keyed fingerprint of all records and of the groups that they belong to."""
+        """Return the keyed fingerprint of all records and of the users that they belong to."""
         mac = _mac(key)
         mac.update(self.records.keyed_fingerprint(key).encode())
-        mac.update(np.ascontiguousarray(self.groups.codes).tobytes())
+        mac.update(np.ascontiguousarray(self.users.codes).tobytes())
         return mac.hexdigest()
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
@@ -372,7 +372,7 @@ class GroupedRecords(Records):
         return self.records.examples(count)
 
 
-def _by_group(read: Callable[[np.ndarray], Any], positions: np.ndarray) -> Any:
+def _by_user(read: Callable[[np.ndarray], Any], positions: np.ndarray) -> Any:
     """Read records at positions (B, K): tensors (B * K, ...) become (B, K, ...)."""
     found = read(positions.reshape(-1))
     if isinstance(found, dict):

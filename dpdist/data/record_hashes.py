@@ -30,7 +30,7 @@ from dpdist.core.files import fsync_path, read_json, write_atomic, write_json
 _CHUNK = 2**22  # values turned into floats at once
 _BYTES = 16  # of a hash
 HASHES_FILE = "record-hashes.npy"  # beside the records
-GROUPS_FILE = "group-hashes.npy"  # beside them, where a group column was named
+GROUPS_FILE = "user-hashes.npy"  # beside them, where a user column was named
 
 
 def to_model_inputs(rows: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ def hash_inputs(inputs: np.ndarray) -> np.ndarray:
 
 
 _WHOLE = 2**24  # beyond, float32 does not hold every whole number
-_COLOURS = (3, 4)  # channels of a picture
+_COLORS = (3, 4)  # channels of a picture
 
 
 def digests_of_input(key: bytes, value: Any) -> set[bytes]:
@@ -141,7 +141,7 @@ def _is_numeric(values: list[Any] | tuple[Any, ...]) -> bool:
 
 def _is_picture(array: np.ndarray) -> bool:
     """Return whether arrays (count, ...) may be pictures with their channels last."""
-    return array.ndim == 4 and array.shape[-1] in _COLOURS
+    return array.ndim == 4 and array.shape[-1] in _COLORS
 
 
 def _canonical(array: np.ndarray, scaled: bool, moved: bool) -> list[Any]:
@@ -192,7 +192,7 @@ def stored_input(source: Any, index: int, files: bool) -> Any:
 
 
 def names_nobody(value: Any) -> bool:
-    """Whether the value of a group says of nobody whose a record is: none, NaN or an empty text.
+    """Whether the value of a user says of nobody whose a record is: none, NaN or an empty text.
 
     Records of strangers that share one would count as those of one person.
     """
@@ -201,10 +201,10 @@ def names_nobody(value: Any) -> bool:
     return value is None or bool(value != value)  # NaN is not itself
 
 
-def hash_groups(values: Iterable[object]) -> bytes:
-    """Hash the value of each record's group, 16 bytes each: equal ones are the same group.
+def hash_users(values: Iterable[object]) -> bytes:
+    """Hash the value of each record's user, 16 bytes each: equal ones are the same user.
 
-    Whole numbers and texts alone name a group: those of another type, and empty ones, get zeros.
+    Whole numbers and texts alone name a user: those of another type, and empty ones, get zeros.
     """
     found = bytearray()
     for value in values:
@@ -232,8 +232,8 @@ def stored_hashes(folder: Path) -> np.ndarray:
     return _read_hashes(path)
 
 
-def stored_group_hashes(folder: Path) -> np.ndarray | None:
-    """Hashes of the groups of the records stored in `folder`, (N,) of 16 bytes; None where no group
+def stored_user_hashes(folder: Path) -> np.ndarray | None:
+    """Hashes of the users of the records stored in `folder`, (N,) of 16 bytes; None where no user
     column was named."""
     path = folder / GROUPS_FILE
     return _read_hashes(path) if path.exists() else None

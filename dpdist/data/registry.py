@@ -23,7 +23,7 @@ from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns, load_split
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
-    stored_group_hashes,
+    stored_user_hashes,
     write_checksums,
     write_hashes,
 )
@@ -220,12 +220,12 @@ def select_labels(dataset: Dataset, labels: tuple[int, ...], cache: Path) -> Dat
             "name": dataset.name,
             "classes": len(labels),
             "fingerprint": digest.hexdigest(),
-            "largest_group": dataset.largest_group,  # of all labels: at least that of these
+            "largest_user": dataset.largest_user,  # of all labels: at least that of these
             "read": dataset.text_encoding,
         }
-        groups = stored_group_hashes(dataset.folder)
-        groups = None if groups is None else groups[rows]
-        _write(folder, inputs, marks, meta, dataset.hashes[rows], groups)
+        users = stored_user_hashes(dataset.folder)
+        users = None if users is None else users[rows]
+        _write(folder, inputs, marks, meta, dataset.hashes[rows], users)
     return Dataset.open(folder)
 
 
@@ -235,7 +235,7 @@ def _write(
     labels: np.ndarray,
     meta: dict[str, Any],
     hashes: np.ndarray | None = None,
-    groups: np.ndarray | None = None,
+    users: np.ndarray | None = None,
 ) -> None:
     with atomic_folder(folder, keep_existing=True) as aside:
         make_private_folder(aside)
@@ -243,8 +243,8 @@ def _write(
         np.save(aside / "labels.npy", labels)
         if hashes is not None:
             write_hashes(aside, hashes.tobytes())
-        if groups is not None:
-            write_hashes(aside, groups.tobytes(), GROUPS_FILE)
+        if users is not None:
+            write_hashes(aside, users.tobytes(), GROUPS_FILE)
         (aside / "meta.json").write_text(json.dumps(meta))
         write_checksums(aside)
 

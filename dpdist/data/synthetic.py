@@ -1,4 +1,4 @@
-"""Invented images, public by construction: pen strokes and colour scenes, drawn from a seed.
+"""Invented images, public by construction: pen strokes and color scenes, drawn from a seed.
 
 They are a prior for private training, as networks are pre-trained on images of random processes
 (Baradad et al., "Learning to See by Looking at Noise", NeurIPS 2021; with privacy "DP-RandP", Tang
@@ -9,7 +9,7 @@ Strokes: the classes are signs nobody writes, each of one to three random stroke
 elliptic or free. A record is its sign written once more: every stroke moved and bent a little, the
 whole slanted, stretched and put into the middle, with a pen of its own width.
 
-Scenes: the classes are things that nobody made, each of one to three blobs with colours and
+Scenes: the classes are things that nobody made, each of one to three blobs with colors and
 gratings of its own. A record is its thing seen once more: moved, turned, bent, in another light,
 half behind something, before dead leaves, clouds of noise and a horizon.
 """
@@ -96,7 +96,7 @@ def _to_pixel_coordinates(
 
 
 def _render_strokes(points: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Grey values (B, SIDE, SIDE) uint8 of pens of Gaussian profile, saturated."""
+    """Gray values (B, SIDE, SIDE) uint8 of pens of Gaussian profile, saturated."""
     size = len(points)
     pen = rng.uniform(0.6, 1.3, size)[:, None, None]
     steps = np.linalg.norm(np.diff(points, axis=2), axis=3)
@@ -111,7 +111,7 @@ def _render_strokes(points: np.ndarray, there: np.ndarray, rng: np.random.Genera
     return np.round(255 * np.minimum(1.0, 1.8 * ink)).astype(np.uint8)
 
 
-# --- colour scenes ----------------------------------------------------------------------------
+# --- color scenes ----------------------------------------------------------------------------
 
 
 SCENE_CLASSES, SCENE_RECORDS, SCENE_SIDE = 100, 50_000, 32
@@ -161,12 +161,12 @@ class _ObjectClasses:
 
     is_present: np.ndarray
     blobs: _Blobs
-    colour: np.ndarray  # (classes, parts, 3)
+    color: np.ndarray  # (classes, parts, 3)
     contrast: np.ndarray  # of a grating, 0 for none
     frequency: np.ndarray
     angle: np.ndarray
     has_sharp_bars: np.ndarray  # whether its bars have sharp edges
-    background_colour: np.ndarray  # (classes, 3)
+    background_color: np.ndarray  # (classes, 3)
     horizon: np.ndarray  # a row from the middle; below the image there is none
 
 
@@ -204,12 +204,12 @@ def _random_object_classes(rng: Rng, classes: int) -> _ObjectClasses:
     return _ObjectClasses(
         is_present=np.arange(_PARTS) < count[:, None],
         blobs=blobs,
-        colour=rng.uniform(0.05, 0.95, (*shape, 3)),
+        color=rng.uniform(0.05, 0.95, (*shape, 3)),
         contrast=rng.uniform(0, 0.3, shape) * (rng.random(shape) < 0.6),
         frequency=np.exp(rng.uniform(np.log(0.25), np.log(1.6), shape)),
         angle=rng.uniform(0, np.pi, shape),
         has_sharp_bars=rng.random(shape) < 0.4,
-        background_colour=rng.uniform(0.1, 0.9, (classes, 3)),
+        background_color=rng.uniform(0.1, 0.9, (classes, 3)),
         horizon=np.where(rng.random(classes) < 0.5, rng.uniform(-6, 10, classes), 3 * SCENE_SIDE),
     )
 
@@ -229,11 +229,11 @@ def _render_scenes(object_classes: _ObjectClasses, which: np.ndarray, rng: Rng) 
 def _draw_background(
     object_classes: _ObjectClasses, which: np.ndarray, grid: Grid, rng: Rng
 ) -> np.ndarray:
-    """A colour that runs over the image, another one below the horizon, and clouds."""
+    """A color that runs over the image, another one below the horizon, and clouds."""
     size = len(which)
-    colour = 0.6 * rng.uniform(0, 1, (size, 3)) + 0.4 * object_classes.background_colour[which]
+    color = 0.6 * rng.uniform(0, 1, (size, 3)) + 0.4 * object_classes.background_color[which]
     along = _rotate(grid, rng.uniform(0, _TWO_PI, size))[0] / (SCENE_SIDE / 2)
-    image = colour[:, :, None, None] + along[:, None] * rng.normal(0, 0.15, (size, 3, 1, 1))
+    image = color[:, :, None, None] + along[:, None] * rng.normal(0, 0.15, (size, 3, 1, 1))
     below = grid[1] > _per_image(object_classes.horizon[which] + rng.normal(0, 3, size))
     image = np.where(below[:, None], rng.uniform(0, 1, (size, 3, 1, 1)), image)
     strength = np.abs(rng.normal(0, 0.12, (size, 1, 1, 1)))
@@ -244,7 +244,7 @@ def _draw_background(
 def _draw_occluder(
     image: np.ndarray, grid: Grid, sizes: tuple[float, float], chance: float, rng: Rng
 ) -> np.ndarray:
-    """A blob of one colour over some of the images."""
+    """A blob of one color over some of the images."""
     size = len(image)
     blobs = _Blobs(
         middle=rng.uniform(-SCENE_SIDE / 2, SCENE_SIDE / 2, (size, 2)),
@@ -283,13 +283,13 @@ def _draw_object(
         wave = np.where(
             _per_image(object_classes.has_sharp_bars[which, part]), np.tanh(4 * wave), wave
         )
-        other = rng.random(size) < 0.25  # in a colour that is not its own
-        colour = np.where(
-            other[:, None], rng.uniform(0, 1, (size, 3)), object_classes.colour[which, part]
+        other = rng.random(size) < 0.25  # in a color that is not its own
+        color = np.where(
+            other[:, None], rng.uniform(0, 1, (size, 3)), object_classes.color[which, part]
         )
-        colour = colour + tint + rng.normal(0, 0.12, (size, 3))
+        color = color + tint + rng.normal(0, 0.12, (size, 3))
         surface = _per_image(object_classes.contrast[which, part]) * wave + light + grain
-        shown = colour[:, :, None, None] + surface[:, None]
+        shown = color[:, :, None, None] + surface[:, None]
         image = _blend(image, shown, mask * _per_image(object_classes.is_present[which, part]))
     return image
 
@@ -308,10 +308,10 @@ def _perturb_part(blobs: _Blobs, which: np.ndarray, part: int, rng: Rng) -> _Blo
 
 
 def _adjust_exposure(image: np.ndarray, rng: Rng) -> np.ndarray:
-    """Grey values (B, 3, SIDE, SIDE) uint8, at random saturation, contrast and brightness."""
+    """Gray values (B, 3, SIDE, SIDE) uint8, at random saturation, contrast and brightness."""
     size = (len(image), 1, 1, 1)
-    grey = image.mean(1, keepdims=True)
-    image = grey + (image - grey) * np.clip(rng.normal(0.65, 0.3, size), 0, 1.3)
+    gray = image.mean(1, keepdims=True)
+    image = gray + (image - gray) * np.clip(rng.normal(0.65, 0.3, size), 0, 1.3)
     image = (image - 0.5) * np.exp(rng.normal(-0.1, 0.2, size)) + 0.5
     return np.round(255 * np.clip(image + rng.normal(0, 0.08, size), 0, 1)).astype(np.uint8)
 
@@ -329,8 +329,8 @@ def _power_law_noise(exponent: np.ndarray, rng: Rng) -> np.ndarray:
     return noise / noise.std((1, 2), keepdims=True)
 
 
-def _blend(image: np.ndarray, colour: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return image + (colour - image) * mask[:, None]
+def _blend(image: np.ndarray, color: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return image + (color - image) * mask[:, None]
 
 
 def _rotate(grid: Grid, angle: np.ndarray) -> Grid:

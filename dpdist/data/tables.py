@@ -127,14 +127,14 @@ def others_in(folder: Path) -> Counter[str]:
 class TableFile(ABC):
     """One file, or folder of pictures, as a table.
 
-    path: where it is. schema: of its columns. num_rows: how many records it has. no_group: texts
+    path: where it is. schema: of its columns. num_rows: how many records it has. no_user: texts
     that say that nobody is named.
     """
 
     path: Path
     schema: pa.Schema
     num_rows: int
-    no_group: frozenset[str] = frozenset()
+    no_user: frozenset[str] = frozenset()
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield the number of a first row, and a table of some rows of these columns.
@@ -328,7 +328,7 @@ def _is_number(kind: pa.DataType) -> bool:
 class CsvFile(_TextFile):
     """A CSV file with a first line of names."""
 
-    no_group = frozenset(arrow_csv.ConvertOptions().null_values)
+    no_user = frozenset(arrow_csv.ConvertOptions().null_values)
 
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
         table = arrow_csv.read_csv(

@@ -2,7 +2,7 @@
 
 A file that already holds inputs of the right size is read where it lies. Folders of
 pictures, one for each class, and pictures of other sizes are written as Parquet beside the run:
-the shorter side is resized (bilinear, antialiased) and the centre is cropped, which is stated.
+the shorter side is resized (bilinear, antialiased) and the center is cropped, which is stated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dpdist.data.tables import (
 
 SPLIT = "test"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_GREY = ("1", "L", "LA", "F", "I", "I;16", "I;16B", "I;16L")  # modes of Pillow
+_GRAY = ("1", "L", "LA", "F", "I", "I;16", "I;16B", "I;16L")  # modes of Pillow
 _AT_ONCE = 500
 
 _Size = tuple[int, ...] | None  # (C, H, W) of pictures; None: of the first input
@@ -174,7 +174,7 @@ def _shape_of(raw: bytes, table: TableFile, row: int) -> tuple[int, int, int]:
     """Return the shape of a picture, (C, H, W), from its header."""
     try:
         with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
-            return (1 if picture.mode in _GREY else 3, picture.height, picture.width)
+            return (1 if picture.mode in _GRAY else 3, picture.height, picture.width)
     except Exception as error:  # decoders raise whatever a damaged picture leads them to
         raise table.error("the image cannot be decoded", row=row, cause=error) from None
 
@@ -199,7 +199,7 @@ def _wanted(
         if len(shapes) > 1:
             raise UserError(
                 f"--input: is required: the pictures of {where} have {len(shapes)} shapes; give "
-                "that of the model, such as 3,224,224 (the shorter side is resized, the centre "
+                "that of the model, such as 3,224,224 (the shorter side is resized, the center "
                 "cropped)"
             )
         return first
@@ -248,7 +248,7 @@ def _written(
                     rows = []
         if rows:
             file.write_table(pa.Table.from_pylist(rows, schema))
-    how = f"shorter side resized to {side} (bilinear), centre crop {height} x {width}"
+    how = f"shorter side resized to {side} (bilinear), center crop {height} x {width}"
     return replace(
         found,
         root=target.parent,
@@ -278,7 +278,7 @@ def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -
     if pixels.shape == size and resize is None:
         return pixels
     if pixels.dtype != np.uint8:
-        raise ValueError("must have 8 bits for each colour to be resized")
+        raise ValueError("must have 8 bits for each color to be resized")
     channels, height, width = size
     side = max(height, width) if resize is None else resize
     found = np.asarray(resized(pixels, channels, side, (height, width)))
@@ -286,11 +286,11 @@ def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -
 
 
 def resized(pixels: np.ndarray, channels: int, side: int, crop: tuple[int, int]) -> Image.Image:
-    """Return a picture with its shorter side resized to `side` and its centre cropped.
+    """Return a picture with its shorter side resized to `side` and its center cropped.
 
     Args:
         pixels: (C, H, W) uint8, C = 1 or 3.
-        channels: 1 or 3 of the result; colours become grey by ITU-R 601-2.
+        channels: 1 or 3 of the result; colors become gray by ITU-R 601-2.
         side: pixels, at least both sides of `crop`.
         crop: (height, width) of the result.
     """

@@ -641,7 +641,7 @@ class TextColumn:
         return found
 
     def hash_table(self, table: pa.Table) -> bytes:
-        """Return 16 bytes for each row: a document is recognised by all that its columns say,
+        """Return 16 bytes for each row: a document is recognized by all that its columns say,
         whatever reads how much of it."""
         if self.conversation is None:
             return self._hashes(table[self.column].to_pylist())

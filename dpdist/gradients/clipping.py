@@ -166,7 +166,7 @@ class FlatClipping(Clipping):
 
 @dataclass(frozen=True)
 class AutomaticClipping(Clipping):
-    """Normalise a record's gradient: C g / (||g|| + gamma).
+    """Normalize a record's gradient: C g / (||g|| + gamma).
 
     Guarantee: a record adds at most `sensitivity` = C to a sum, rounding included: the computed
     norm enters with the same slack as in the flat clip, and gamma only shortens further.

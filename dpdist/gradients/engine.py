@@ -8,7 +8,7 @@ outputs should be.
 Consistency (Jeong & Shin, NeurIPS 2020) stays inside a record's own clip: to the cross-entropy of
 each of a record's K noisy copies, weight * KL(mean || p_k) is added, the divergence of its
 prediction p_k from the mean of the K predictions, which is held constant. So the copies learn to
-agree, which is what randomised smoothing certifies. The mean is of the record's own copies only,
+agree, which is what randomized smoothing certifies. The mean is of the record's own copies only,
 and gradients are clipped per record afterwards, so it costs no privacy. Up to a constant the sum
 of both is the cross-entropy against weighted classes, onehot(label) + weight * mean, and is
 computed so.
@@ -70,7 +70,7 @@ from dpdist.gradients.independence import (
     largest_move,
 )
 from dpdist.gradients.layer_rules import DrawsByExample, RecurrentByExample
-from dpdist.gradients.passes import Rounding, labelled_passes, rows_per_pass
+from dpdist.gradients.passes import Rounding, labeled_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
     LayerCall,
@@ -142,19 +142,19 @@ class ClippedSum:
 
 
 @dataclass(frozen=True)
-class GroupMembers:
-    """The records that examples consist of, where an example is a group of records.
+class UserMembers:
+    """The records that examples consist of, where an example is a user.
 
     ids: (B, K) int64, distinct for distinct records; they key what is drawn for a record. weights:
-    (B, K), 1 for a record of the group and 0 for an empty place, which repeats one of its records.
+    (B, K), 1 for a record of the user and 0 for an empty place, which repeats one of its records.
     """
 
     ids: Tensor
     weights: Tensor
 
-    def rows(self, rows: Tensor) -> GroupMembers:
+    def rows(self, rows: Tensor) -> UserMembers:
         """Return the members of these examples."""
-        return GroupMembers(self.ids[rows], self.weights[rows])
+        return UserMembers(self.ids[rows], self.weights[rows])
 
 
 class GradientEngine:
@@ -180,11 +180,11 @@ class GradientEngine:
         micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
             invented inputs, never from a record or load.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
-        isolate: every example runs through the model alone (torch.func), so that no model can mix
+        vmap: every example runs through the model alone (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
 
     Attributes:
-        records_per_example: K where an example is a group of up to K records: their gradients are
+        records_per_example: K where an example is a user of up to K records: their gradients are
             added up, and the sum is clipped once. Set it before the first sum.
         rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
             record may move a record's row, or `fixed-row`. Set it before the first sum.
@@ -224,7 +224,7 @@ class GradientEngine:
         perturbation: Perturbation | None = None,
         micro_batch: int | None = None,
         blocks: Blocks | None = None,
-        isolate: bool = False,
+        vmap: bool = False,
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
@@ -236,7 +236,7 @@ class GradientEngine:
             objective = OwnLoss(CriterionLoss(objective))
         self.objective = objective
         self.clipping, self.micro_batch = clipping, micro_batch
-        self.blocks, self.isolate = blocks, isolate
+        self.blocks, self.vmap = blocks, vmap
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
@@ -258,7 +258,7 @@ class GradientEngine:
             and any(issubclass(kind, nn.Conv2d) for kind in kinds)
             and not any(issubclass(kind, _InstanceNorm) for kind in kinds)
         )
-        self._checked = isolate  # nothing to look for then
+        self._checked = vmap  # nothing to look for then
         self._screened: tuple[Inputs, Tensor] | None = None
         self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
 
@@ -323,8 +323,8 @@ class GradientEngine:
     @perturbation.setter
     def perturbation(self, perturbation: Perturbation) -> None:
         perturbation.check(self.model, list(self._named))
-        if self.isolate and perturbation.hidden_modules:
-            raise UserError("model.isolate: noise in a hidden layer needs the batch in one pass")
+        if self.vmap and perturbation.hidden_modules:
+            raise UserError("model.vmap: noise in a hidden layer needs the batch in one pass")
         for name in self.fallback_layers:
             # torch.func runs such a layer again for each record, and its noise with it.
             within = f"{name}." if name else ""
@@ -341,7 +341,7 @@ class GradientEngine:
     @property
     def independence(self) -> str:
         """Return why records are taken to be apart in a pass (`dpdist.core.fields`)."""
-        if self.isolate or self.perturbation.per_example:
+        if self.vmap or self.perturbation.per_example:
             return PER_EXAMPLE
         return KNOWN_LAYERS if has_known_layers(self.model, self.objective) else SCREENED
 
@@ -357,7 +357,7 @@ class GradientEngine:
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
         out: Tensor | None = None,
-        members: GroupMembers | None = None,
+        members: UserMembers | None = None,
     ) -> ClippedSum:
         """Sum over the batch of clipped per-example gradients.
 
@@ -365,7 +365,7 @@ class GradientEngine:
         (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
         when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
         per-example draws and blocks. out: float64 (size,) of zeros, where the sum is made.
-        members: of examples that are groups, whose inputs and targets are (B, K, ...) with K
+        members: of examples that are users, whose inputs and targets are (B, K, ...) with K
         `records_per_example`; an example's gradient is then the sum over its records.
         Raises UserError.
         """
@@ -392,7 +392,7 @@ class GradientEngine:
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
-        for label, rows, real in self._labelled_passes(batch, draw_key, record_ids):
+        for label, rows, real in self._labeled_passes(batch, draw_key, record_ids):
             ids = None if record_ids is None else record_ids[rows]
             own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
@@ -413,10 +413,10 @@ class GradientEngine:
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
         """Yield the physical passes over a batch: its rows, and which of them count; the others
         repeat one that does."""
-        for _, rows, real in self._labelled_passes(batch, draw_key, record_ids):
+        for _, rows, real in self._labeled_passes(batch, draw_key, record_ids):
             yield rows, real
 
-    def _labelled_passes(
+    def _labeled_passes(
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
         """Yield the passes, each behind the label of what the model draws in it."""
@@ -428,7 +428,7 @@ class GradientEngine:
                     yield ("pass", "by position", number), rows, slice(len(rows))
             return
         rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
-        for label, members, real in labelled_passes(blocks, draw_key, ids, rows, self.rounding):
+        for label, members, real in labeled_passes(blocks, draw_key, ids, rows, self.rounding):
             places = real if isinstance(real, slice) else torch.from_numpy(real)
             yield label, torch.from_numpy(members), places
 
@@ -449,7 +449,7 @@ class GradientEngine:
 
     def _check_draws_by_row(self, blocked: bool) -> None:
         """Raise UserError where rows of a pass share what the layout takes to be their own."""
-        alone = self.micro_batch == 1 or self.isolate or self.perturbation.per_example
+        alone = self.micro_batch == 1 or self.vmap or self.perturbation.per_example
         if self.draws.shared and not (alone or (blocked and self.rounding == "fixed-row")):
             raise UserError(
                 f"model: must draw random numbers for each record, got {self.draws.shared[0]} for "
@@ -564,11 +564,11 @@ class GradientEngine:
         draw_key: bytes,
         record_ids: Tensor | None,
         perturbed: dict[int, dict[str, Tensor]],
-        members: GroupMembers | None = None,
+        members: UserMembers | None = None,
         label: tuple[str | int, ...] = ("pass",),
     ) -> tuple[list[PerExampleGradient], Tensor]:
         """Sums over the draws (not yet weighted but by their shares) and over the records of a
-        group, one entry per parameter; mean losses (B,). label: of the pass, for what it draws."""
+        user, one entry per parameter; mean losses (B,). label: of the pass, for what it draws."""
         gradients = self._empty_gradients()
         if members is None:
             seen = self._laid_out(inputs)
@@ -628,7 +628,7 @@ class GradientEngine:
         """Add the gradients of one draw; losses (B,)."""
         draws = self.perturbation
         seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
-        if self.isolate or draws.per_example:
+        if self.vmap or draws.per_example:
             return self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients, share)
         values = perturbed.get(draw)
         if values is None:
@@ -773,7 +773,7 @@ class GradientEngine:
             self._screened = inputs, targets
         self._checked, self._modes = True, self._current_modes()
         with _preserve_random_state(device_of(inputs)):
-            if not self.isolate:
+            if not self.vmap:
                 self._settle_layouts(inputs, targets)
                 self._kinds.clear()
                 self._find_shared(inputs, targets)
@@ -788,7 +788,7 @@ class GradientEngine:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
-            if draws.any and not (draws.shared or self.isolate):
+            if draws.any and not (draws.shared or self.vmap):
                 self._find_mixed_draws(inputs, targets)
         self._check_draws_by_row(True)
 
@@ -821,7 +821,7 @@ class GradientEngine:
             count, ids, members = self.records_per_example, torch.tensor(rows), None
             if count > 1:
                 device = device_of(inputs)
-                members = GroupMembers(
+                members = UserMembers(
                     torch.stack([ids] * count, 1), torch.ones(len(rows), count, device=device)
                 )
                 some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
@@ -846,16 +846,16 @@ class GradientEngine:
         """Check the model before its first sum and when its layers are in another mode, and look
         again at what its calls share where a record has another shape.
 
-        A model that normalises over the batch in training mode alone passes in evaluation mode, as
+        A model that normalizes over the batch in training mode alone passes in evaluation mode, as
         BatchNorm does.
         """
         modes = self._current_modes()
         if modes != self._modes:
             self._refuse_layers(self.model)
-            self._modes, self._checked = modes, self.isolate
+            self._modes, self._checked = modes, self.vmap
         if not (self._checked and self.micro_batch):
             self.validate(*self._invented(inputs, targets, NUM_EXAMPLES))
-        if not self.isolate:
+        if not self.vmap:
             self._find_shared(inputs, targets, invented=False)
 
     def _find_shared(self, inputs: Inputs, targets: Tensor, *, invented: bool = True) -> None:
@@ -897,7 +897,7 @@ class GradientEngine:
 
     def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over two examples."""
-        if self.isolate or self.perturbation.per_example:
+        if self.vmap or self.perturbation.per_example:
             example = 16 * self.size + 64 * sum(each[0].numel() for each in tensors_of(inputs))
             return max(1, _MICRO_BATCH_BYTES // example)
         probe, pair = 2, slice(2)
@@ -949,7 +949,7 @@ def _errors_of_isolated_models() -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            "the model must run on each record alone under torch.func.vmap (model.isolate), "
+            "the model must run on each record alone under torch.func.vmap (model.vmap), "
             "without branches on values: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -963,7 +963,7 @@ def _preserve_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-    """Return one record of each group: inputs and targets (B, ...) of (B, K, ...).
+    """Return one record of each user: inputs and targets (B, ...) of (B, K, ...).
 
     Each has memory of its own, as `PerExampleGradient` tells inputs apart.
     """

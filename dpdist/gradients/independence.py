@@ -39,7 +39,7 @@ from dpdist.gradients.per_example import LayerCall, PerExampleGradient
 from dpdist.gradients.random_passes import States, random_states, restore_states
 from dpdist.gradients.validation import (
     describe_layout,
-    normalises_over_batch,
+    normalizes_over_batch,
     refuse_failing_model,
     refuse_recurrent_layers,
 )
@@ -72,7 +72,7 @@ def has_known_layers(model: nn.Module, objective: Objective) -> bool:
 
 def _is_known(module: nn.Module) -> bool:
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if changed or normalises_over_batch(module):
+    if changed or normalizes_over_batch(module):
         return False
     if isinstance(module, nn.Flatten) and module.start_dim < 1:
         return False
@@ -88,7 +88,7 @@ _SMALL = 1 << 20  # parameters of a model that is copied to float64
 _GROUP = 1 << 20  # parameters differentiated at a time
 _EXACT, _OWN = (1e-7, 1e-10, 1e-12), (1e-2, 1e-4, 1e-6)  # tolerances, and a change of last digits
 _MIXES = (
-    "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
+    "depends on another example. Normalize within each example (torch.nn.GroupNorm), never over "
     "the batch"
 )
 
@@ -185,7 +185,7 @@ class _Screening:
             raise UserError(
                 "the model cannot be checked: fewer than two public or invented examples have a "
                 "finite loss and gradient; mend it, or run each record through it alone "
-                "(model.isolate)"
+                "(model.vmap)"
             )
         self._check_nothing_is_remembered(finite[0])
         few = finite[:_FEW]
@@ -314,7 +314,7 @@ class _Screening:
         """Compare the unclipped sum with autograd's.
 
         What differs is held against the sum of the examples' norms, which does not cancel, and
-        against the whole gradient: of a parameter without effect (a bias before a normalisation)
+        against the whole gradient: of a parameter without effect (a bias before a normalization)
         both ways leave rounding only.
         """
         states = random_states(self.device)

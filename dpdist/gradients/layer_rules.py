@@ -6,7 +6,7 @@ vmapped backward of that layer, with memory of (micro-batch x the layer's parame
 must treat dimension 0 of its tensor inputs and outputs as the batch, and must not update buffers.
 
 Covered are Linear (any leading dimensions) and Embedding; Conv1d, Conv2d and ConvTranspose2d with
-any stride, padding, dilation and groups; normalisation of one example at a time; RNN, LSTM and
+any stride, padding, dilation and groups; normalization of one example at a time; RNN, LSTM and
 GRU. The fused recurrent layer hides its gates, so the rule replays it step by step from the
 captured input: every gate is a Linear layer repeated over time, with one position per time step.
 """
@@ -187,11 +187,11 @@ def _padded(module: nn.Conv1d | nn.Conv2d, inputs: Tensor) -> Tensor:
     return inputs.unsqueeze(2) if isinstance(module, nn.Conv1d) else inputs
 
 
-# --- normalisation ----------------------------------------------------------------------------
+# --- normalization ----------------------------------------------------------------------------
 
 
-Normalise = Callable[[Tensor], Tensor]
-# So many examples at a time: what is normalised is multiplied and summed while still in the cache.
+Normalize = Callable[[Tensor], Tensor]
+# So many examples at a time: what is normalized is multiplied and summed while still in the cache.
 _PIECE_BYTES = 1 << 19
 
 
@@ -209,7 +209,7 @@ def instance_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     return _per_channel(call, partial(F.instance_norm, eps=module.eps))
 
 
-def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, Contribution]]:
+def _per_channel(call: LayerCall, normalize: Normalize) -> Iterator[tuple[str, Contribution]]:
     signal, positions = call.output_gradient, tuple(range(2, call.output_gradient.dim()))
     if "weight" in call.trainable:
         example = math.prod(signal.shape[1:]) * signal.element_size()
@@ -217,7 +217,7 @@ def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, C
         weight = signal.new_empty(signal.shape[:2])
         pieces = (each.split(step) for each in (call.input, signal, weight))
         for values, some, out in zip(*pieces, strict=True):
-            product = normalise(values).mul_(some)
+            product = normalize(values).mul_(some)
             out.copy_(product.sum(positions) if positions else product)
         yield "weight", DenseGradient(weight)
     if "bias" in call.trainable:

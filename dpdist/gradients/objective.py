@@ -21,7 +21,7 @@ No kernel is chosen by a value: a causal model gets no mask, because its documen
 to the left, so that no token sees the padding behind it; any other model always gets a mask. So
 attention may be fused (SDPA), and one record more changes no other record's bits.
 
-`preference_loss` is that of direct preference optimisation. A record is a pair of answers, as
+`preference_loss` is that of direct preference optimization. A record is a pair of answers, as
 `dpdist.preferences` makes it: one row of 2 T tokens, the chosen document and then the rejected one.
 A mask by blocks, the same one for every pair, and positions that begin again at T keep the two
 documents apart.
@@ -288,7 +288,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
 
 
 def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tensor:
-    """Compute the loss of direct preference optimisation (DPO) of each pair of answers.
+    """Compute the loss of direct preference optimization (DPO) of each pair of answers.
 
     Guarantee: a pair's value depends on its own row alone. Log-probabilities are sums over the
     answer's own tokens: prompts (labels below 0) and padding never count.

@@ -73,11 +73,11 @@ def iter_passes(
     Yields:
         Positions in `ids`, one for each row of the pass, and which rows count.
     """
-    for _, members, real in labelled_passes(blocks, key, ids, rows, rounding):
+    for _, members, real in labeled_passes(blocks, key, ids, rows, rounding):
         yield members, real
 
 
-def labelled_passes(
+def labeled_passes(
     blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
 ) -> Iterator[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]:
     """Yield the passes over a batch as `iter_passes` does, each behind a label.
@@ -86,7 +86,7 @@ def labelled_passes(
     row is its record, that of `fixed-row` one for all passes, that of `standard` block and number.
     """
     label: tuple[str | int, ...]
-    for name, block in blocks.labelled(key, ids):
+    for name, block in blocks.labeled(key, ids):
         if rounding == "standard":
             for number, start in enumerate(range(0, len(block), rows)):
                 members = block[start : start + rows]

@@ -35,7 +35,7 @@ from dpdist.gradients.random_passes import States
 # --- three forms ------------------------------------------------------------------------------
 
 
-# Materialising writes the per-example gradient once and reads it twice; those are memory-bound
+# Materializing writes the per-example gradient once and reads it twice; those are memory-bound
 # passes, each worth about this many multiply-adds per element of a matrix product.
 _TRAFFIC_COST = 4.0
 # Above this many elements a parameter's per-example gradients are not kept when the Gram matrices
@@ -152,7 +152,7 @@ class EmbeddingGradient:
 Contribution = DenseGradient | OuterProductGradient | EmbeddingGradient
 
 
-def materialising_is_cheaper(positions: int, out_width: int, in_width: int) -> bool:
+def materializing_is_cheaper(positions: int, out_width: int, in_width: int) -> bool:
     """Per-example gradients (kept and reused) against Gram matrices and a second product."""
     size, grams = out_width * in_width, positions * positions
     if size > _LARGE and grams < size:
@@ -184,7 +184,7 @@ def sums_in_order(device: torch.device) -> Iterator[None]:
 
     With several threads its sum by index (`index_put_`, the gradient of `h[:, places]`) splits all
     numbers among them, wherever a record's end, and the threads add in the order in which they
-    come: one record's bits then change with its neighbours' and from one pass to the next.
+    come: one record's bits then change with its neighbors' and from one pass to the next.
     """
     with nullcontext() if device.type != "cpu" else DETERMINISTIC.block():
         yield
@@ -436,7 +436,7 @@ class PerExampleGradient:
 
     draws: how many times each contribution is expected, for the choice of form.
     shared: the parameter is shared between modules, so contributions of different forms meet. A
-    small one's gradients are materialised; a large one's, such as a table of tokens that is also
+    small one's gradients are materialized; a large one's, such as a table of tokens that is also
     the output layer, keep their forms where all of these are outer products and rows.
     """
 
@@ -448,7 +448,7 @@ class PerExampleGradient:
         self._order: Order = None
         self._dense: Tensor | None = None  # (B, *stored shape)
         self._owned = False
-        self._deferred: list[OuterProductGradient] = []  # to be materialised together
+        self._deferred: list[OuterProductGradient] = []  # to be materialized together
         self._outer: list[OuterProductGradient] = []
         self._rows: list[EmbeddingGradient] = []
         # whose input the next draw may see again
@@ -507,7 +507,7 @@ class PerExampleGradient:
         elif not self._shared and self._should_defer(contribution):
             self._order = contribution.order
             self._deferred.append(replace(contribution, source=None))  # its memory is not needed
-        elif self._dense_only or self._materialise(contribution):
+        elif self._dense_only or self._materialize(contribution):
             if self._dense is not None and self._owned and not self._shared:
                 contribution.accumulate_into(self._dense.view(-1, *contribution.widths))
             else:
@@ -518,13 +518,13 @@ class PerExampleGradient:
             self._order = contribution.order
             self._outer.append(contribution.with_copied_patches())
 
-    def _materialise(self, piece: OuterProductGradient) -> bool:
-        return materialising_is_cheaper(piece.left.shape[1] * self._draws, *piece.widths)
+    def _materialize(self, piece: OuterProductGradient) -> bool:
+        return materializing_is_cheaper(piece.left.shape[1] * self._draws, *piece.widths)
 
     def _should_defer(self, piece: OuterProductGradient) -> bool:
         """With few positions, one product over all draws beats adding to memory K times."""
         few = piece.left.shape[1] < FEW_POSITIONS
-        return self._draws > 1 and few and self._materialise(piece)
+        return self._draws > 1 and few and self._materialize(piece)
 
     def _stored_shape(self, order: Order) -> tuple[int, ...]:
         shape = [0] * len(self.shape)

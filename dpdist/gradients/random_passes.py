@@ -1,19 +1,21 @@
 """Key the random numbers that a model or a loss draws in a pass: dropout, stochastic depth, a VAE.
 
-Unit: one record (a group of records, where groups are protected). Let the step's sample be given.
+Unit: one record (a user, where users are protected). Let the step's sample be given.
 Record i in row r of pass p adds f_i(w_i), its clipped gradient under its draws w_i, of norm at most
 C whatever w_i is.
 
 1. *Draws by row* (`standard`). The state of torch's generator in a pass follows from the run's key
-   and the pass's label: attempt, step, shard, block, pass, place in the group, augmentation. No two
-   passes have one label. Every random call has a dimension that scales with the rows, so that each
-   row has numbers of its own: the w_i are independent of each other, and the law of w_i depends on
-   record i alone. One record x more moves others of its block to other rows, which changes none of
-   these laws. So give the other records the same draws w with and without x. For each w and each
-   own draw v of x the two sums differ by f_x(v), whose norm is at most C. The released sums are
-   mixtures, with one law of w, of pairs N(s(w) + f_x(v), sigma^2) and N(s(w), sigma^2), each of
-   which is as far apart as the plan accounts for. The hockey-stick divergence of any order is
-   jointly convex, so the mixtures are no farther apart, and neither is the mixture over samples.
+   and the pass's label: attempt, step, shard, block, pass, place among a user's records,
+   augmentation. No two passes have one label. Every random call has a dimension that scales with
+   the rows, so that each
+   row has numbers of its own: the w_i are independent of each other, and the distribution of w_i
+   depends on record i alone. One record x more moves others of its block to other rows, which
+   changes none of these distributions. So give the other records the same draws w with and without
+   x. For each w and each own draw v of x the two sums differ by f_x(v), whose norm is at most C.
+   The released sums are mixtures, with one distribution of w, of pairs N(s(w) + f_x(v), sigma^2)
+   and N(s(w), sigma^2), each of which is as far apart as the plan accounts for. The hockey-stick
+   divergence of any order is jointly convex, so the mixtures are no farther apart, and neither is
+   the mixture over samples.
 2. *One state for all passes of a step* (`fixed-row`). Given the state, w_i follows from the
    record's row, which follows from its id and the step's key. One record more changes nothing
    of the others, so the sums differ by f_x, for each state. The mixture over states is no farther
@@ -102,7 +104,7 @@ def _empty_state() -> bytes:
     """
     raw = torch.Generator().manual_seed(7).get_state().numpy().tobytes()
     words = np.frombuffer(raw, "<u8", _WORDS, _HEAD.size) if len(raw) == _BYTES else np.zeros(2)
-    second = (1812433253 * 7 + 1) % 2**32  # Matsumoto and Nishimura's initialisation
+    second = (1812433253 * 7 + 1) % 2**32  # Matsumoto and Nishimura's initialization
     if _HEAD.unpack(raw[: _HEAD.size]) != (7, 1, 1, 0) or words[:2].tolist() != [7, second]:
         raise UserError(
             f"torch {torch.__version__}: lays out the state of its generator in another way, so "

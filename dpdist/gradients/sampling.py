@@ -125,9 +125,9 @@ class Blocks:
 
         Within a block the order is the hash's, so it does not depend on the order of `ids` either.
         """
-        return [block for _, block in self.labelled(key, ids)]
+        return [block for _, block in self.labeled(key, ids)]
 
-    def labelled(self, key: bytes, ids: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    def labeled(self, key: bytes, ids: np.ndarray) -> list[tuple[str, np.ndarray]]:
         """Return the blocks as `split` does, each with its name: the hashes that it is for.
 
         A block of one name has the same records, but for one, where one record more joins.
@@ -172,7 +172,7 @@ def _place(ordered: np.ndarray, edge: int) -> int:
 
 
 def keyed_hash(key: bytes, ids: np.ndarray) -> np.ndarray:
-    """64-bit hashes, different for different ids: two rounds of SplitMix64's finaliser, keyed.
+    """64-bit hashes, different for different ids: two rounds of SplitMix64's finalizer, keyed.
 
     They spread records, over blocks or attacks, and hide nothing: any function of id and key would
     do.

@@ -15,7 +15,7 @@ from dpdist.gradients.hooks import Inputs, each_tensor, find_layers
 NUM_EXAMPLES = 33  # that are screened
 
 
-def normalises_over_batch(module: nn.Module) -> bool:
+def normalizes_over_batch(module: nn.Module) -> bool:
     """Return whether it is a BatchNorm that does not use stored statistics, as one in evaluation
     mode does."""
     if not isinstance(module, _NormBase) or isinstance(module, _InstanceNorm):
@@ -27,9 +27,9 @@ def refuse_mixing_layers(model: nn.Module) -> None:
     """Raise UserError, naming the layer, for layer types known to mix examples."""
     for name, module in model.named_modules():
         where = f"layer {name or '(the model itself)'} ({type(module).__name__})"
-        if normalises_over_batch(module):
+        if normalizes_over_batch(module):
             raise UserError(
-                f"{where} normalises over the batch, so one record would change every record's "
+                f"{where} normalizes over the batch, so one record would change every record's "
                 "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm, or if "
                 "its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
                 "which stays fixed also after model.train()",

@@ -38,7 +38,7 @@ _PAID_SCORES = "take scores that the plan pays for: the option score of PrivateM
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise UserError for settings of Lightning's Trainer that private steps do not honour.
+    """Raise UserError for settings of Lightning's Trainer that private steps do not honor.
 
     Args:
         trainer: a `lightning.pytorch.Trainer` that is about to run.
@@ -180,9 +180,9 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         folder: folder of the run, made where it is not there.
         public_eval: say that validation data are public, which the card repeats as an assumption.
             Validation without it, and a private record in it, are refused.
-        score: arguments of `PrivateTraining.score`: held_out, every, noise, value.
-        options: further options of `PrivateTraining`: resources, factory, isolate, certify,
-            reproducible, held_out, rates, class_counts, importance_weights.
+        score: arguments of `PrivateTraining.score`: eval_data, every, noise, value.
+        options: further options of `PrivateTraining`: resources, factory, vmap, certify,
+            reproducible, eval_data, class_sampling, class_counts, importance_weights.
 
     Attributes:
         private: the `dpdist.PrivateTraining`, once `fit` began; `training` is torch's own flag.
@@ -216,7 +216,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         ...     devices=1, accelerator="cpu", enable_checkpointing=False, logger=False,
         ...     enable_progress_bar=False, enable_model_summary=False)
         >>> trainer.fit(private)
-        >>> private.private.steps_left, private.guarantee.kind
+        >>> private.private.remaining_steps, private.guarantee.kind
         (0, 'proved')
     """
 
@@ -351,7 +351,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Return -1, which ends the epoch, where all steps are taken."""
-        if self._begun().steps_left:
+        if self._begun().remaining_steps:
             return None
         self.trainer.should_stop = True
         return -1
@@ -362,7 +362,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         report = private.step()
         self._step_schedule(report.step + 1)
         self.log_dict(self._told(report), on_step=True, on_epoch=False, batch_size=1)
-        if not private.steps_left:
+        if not private.remaining_steps:
             self.trainer.should_stop = True
 
     def _step_schedule(self, done: int) -> None:
@@ -376,7 +376,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     def _told(self, report: StepReport) -> dict[str, float]:
         """Return the released values of a step; epsilon where a logger takes it."""
         found = {"learning_rate": report.learning_rate, "noisy_norm": report.noisy_norm}
-        last = not self._begun().steps_left
+        last = not self._begun().remaining_steps
         if last or (report.step + 1) % max(1, self.trainer.log_every_n_steps) == 0:
             found["epsilon"] = report.epsilon
         return found if report.score is None else {**found, "score": report.score}
@@ -399,7 +399,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 refuse(
                     "val_dataloaders", "be DataLoaders that make batches of single records",
                     f"a {type(each).__name__}" + " with batch_size=None" * hasattr(each, "sampler"),
-                    "private records could not be recognised within other batches; give one "
+                    "private records could not be recognized within other batches; give one "
                     "DataLoader, or a list of them, with a batch_size",
                 )  # fmt: skip
             if common := count_common(as_records(each, name="val_dataloaders"), self._records):

@@ -94,7 +94,7 @@ def _word(value: Any) -> Any:
 
 
 def check_arguments(args: Any) -> None:
-    """Raise UserError for arguments of the Trainer that the private step does not honour.
+    """Raise UserError for arguments of the Trainer that the private step does not honor.
 
     Args:
         args: a `transformers.TrainingArguments`, no subclass of it.
@@ -260,7 +260,7 @@ class ModelLoss:
     """Compute the loss of each record from the logits of a model of `transformers`.
 
     Guarantee: one value a record, which depends on its own fields alone. Where a record has many
-    labelled tokens it is the mean over those, so that neither other records' lengths nor padding
+    labeled tokens it is the mean over those, so that neither other records' lengths nor padding
     count. A causal model gets no mask: records are filled up behind their end, where none of their
     tokens looks. Another model gets one of four dimensions, so that which kernel runs depends on
     shapes alone.
@@ -361,15 +361,15 @@ class _RecordFields:
     """Collate one record to the fields that the private step reads, without its padding.
 
     collate: the Trainer's data collator. classes: labels are below it, or `IGNORED`; None where
-    they are numbers. causal: no mask is kept. labelled: the loss reads labels.
+    they are numbers. causal: no mask is kept. labeled: the loss reads labels.
     """
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], vocabulary: int | None, classes: int | None,
-        *, causal: bool, labelled: bool,
+        *, causal: bool, labeled: bool,
     ) -> None:  # fmt: skip
         self._collate, self._vocabulary, self._classes = collate, vocabulary, classes
-        self._causal, self._labelled = causal, labelled
+        self._causal, self._labeled = causal, labeled
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
         renamed = [
@@ -392,7 +392,7 @@ class _RecordFields:
         if "input_ids" in found:
             found = self._without_padding(found)
             _check_below(found["input_ids"], self._vocabulary, ignored=False)
-        if self._labelled and "labels" not in found:
+        if self._labeled and "labels" not in found:
             raise RecordError(
                 "must have labels, has none",
                 "add them, or give data_collator=transformers.DataCollatorForLanguageModeling("
@@ -453,7 +453,7 @@ PUBLIC_EVALUATION = (
 
 
 class _InputsAlone(Records):
-    """Recognise records by their inputs, whatever their labels, and by their items."""
+    """Recognize records by their inputs, whatever their labels, and by their items."""
 
     def __init__(self, records: Records) -> None:
         self.name, self._records = records.name, records
@@ -605,8 +605,8 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             collator gets one record at a time.
         processing_class: the tokenizer that made the records' tokens. `dpdist release` writes it,
             with its chat template, for `generate` and `predict`.
-        training_options: further options of `PrivateTraining`: resources, factory, isolate,
-            certify, reproducible, rates, class_counts, importance_weights.
+        training_options: further options of `PrivateTraining`: resources, factory, vmap,
+            certify, reproducible, class_sampling, class_counts, importance_weights.
 
     Attributes:
         training: the `dpdist.PrivateTraining`, with `score(...)`, `guarantee` and `run`.
@@ -680,7 +680,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         )  # fmt: skip
         self._loss = loss or ModelLoss(model)
         # Runs without rates keep the records that they were begun with: labels among the fields.
-        target = "labels" if (training_options or {}).get("rates") else None
+        target = "labels" if (training_options or {}).get("class_sampling") else None
         self._records = self._records_of(train_dataset, "train_dataset", target)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
@@ -730,7 +730,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             collator = transformers.default_data_collator
         collate = _RecordFields(
             collator, vocabulary, classes, causal=getattr(self._loss, "causal", False),
-            labelled=isinstance(self._loss, ModelLoss) and name == "train_dataset",
+            labeled=isinstance(self._loss, ModelLoss) and name == "train_dataset",
         )  # fmt: skip
         return ItemRecords(
             dataset, options, collate=collate, plain=without_transforms(dataset),
@@ -777,7 +777,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             self._apart.append(each)
 
     def _inputs_of(self, dataset: Any, name: str) -> Records:
-        """Return the records of a data set without their labels, to be recognised by."""
+        """Return the records of a data set without their labels, to be recognized by."""
         records = self._records_of(dataset, name)
         return _InputsAlone(records)
 
@@ -852,10 +852,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         if trial is not None:
             refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
         self._begin()
-        if self.args.eval_on_start and self.training.steps_left:
+        if self.args.eval_on_start and self.training.remaining_steps:
             self._evaluate(None, ignore_keys_for_eval)
         self._control("on_train_begin")
-        while self.training.steps_left and not self.control.should_training_stop:
+        while self.training.remaining_steps and not self.control.should_training_stop:
             self._one_step(ignore_keys_for_eval)
         self._control("on_train_end")
         self.is_in_train = False
@@ -897,7 +897,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         self.state.epoch = self.state.global_step / self._per_epoch
         self._control("on_step_end")
         self._tell(report, ignore_keys)
-        if self.state.global_step % self._per_epoch == 0 or not self.training.steps_left:
+        if self.state.global_step % self._per_epoch == 0 or not self.training.remaining_steps:
             self._control("on_epoch_end")
             self._tell(report, ignore_keys)
 

@@ -75,10 +75,11 @@ class Capabilities:
         supports_frozen_denoiser: a frozen denoiser may stand before the trained network: nothing
             passes it by, or belongs behind the network's own first layer.
         supports_tokens: a record may be tokens (data.text): nothing can be added to these.
-        supports_groups: an example of the steps may be a group of records (privacy.unit: group):
+        supports_users: an example of the steps may be a user (privacy.unit: user):
             nothing is made for each record, or from the number of records.
-        supports_class_rates: records may be sampled at rates of their classes (data.rates): the
-            steps are what `Method.cost` was given, and targets are the records' own.
+        supports_class_rates: records may be sampled at rates of their classes
+            (data.class_sampling): the steps are what `Method.cost` was given, and targets are the
+            records' own.
         takes_losses: training.loss may be another than cross-entropy.
         not_releasable_reason: why no model may ever leave; None where the trained model is
             released. Such models are only asked (`Execution.answer`), as often as the plan pays
@@ -96,7 +97,7 @@ class Capabilities:
     has_prediction_noise: bool = False
     supports_frozen_denoiser: bool = True
     supports_tokens: bool = False
-    supports_groups: bool = False
+    supports_users: bool = False
     supports_class_rates: bool = False
     takes_losses: bool = False
     not_releasable_reason: str | None = None
@@ -197,9 +198,9 @@ class Method(Section):
             raise ValueError(
                 f"tune.asha: method {self.name} takes no steps of which the first could be scored"
             )
-        if recipe.model.isolate and own.needs_batched_passes:
+        if recipe.model.vmap and own.needs_batched_passes:
             raise ValueError(
-                f"model.isolate: method {self.name} with these options runs records together; use "
+                f"model.vmap: method {self.name} with these options runs records together; use "
                 "another method, or a model from the zoo without it"
             )
 
@@ -304,7 +305,7 @@ class Execution(Generic[M]):
         expected_batch: float,
         steps: int,
         micro_batch: int | None = None,
-        isolate: bool = False,
+        vmap: bool = False,
     ) -> GradientEngine:
         """Return the engine that sums clipped gradients of the trained part of `model`.
 
@@ -316,7 +317,7 @@ class Execution(Generic[M]):
         return GradientEngine(
             task.trained_module(model), task.loss_function, clipping=clipping,
             micro_batch=micro_batch,
-            isolate=isolate,
+            vmap=vmap,
         )  # fmt: skip
 
     # --- the four of a step, and a placeholder of the first

@@ -3,9 +3,9 @@
 Input noise augments records inside each record's clip, with or without a consistency term.
 
 DPlis trains on a smoothed loss (Wang et al., "DPlis", PoPETs 2021): L_smooth(theta) = E loss(theta
-+ s * N(0, I)), estimated per record by K draws of parameter noise whose gradients are averaged
-before the clip (Equation 6, Algorithm 2). Privacy is that of DP-SGD: the smoothing noise is
-independent of the data and sits before the clip. The authors' released code sums the K gradients
++ s * N(0, I)), estimated per record by K augmentations of parameter noise whose gradients are
+averaged before the clip (Equation 6, Algorithm 2). Privacy is that of DP-SGD: the smoothing noise
+is independent of the data and sits before the clip. The authors' released code sums the K gradients
 instead of averaging them, which is an effective clip of C/K on the mean with a K-fold step for
 unclipped records. So three variants exist:
 
@@ -41,7 +41,7 @@ class DPSGD(Method):
 
     Attributes:
         gradient_scale: Factor of each gradient before the clip: the control that separates DPlis'
-            smoothing from the larger gradients of its summed draws.
+            smoothing from the larger gradients of its summed augmentations.
     """
 
     name: Literal["dp-sgd"] = "dp-sgd"
@@ -50,9 +50,9 @@ class DPSGD(Method):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return that records may be tokens or groups, with any loss and rates by class."""
+        """Return that records may be tokens or users, with any loss and rates by class."""
         return Capabilities(
-            supports_tokens=True, supports_groups=True, supports_class_rates=True, takes_losses=True
+            supports_tokens=True, supports_users=True, supports_class_rates=True, takes_losses=True
         )
 
     def execution(self) -> Execution[Any]:
@@ -80,7 +80,7 @@ class InputNoiseMethod(Method):
 
     Attributes:
         sigma: Standard deviation of the noise on the input, in input units.
-        draws: Number of noisy copies of each record.
+        augmentations: Number of noisy copies of each record.
         consistency: Weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS
             2020).
     """
@@ -88,13 +88,13 @@ class InputNoiseMethod(Method):
     name: Literal["input-noise"] = "input-noise"
     display_name: ClassVar[str] = "DP-SGD on noisy copies of each record"
     sigma: Positive
-    draws: DrawCount = 4
+    augmentations: DrawCount = 4
     consistency: PositiveOrZero = 0.0
 
     @model_validator(mode="after")
     def _check_consistency(self) -> InputNoiseMethod:
-        if self.consistency and self.draws < 2:
-            raise ValueError("consistency is between a record's copies: give draws >= 2")
+        if self.consistency and self.augmentations < 2:
+            raise ValueError("consistency is between a record's copies: give augmentations >= 2")
         return self
 
     @property
@@ -102,7 +102,7 @@ class InputNoiseMethod(Method):
         """Return what a term between a record's copies rules out."""
         return Capabilities(
             needs_batched_passes=self.consistency > 0,
-            supports_groups=not self.consistency,
+            supports_users=not self.consistency,
             supports_class_rates=not self.consistency,
             takes_losses=not self.consistency,
         )
@@ -134,7 +134,7 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
         """Return noisy copies of each input."""
         from dpdist.gradients.perturbations import InputPerturbation
 
-        return InputPerturbation(self.method.draws, self.method.sigma)
+        return InputPerturbation(self.method.augmentations, self.method.sigma)
 
 
 # --- DPlis ------------------------------------------------------------------------------------
@@ -146,11 +146,11 @@ class DPlis(Method):
     Attributes:
         radius: Size of the smoothing noise, which has for each weight the standard deviation radius
             * (learning_rate / batch_size) * noise_multiplier * clip_norm.
-        draws: Number of noisy copies of the parameters (the paper uses 10, and 20 on text).
-        aggregate: mean averages the draws before the clip; sum adds them up, as the authors'
-            released code does.
-        per_example: Draw anew for every record, as the paper writes it; false shares the draws over
-            the batch, as the authors' code does.
+        augmentations: Number of noisy copies of the parameters (the paper uses 10, and 20 on text).
+        aggregate: mean averages the augmentations before the clip; sum adds them up, as the
+            authors' released code does.
+        per_example: Draw anew for every record, as the paper writes it; false shares the
+            augmentations over the batch, as the authors' code does.
         sigma: Standard deviation of input noise in each draw, as in method input-noise; not in the
             paper.
     """
@@ -158,16 +158,16 @@ class DPlis(Method):
     name: Literal["dplis"] = "dplis"
     display_name: ClassVar[str] = "DPlis (smoothed loss)"
     radius: Positive = 10.0
-    draws: DrawCount = 10
+    augmentations: DrawCount = 10
     aggregate: Literal["mean", "sum"] = "mean"
     per_example: bool = False
     sigma: PositiveOrZero = 0.0
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return that records may be groups, with any loss; tokens without noise on them."""
+        """Return that records may be users, with any loss; tokens without noise on them."""
         return Capabilities(
-            supports_tokens=not self.sigma, supports_groups=True, supports_class_rates=True,
+            supports_tokens=not self.sigma, supports_users=True, supports_class_rates=True,
             takes_losses=True,
         )  # fmt: skip
 
@@ -182,7 +182,7 @@ class DPlisExecution(Execution[DPlis]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
-        """Return draws of parameter noise, as large as Equation 6 says."""
+        """Return augmentations of parameter noise, as large as Equation 6 says."""
         from dpdist.gradients.perturbations import ParameterPerturbation
 
         method, batch_size = self.method, round(step.expected_batch)
@@ -190,7 +190,7 @@ class DPlisExecution(Execution[DPlis]):
             method.radius, learning_rate, batch_size, step.noise_multiplier, step.clip_norm
         )
         return ParameterPerturbation(
-            method.draws,
+            method.augmentations,
             std,
             per_example=method.per_example,
             aggregate=method.aggregate,

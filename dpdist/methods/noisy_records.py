@@ -32,7 +32,7 @@ class NoisyRecordsMethod(Method):
 
     Attributes:
         input_norm: L2 norm to which an input is clipped, in input units.
-        label_epsilon: Epsilon of the randomised label.
+        label_epsilon: Epsilon of the randomized label.
     """
 
     name: Literal["noisy-records"] = "noisy-records"
@@ -43,9 +43,9 @@ class NoisyRecordsMethod(Method):
     def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError where the number of released records would depend on records."""
         super().check(recipe)
-        if recipe.privacy.neighbours != "replace-one":
+        if recipe.privacy.adjacency != "replace-one":
             raise ValueError(
-                "privacy.neighbours: must be replace-one: each record is released, and how many "
+                "privacy.adjacency: must be replace-one: each record is released, and how many "
                 "there are is seen"
             )
         for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
@@ -87,7 +87,7 @@ class NoisyRecordsMethod(Method):
         step = plan.step(0)
         return (
             f"inputs clipped to {self.input_norm:g} with noise {self.noise_std(plan):.4g}, drawn "
-            f"once; labels by randomised response; then {plan.steps:,} steps, expected batch "
+            f"once; labels by randomized response; then {plan.steps:,} steps, expected batch "
             f"{step.expected_batch:g}"
         )
 
@@ -168,7 +168,7 @@ class NoisyDataset:
         return torch.from_numpy(np.array(noisy, dtype=np.float32).reshape(shape))
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return labels by randomised response, int64 (B,)."""
+        """Return labels by randomized response, int64 (B,)."""
         import torch
 
         labels = self._records.targets(indices).numpy()

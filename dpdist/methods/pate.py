@@ -6,8 +6,8 @@ Section 5.7 of DPlis (PoPETs 2021).
 
 Labels can spread over a graph of public inputs, from those that teachers gave to all others: Zhou
 et al., "Learning with Local and Global Consistency" (NIPS 2003), in closed form, with the class
-mass normalisation of Zhu et al. (ICML 2003). scikit-learn's LabelSpreading has a directed,
-unweighted graph of neighbours and normalises no class: on MNIST's public inputs it gets three to
+mass normalization of Zhu et al. (ICML 2003). scikit-learn's LabelSpreading has a directed,
+unweighted graph of neighbors and normalizes no class: on MNIST's public inputs it gets three to
 eight points fewer labels right.
 """
 
@@ -78,8 +78,8 @@ class SpreadingRecipe(Section):
     Attributes:
         features: Distances are between inputs as they are, or between the fixed scattering of
             images (the model of that name).
-        neighbours: Number of nearest inputs that each input is tied to.
-        alpha: How far a label goes: an answer counts 1 - alpha against its neighbours' word, so
+        neighbors: Number of nearest inputs that each input is tied to.
+        alpha: How far a label goes: an answer counts 1 - alpha against its neighbors' word, so
             that a wrong one is overruled.
         equal_classes: Divide each class's scores by their sum, which takes classes for equally
             common: a class that is ten times rarer than others is then given to many of them
@@ -87,16 +87,16 @@ class SpreadingRecipe(Section):
     """
 
     features: Literal["inputs", "scattering"] = "inputs"
-    neighbours: Count = 10
+    neighbors: Count = 10
     alpha: Annotated[float, RejectBool, Field(ge=MIN_POSITIVE, le=0.9999)] = 0.99
     equal_classes: bool = True
 
     def check(self, public: Dataset, context: str) -> None:
         """Raise UserError where there are too few public inputs, or no such features of them."""
-        if len(public) <= self.neighbours:
+        if len(public) <= self.neighbors:
             raise UserError(
-                f"{context}: method.spreading.neighbours: must be < {len(public):,}, the public "
-                f"inputs of {public.name}, got {self.neighbours:,}"
+                f"{context}: method.spreading.neighbors: must be < {len(public):,}, the public "
+                f"inputs of {public.name}, got {self.neighbors:,}"
             )
         if self.features != "inputs":
             try:
@@ -111,7 +111,7 @@ class SpreadingRecipe(Section):
             transform(public.batch(slice(start, start + _BATCH)))
             for start in range(0, len(public), _BATCH)
         ]
-        return similarity_graph(np.concatenate(found), self.neighbours)
+        return similarity_graph(np.concatenate(found), self.neighbors)
 
     def spread_labels(
         self, graph: csr_matrix, answered: np.ndarray, released_labels: np.ndarray, classes: int
@@ -150,17 +150,17 @@ def _feature_transform(name: str, public: Dataset) -> Callable[[Tensor], np.ndar
     return transform
 
 
-def similarity_graph(points: np.ndarray, neighbours: int) -> csr_matrix:
+def similarity_graph(points: np.ndarray, neighbors: int) -> csr_matrix:
     """S = D^(-1/2) W D^(-1/2), sparse (N, N), of points (N, D): w_ij = exp(-d_ij^2 / (2 s^2)) for
-    the nearest `neighbours` of each, s half the mean distance of the farthest; W is their mean with
+    the nearest `neighbors` of each, s half the mean distance of the farthest; W is their mean with
     its transpose."""
     from scipy import sparse
     from sklearn.neighbors import NearestNeighbors
 
-    distances, near = NearestNeighbors(n_neighbors=neighbours).fit(points).kneighbors()
+    distances, near = NearestNeighbors(n_neighbors=neighbors).fit(points).kneighbors()
     width = max(float(distances[:, -1].mean()) / 2, 1e-12)
     weights = np.exp(-((distances / width) ** 2) / 2)
-    rows = np.repeat(np.arange(len(points)), neighbours)
+    rows = np.repeat(np.arange(len(points)), neighbors)
     shape = (len(points), len(points))
     one_way = sparse.csr_matrix((weights.ravel(), (rows, near.ravel())), shape=shape)
     both = (one_way + one_way.T) / 2
@@ -237,11 +237,11 @@ class SmoothedLoss(Section):
 
     Attributes:
         std: Standard deviation of the noise on each parameter.
-        draws: Number of noisy copies of the parameters.
+        augmentations: Number of noisy copies of the parameters.
     """
 
     std: Positive
-    draws: DrawCount = 10
+    augmentations: DrawCount = 10
 
 
 @dataclass(frozen=True)
@@ -449,7 +449,7 @@ class PATEExecution(Execution[PATE]):
             labels = spread(asked, labels[answered], own.classes)
             inputs, answered = public.batch(slice(0, len(public))), labels != UNANSWERED
         run.run_workers(
-            LabelledQueries(
+            LabeledQueries(
                 public.name, own.classes, inputs.numpy()[answered], labels[answered],
                 job.plan.records,
             )
@@ -501,12 +501,12 @@ class PATEExecution(Execution[PATE]):
         labels[asked] = counts.argmax(axis=1)
         return labels.tolist()
 
-    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> LabelledQueries:
+    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> LabeledQueries:
         """Return the answered questions.
 
         Raises UserError for anything else, which nothing would protect.
         """
-        if not isinstance(records, LabelledQueries):
+        if not isinstance(records, LabeledQueries):
             raise UserError("method pate: the student learns from answers, never from records")
         return records
 
@@ -516,7 +516,11 @@ class PATEExecution(Execution[PATE]):
         from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
 
         smooth = self.method.smoothing
-        return Perturbation() if smooth is None else ParameterPerturbation(smooth.draws, smooth.std)
+        return (
+            Perturbation()
+            if smooth is None
+            else ParameterPerturbation(smooth.augmentations, smooth.std)
+        )
 
 
 def pate_claim(
@@ -558,7 +562,7 @@ def count_votes(scores: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class LabelledQueries:
+class LabeledQueries:
     """Inputs (A, ...) and the labels (A,) they were given, over and over, `records` in all: so that
     the plan's sampling rate and batch are the student's too, however many were answered."""
 

@@ -28,7 +28,7 @@ class PrivatePrediction(Method):
 
     Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
     trained on its shard by the recipe's training section, without a clip or noise. An answer is
-    the mean of the teachers' logits, each centred and clipped to L2 norm `logit_bound`, plus
+    the mean of the teachers' logits, each centered and clipped to L2 norm `logit_bound`, plus
     Gaussian noise: a record that comes or goes changes one teacher and moves the mean by at most 2
     logit_bound / teachers. privacy.noise_multiplier, given or found for privacy.epsilon, is the
     noise in units of that. Questions may follow from answers.
@@ -136,7 +136,7 @@ class PrivatePredictionExecution(Execution[PrivatePrediction]):
 
 
 def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
-    """Return logits (teachers, classes), each teacher's centred and clipped to an L2 norm.
+    """Return logits (teachers, classes), each teacher's centered and clipped to an L2 norm.
 
     The norm bounds a teacher's part in an answer. A teacher that says no numbers has none.
     """
@@ -144,9 +144,9 @@ def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
     known = np.where(finite, scores, 0.0)
     # Scaled first, so that squares of huge logits stay numbers.
     largest = np.maximum(np.abs(known).max(axis=1, keepdims=True), 1.0)
-    centred = known / largest - (known / largest).mean(axis=1, keepdims=True)
-    norms = np.linalg.norm(centred, axis=1, keepdims=True)
+    centered = known / largest - (known / largest).mean(axis=1, keepdims=True)
+    norms = np.linalg.norm(centered, axis=1, keepdims=True)
     # Below the bound by more than the rounding of the norm and of this product.
     factors = np.minimum(largest, bound * (1 - 1e-9) / np.maximum(norms, 1e-300))
-    clipped: np.ndarray = centred * factors
+    clipped: np.ndarray = centered * factors
     return clipped

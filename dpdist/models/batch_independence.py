@@ -1,7 +1,7 @@
 """Test whether a model treats each example alone, whatever is in the batch and wherever it stands.
 
 A certificate, an attack and a private gradient speak of one function of one example. A model that
-looks at its batch (a batch mean, batch normalisation without stored statistics, experts with a
+looks at its batch (a batch mean, batch normalization without stored statistics, experts with a
 capacity that the batch shares) or at the row (a mask by position) is none. No finite test shows
 independence; this one compares values, so detached values and integer inputs are covered too. Rows
 of the counting itself are executed again later, on the inputs themselves:

@@ -39,14 +39,14 @@ from dpdist.models.spec import (
     read_factory_code,
     read_spec,
 )
-from dpdist.models.zoo import NormalisedNetwork
+from dpdist.models.zoo import NormalizedNetwork
 
 _GLOBAL_GENERATOR_LOCK = threading.Lock()
 _BUILDING = threading.local()  # the name of the model that this thread makes
 
 
 def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
-    """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
+    """The freshly initialized module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
     With a frozen part it is Sequential(denoiser, classifier), that part without gradients.
@@ -77,7 +77,7 @@ def _build_before_classifier(
 ) -> nn.Module:
     if spec.mean or spec.std:
         raise UserError(
-            "model.mean, model.std: a denoiser works on [0, 1]; normalisation belongs to its "
+            "model.mean, model.std: a denoiser works on [0, 1]; normalization belongs to its "
             "classifier"
         )
     behind = build_model(classifier, max_parameters)
@@ -112,7 +112,7 @@ _DEPTH_OPTIONS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_h
 _TOKEN_OPTION_WORDS = ("vocab", "token_id", "position")
 
 
-class _SkipInitialisation(TorchFunctionMode):
+class _SkipInitialization(TorchFunctionMode):
     """Initial weights are not drawn: without memory some of it loads torch's compiler, a second of
     processor time in every process."""
 
@@ -141,7 +141,7 @@ def _check_size(
         if isinstance(value, int) and abs(value) > most:
             raise UserError(f"model.options: {name}: sizes must be <= {most:,}, got {value}")
     # Shapes alone, no memory.
-    with torch.device("meta"), _SkipInitialisation(), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), _SkipInitialization(), torch.random.fork_rng(devices=[]):
         sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     numbers = sum(parameter.numel() for parameter in sketch.parameters())
     if numbers > _MOST_PARAMETERS:
@@ -255,11 +255,11 @@ def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Mod
     if spec.following and spec.name not in named_networks():
         network = NextTokenLogits.around(network) or network
     if spec.mean or spec.std:
-        network = normalised(network, spec.input_shape, spec.mean or (0.0,), spec.std or (1.0,))
+        network = normalized(network, spec.input_shape, spec.mean or (0.0,), spec.std or (1.0,))
     return network
 
 
-def normalised(
+def normalized(
     network: nn.Module, input_shape: Sequence[int], mean: Sequence[float], std: Sequence[float]
 ) -> nn.Module:
     """Return (x - mean) / std, then the network; one constant per channel, or one for all.
@@ -273,7 +273,7 @@ def normalised(
         constants.append(torch.tensor(values).reshape(-1, *[1] * (len(input_shape) - 1)))
     if min(std) <= 0:
         raise UserError(f"model.std: must be > 0, got {min(std)}")
-    return NormalisedNetwork(network, *constants)
+    return NormalizedNetwork(network, *constants)
 
 
 def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False) -> None:
@@ -310,7 +310,7 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
         )
 
 
-def initialise(spec: ModelSpec, seed: int) -> nn.Module:
+def initialize(spec: ModelSpec, seed: int) -> nn.Module:
     """`build_model` with initial weights that depend only on `seed`; the global generator is left
     alone. Raises UserError where the factory's own module comes here while it is imported."""
     if getattr(_BUILDING, "name", None) is not None:  # the lock would wait for itself, for ever

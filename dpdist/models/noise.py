@@ -7,7 +7,7 @@ Secure-SGD (Phan et al., IJCAI 2019). On the input and in several modules: resid
 
 Everything behind the cut must see the input through the first layer only, and that layer must be
 the affine map that its weights say. So a model is cut when it is a sequence of layers beginning
-with a plain convolution or dense layer, and refused otherwise: subclasses, parametrisations, hooks
+with a plain convolution or dense layer, and refused otherwise: subclasses, parametrizations, hooks
 and replaced forward functions may compute anything. `SplitModel.affine_layer` checks the rest by
 numbers.
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.models.outputs import device_of
 from dpdist.models.spec import BlockNoise
-from dpdist.models.zoo import NormalisedNetwork
+from dpdist.models.zoo import NormalizedNetwork
 
 # --- norm of the first layer ------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ _SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
 _AFFINE_TOLERANCE, _MODEL_TOLERANCE = 1e-9, 1e-6
 
 
-class NormalisationLayer(nn.Module):
+class NormalizationLayer(nn.Module):
     """(x - mean) / std alone, as the first step of a sequence."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
@@ -93,7 +93,7 @@ class SplitModel:
     """rest(first(x)) = model(x); all share the model's parameters.
 
     name: of ``layer``, the last module of ``first``, in ``model.named_modules()``. std: product of
-    the normalisations before it (float64), or None.
+    the normalizations before it (float64), or None.
     """
 
     model: nn.Module
@@ -121,7 +121,7 @@ class SplitModel:
             if isinstance(layer, nn.Linear):
                 layer.weight /= std.expand(input_shape).reshape(1, -1)
             elif layer.groups != 1:
-                raise UserError("a grouped first convolution behind a normalisation is not handled")
+                raise UserError("a grouped first convolution behind a normalization is not handled")
             else:
                 layer.weight /= std.reshape(1, -1, 1, 1)
         self._check(layer, input_shape)
@@ -203,12 +203,12 @@ def _split_or_reason(model: nn.Module) -> SplitModel | str:
             first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
             rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
             return SplitModel(model, name, module, first, rest, std)
-        if type(module) is NormalisationLayer:
+        if type(module) is NormalizationLayer:
             mine = module.std
             assert isinstance(mine, Tensor)
             std = mine.double() if std is None else std * mine.double()
         elif type(module) not in (nn.Flatten, nn.Identity):
-            return f"{where} is none (subclasses and parametrisations may compute anything)"
+            return f"{where} is none (subclasses and parametrizations may compute anything)"
     return "it has no layers"
 
 
@@ -221,13 +221,13 @@ def _has_custom_forward(module: nn.Module) -> bool:
 def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str, nn.Module]]:
     """(name, module) in order; changed: names of opened containers that are more than they hold."""
     prefix = f"{name}." if name else ""
-    if type(model) not in (NormalisedNetwork, nn.Sequential):
+    if type(model) not in (NormalizedNetwork, nn.Sequential):
         return [(name, model)]
     if _has_custom_forward(model):
         changed.append(name)
-    if isinstance(model, NormalisedNetwork):
+    if isinstance(model, NormalizedNetwork):
         inner = _flatten(model.network, f"{prefix}network", changed)
-        return [(name, NormalisationLayer(model.mean, model.std)), *inner]
+        return [(name, NormalizationLayer(model.mean, model.std)), *inner]
     children = model._modules.items()  # named_children leaves out what comes a second time
     return [pair for key, child in children for pair in _flatten(child, prefix + key, changed)]  # type: ignore[arg-type]
 

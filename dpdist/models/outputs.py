@@ -161,7 +161,7 @@ class ViewAverage(nn.Module):
     of it.
 
     What leaves the image on one side enters on the other, so that the noise on a moved image has
-    the law of noise on an image, and no edge without noise tells how far it was moved.
+    the distribution of noise on an image, and no edge without noise tells how far it was moved.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Convert a network that private training cannot take as it is: `dpdist.prepare(model)`.
 
-BatchNorm becomes GroupNorm, which normalises each example by itself (Wu & He, "Group
+BatchNorm becomes GroupNorm, which normalizes each example by itself (Wu & He, "Group
 Normalization", ECCV 2018), or a fixed map by its stored statistics. Weights and biases are kept.
 """
 
@@ -42,7 +42,7 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
         The copy, in the same mode.
 
     Raises:
-        UserError: a subclass of BatchNorm does more than normalise, or "eval" finds no statistics.
+        UserError: a subclass of BatchNorm does more than normalize, or "eval" finds no statistics.
 
     Example:
         >>> import torch, dpdist
@@ -94,7 +94,7 @@ def _replaced(layer: Any, where: str, batch_norm: str) -> nn.Module:
     if kind not in _PLAIN and not follows and kind.forward not in {each.forward for each in _PLAIN}:
         raise UserError(
             f"layer {where}: must be one of torch's BatchNorms, got {kind.__name__}, which may do "
-            "more than normalise: replace it by torch.nn.GroupNorm and what else it does"
+            "more than normalize: replace it by torch.nn.GroupNorm and what else it does"
         )
     made = _group_norm(layer) if batch_norm == "group" else _fixed(layer, where)
     made.train(layer.training)

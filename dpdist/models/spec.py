@@ -252,7 +252,7 @@ class ModelSpec:
     """Everything needed to build a model again.
 
     name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
-    **options). mean, std: public normalisation constants per channel (or one for all), never
+    **options). mean, std: public normalization constants per channel (or one for all), never
     computed from private data. hidden_noise: the model has noise of its own in its first hidden
     layer; block_noise: on its input and in these modules; the deviations are among the saved
     tensors (`dpdist.models.noise`). classifier: a frozen network behind this one, which then is a

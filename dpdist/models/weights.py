@@ -3,7 +3,7 @@
 Read are a PyTorch state dict or a safetensors file. Nothing is unpickled but numbers: a file that
 would run code when it is loaded is refused with the line that turns it into one that would not.
 
-An adapter is written as `peft` reads it. A base is recognised by a digest of its weights.
+An adapter is written as `peft` reads it. A base is recognized by a digest of its weights.
 """
 
 from __future__ import annotations

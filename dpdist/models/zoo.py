@@ -53,10 +53,10 @@ def activation_layer(name: str) -> nn.Module:
     return ACTIVATIONS[name]()
 
 
-# --- normalisation by public constants --------------------------------------------------------
+# --- normalization by public constants --------------------------------------------------------
 
 
-class NormalisedNetwork(nn.Module):
+class NormalizedNetwork(nn.Module):
     """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
 
     mean: Tensor
@@ -535,7 +535,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class FixedBatchNorm(nn.Module):
     """BatchNorm by stored statistics: (x - mean) / sqrt(var + eps) * weight + bias, per channel.
 
-    Its tensors are named as BatchNorm2d's. Only inside `batch_statistics` it normalises by the
+    Its tensors are named as BatchNorm2d's. Only inside `batch_statistics` it normalizes by the
     batch and updates the statistics: that mixes examples and is for training on public records.
     """
 
@@ -565,7 +565,7 @@ class FixedBatchNorm(nn.Module):
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let the fixed normalisations estimate their statistics, as BatchNorm does in training."""
+    """Let the fixed normalizations estimate their statistics, as BatchNorm does in training."""
     layers = [layer for layer in module.modules() if isinstance(layer, FixedBatchNorm)]
     for layer in layers:
         layer.uses_batch_statistics = True

@@ -30,7 +30,7 @@ def optimal_composition_epsilon(
 ) -> float:
     """Return the least epsilon that any composition theorem for such steps can give, rounded up.
 
-    That of `steps` answers of randomised response (Kairouz, Oh and Viswanath 2015, Theorem 3.3).
+    That of `steps` answers of randomized response (Kairouz, Oh and Viswanath 2015, Theorem 3.3).
     Arguments and errors are those of `advanced_composition_epsilon`.
     """
     _composition_slack(step_epsilon, step_delta, steps, delta)

@@ -82,7 +82,7 @@ class PrivatePoisoningBound:
         if one is None:
             raise ValueError("no trade-off curve is proved of its training, so nothing of poison")
         self._plan, self._one = plan, one
-        self._exact = plan.neighbours == "add-or-remove-one"
+        self._exact = plan.adjacency == "add-or-remove-one"
         self._groups: dict[int, tuple[TradeoffCurve, TradeoffCurve] | None] = {}
         self._needed: dict[float, list[float]] = {}
 

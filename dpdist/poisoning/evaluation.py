@@ -125,12 +125,13 @@ class Poisoning(Evaluation):
                 "audit.kind: canaries plants records in this training",
             ),
             (
-                recipe.group_unit is not None,
-                "privacy.unit: group bounds whole groups, and poisoned records are counted singly",
+                recipe.user_unit is not None,
+                "privacy.unit: user bounds users, and poisoned records are counted singly",
             ),
             (
-                bool(recipe.data.rates),
-                "data.rates: class counts are of all records, and each model has a part of them",
+                bool(recipe.data.class_sampling),
+                "data.class_sampling: class counts are of all records, and each model has a part "
+                "of them",
             ),
             (withheld is not None, withheld),
         ):

@@ -2,7 +2,7 @@
 
 The accountant that was used is named in the result. Convention of this package: the noise
 multiplier of an event is noise scale / bound on ONE record's contribution, whatever the
-neighbouring relation. Under replace-one a contribution can turn into its opposite, so the
+neighboring relation. Under replace-one a contribution can turn into its opposite, so the
 sensitivity is twice that bound. The library applies this factor 2 in PLD and leaves it out in RDP;
 here it is applied in both: under RDP the multipliers are halved before the library sees them.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 
-from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.pld import (
     FINEST_GRID,
     CountsDpEvent,
@@ -32,7 +32,7 @@ from dpdist.privacy.pld import (
     compute_privacy_loss,
     library_relation,
 )
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 
 _LARGEST_SPAN = 1e6  # beyond, a guarantee is meaningless and the library overflows
 _MAX_GRID_POINTS = 1e6  # about one second and 100 MB per composition
@@ -72,7 +72,7 @@ def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
 
 
 class _ExtendedRdpAccountant(RdpAccountant):  # type: ignore[misc]
-    """The library's accountant with pointwise maxima and negative shapes of a search's law."""
+    """The library's accountant with pointwise maxima and negative shapes of `RepeatAndSelect`."""
 
     def _maybe_compose(self, event: dpa.DpEvent, count: int, do_compose: bool) -> Any:
         negative = isinstance(event, RepeatAndSelectDpEvent) and event.shape < 0
@@ -82,7 +82,8 @@ class _ExtendedRdpAccountant(RdpAccountant):  # type: ignore[misc]
             )
         if negative and event.shape <= -1:
             return self.CompositionErrorDetails(
-                invalid_event=event, error_message="no Renyi bound of a binomial law is known to us"
+                invalid_event=event,
+                error_message="no Renyi bound of a binomial distribution is known to us",
             )
         if not (negative or isinstance(event, WorstOfDpEvent)):
             return super()._maybe_compose(event, count, do_compose)
@@ -110,7 +111,7 @@ def selection_rdp(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float
     orders: > 1, ascending. rdp: of one run at these orders. Papernot and Steinke 2022, Theorem 2;
     a curve does not fall with its order, so a bound at a higher order holds at the lower ones.
     """
-    log_gamma = SelectionLaw(mean, shape).log_gamma
+    log_gamma = TrialDistribution(mean, shape).log_gamma
     hidden = (1 + shape) * np.min((1 - 1 / orders) * rdp - log_gamma / orders)
     curve = rdp + hidden + math.log(mean) / (orders - 1)
     return np.minimum.accumulate(curve[::-1])[::-1]
@@ -135,14 +136,14 @@ def _add_negligible_releases(event: dpa.DpEvent) -> dpa.DpEvent:
 
 
 def compose_rdp(
-    event: dpa.DpEvent, neighbours: Neighbours, orders: Sequence[float] | None = None
+    event: dpa.DpEvent, adjacency: Neighbors, orders: Sequence[float] | None = None
 ) -> RdpAccountant:
     """Return the library's RDP accountant after composing `event`.
 
     Raises UnsupportedMechanismError with the reason.
     """
-    library_relation(neighbours)
-    event = _rescale_noise(event, 2.0 if neighbours == "replace-one" else 1.0)
+    library_relation(adjacency)
+    event = _rescale_noise(event, 2.0 if adjacency == "replace-one" else 1.0)
     accountant = _ExtendedRdpAccountant(orders)
     absl = logging.getLogger("absl")
     level = absl.level
@@ -165,7 +166,7 @@ def compose_rdp(
 # --- epsilon and delta ------------------------------------------------------------------------
 
 
-def choose_grid(event: dpa.DpEvent, neighbours: Neighbours) -> float:
+def choose_grid(event: dpa.DpEvent, adjacency: Neighbors) -> float:
     """Return the finest grid on which the composed loss has a workable size.
 
     A grid is 1e-4 times a power of ten.
@@ -176,7 +177,7 @@ def choose_grid(event: dpa.DpEvent, neighbours: Neighbours) -> float:
     span = compose_rdp(_approximate_event(event), "add-or-remove-one", QUICK_ORDERS).get_epsilon(
         1e-10
     )
-    if neighbours == "replace-one":
+    if adjacency == "replace-one":
         span *= 4
     if span > _LARGEST_SPAN:
         raise LossTooLarge(f"losses up to {span:.3g} are too large for a distribution on a grid")
@@ -232,7 +233,7 @@ class _HashableEvents:
 
 
 def compute_epsilon(
-    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+    path_events: Sequence[dpa.DpEvent], delta: float, adjacency: Neighbors
 ) -> tuple[float, str]:
     """Return (epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
 
@@ -243,16 +244,16 @@ def compute_epsilon(
     them.
     """
     key = _HashableEvents(repr(list(path_events)), path_events)
-    return _cached_epsilon(key, delta, neighbours)
+    return _cached_epsilon(key, delta, adjacency)
 
 
-def _epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> tuple[float, str]:
+def _epsilon(paths: _HashableEvents, delta: float, adjacency: Neighbors) -> tuple[float, str]:
     alternatives = paths.events
     try:
-        grids, losses = compute_privacy_losses(alternatives, neighbours)
+        grids, losses = compute_privacy_losses(alternatives, adjacency)
     except UnsupportedMechanismError as no_pld:
         try:
-            return rdp_epsilon(alternatives, delta, neighbours), rdp_accountant_name()
+            return rdp_epsilon(alternatives, delta, adjacency), rdp_accountant_name()
         except UnsupportedMechanismError as no_rdp:
             if isinstance(no_pld, LossTooLarge):
                 return math.inf, f"no finite bound ({no_pld})"
@@ -269,7 +270,7 @@ def _epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> tu
     try:
         # Beside a search's own distribution, orders that are quick to compute are enough.
         orders = QUICK_ORDERS if good else None
-        by_rdp = rdp_epsilon(alternatives, delta, neighbours, orders)
+        by_rdp = rdp_epsilon(alternatives, delta, adjacency, orders)
         if by_rdp < value:
             return by_rdp, rdp_accountant_name()
     except UnsupportedMechanismError:
@@ -283,7 +284,7 @@ _cached_epsilon = lru_cache(maxsize=1000)(_epsilon)
 
 
 def compute_privacy_losses(
-    path_events: Sequence[dpa.DpEvent], neighbours: Neighbours, grid_factor: int = 1
+    path_events: Sequence[dpa.DpEvent], adjacency: Neighbors, grid_factor: int = 1
 ) -> tuple[list[float], list[PrivacyLoss]]:
     """Return grids and losses, one per alternative, from which a price is computed.
 
@@ -291,10 +292,9 @@ def compute_privacy_losses(
 
     grid_factor: how many times the price's grid.
     """
-    grids = [grid_factor * choose_grid(event, neighbours) for event in path_events]
+    grids = [grid_factor * choose_grid(event, adjacency) for event in path_events]
     found = [
-        compute_privacy_loss(e, neighbours, grid)
-        for e, grid in zip(path_events, grids, strict=True)
+        compute_privacy_loss(e, adjacency, grid) for e, grid in zip(path_events, grids, strict=True)
     ]
     return grids, found
 
@@ -302,19 +302,19 @@ def compute_privacy_losses(
 def rdp_epsilon(
     path_events: Sequence[dpa.DpEvent],
     delta: float,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     orders: Sequence[float] | None = None,
 ) -> float:
     """Return epsilon by RDP at these orders; None: all of the library's.
 
     Raises UnsupportedMechanismError.
     """
-    accountants = [compose_rdp(event, neighbours, orders) for event in path_events]
+    accountants = [compose_rdp(event, adjacency, orders) for event in path_events]
     return _max_or_zero([accountant.get_epsilon(delta) for accountant in accountants])
 
 
 def approximate_epsilon(
-    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+    path_events: Sequence[dpa.DpEvent], delta: float, adjacency: Neighbors
 ) -> float:
     """Return an approximate epsilon, by Renyi orders that are quick, to start a search from.
 
@@ -323,24 +323,22 @@ def approximate_epsilon(
     """
     near = [_approximate_event(event) for event in path_events]
     try:
-        return rdp_epsilon(near, delta, neighbours, QUICK_ORDERS)
+        return rdp_epsilon(near, delta, adjacency, QUICK_ORDERS)
     except UnsupportedMechanismError:
         return math.inf
 
 
-def coarse_epsilon(
-    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
-) -> float:
+def coarse_epsilon(path_events: Sequence[dpa.DpEvent], delta: float, adjacency: Neighbors) -> float:
     """Return an upper bound on epsilon from a grid ten times coarser: for curves and searches.
 
     Raises UnsupportedMechanismError where there is no PLD or it does not resolve `delta`.
     """
     key = _HashableEvents(repr(list(path_events)), path_events)
-    return _cached_coarse_epsilon(key, delta, neighbours)
+    return _cached_coarse_epsilon(key, delta, adjacency)
 
 
-def _coarse_epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> float:
-    _, losses = compute_privacy_losses(paths.events, neighbours, grid_factor=10)
+def _coarse_epsilon(paths: _HashableEvents, delta: float, adjacency: Neighbors) -> float:
+    _, losses = compute_privacy_losses(paths.events, adjacency, grid_factor=10)
     if not all(loss.resolves(delta) for loss in losses):
         raise UnsupportedMechanismError(f"PLD does not resolve delta {delta:g}")
     return _max_or_zero([loss.epsilon(delta) for loss in losses])

@@ -1,7 +1,7 @@
 """Lower bounds of epsilon from an adversary's guesses: trade-off curves and tests of them.
 
 A trade-off curve is B(x) = the least Q(S) over sets S of outcomes with P(S) >= x, for every pair
-of neighbours P, Q in either order: convex, non-decreasing, B(x) <= x. In the words of f-DP (Dong,
+of neighbors P, Q in either order: convex, non-decreasing, B(x) <= x. In the words of f-DP (Dong,
 Roth and Su 2022) B(x) = f(1 - x): a test with true positive rate x has a false positive rate of at
 least B(x). A lower curve says less, so rounding goes down.
 
@@ -140,8 +140,8 @@ def plan_tradeoff(plan: PrivacyPlan, one_direction: bool = False) -> TradeoffCur
     paths = plan.path_events(plan.phases)
     try:
         # Ten times coarser than the price: still below the true curve, by 1e-3 of epsilon at most.
-        grid = 10 * max(accounting.choose_grid(path, plan.neighbours) for path in paths)
-        found = [compute_privacy_loss(path, plan.neighbours, grid) for path in paths]
+        grid = 10 * max(accounting.choose_grid(path, plan.adjacency) for path in paths)
+        found = [compute_privacy_loss(path, plan.adjacency, grid) for path in paths]
     except UnsupportedMechanismError:
         return None
     known = [loss.pld for loss in found if loss.pld is not None]
@@ -530,7 +530,7 @@ def _bisect_largest(
 
 
 NOISE_SCALE_ASSUMPTION = "the run is the plan, but for the size of its noise"
-_RATIO = 1.01  # of neighbouring noises of the family
+_RATIO = 1.01  # of neighboring noises of the family
 _MAX_POWER, _MIN_POWER = 350, -140  # powers of it: 32 times the noise, a quarter of it
 
 

@@ -43,7 +43,7 @@ from dpdist.core.files import check_regular_or_missing, make_folder
 from dpdist.privacy.guarantee import (
     CHOSEN_APART,
     Guarantee,
-    Neighbours,
+    Neighbors,
     check_delta,
     format_epsilon,
 )
@@ -78,12 +78,12 @@ class RenyiFilter:
 
     epsilon: float
     delta: float
-    neighbours: Neighbours
+    adjacency: Neighbors
     order: int
     share: float
 
     @classmethod
-    def for_ceiling(cls, epsilon: float, delta: float, neighbours: Neighbours) -> RenyiFilter:
+    def for_ceiling(cls, epsilon: float, delta: float, adjacency: Neighbors) -> RenyiFilter:
         """Return the filter of a ceiling, at the order where most Gaussian noise fits under it.
 
         Raises ValueError for a ceiling that no order reaches.
@@ -94,14 +94,14 @@ class RenyiFilter:
         share = epsilon - _conversion(order, delta)
         if share <= 0:
             raise ValueError(f"no Renyi order proves epsilon {epsilon:g} at delta {delta:g}")
-        return cls(epsilon, delta, neighbours, order, share)
+        return cls(epsilon, delta, adjacency, order, share)
 
     def cost(self, phases: Sequence[Phase], records: int) -> float:
         """Return the Renyi divergence of phases at the filter's order, on a record's worst path.
 
         Raises dpdist.privacy.accounting.UnsupportedMechanismError when no bound is known.
         """
-        return _divergence(tuple(phases), records, self.neighbours, self.order)
+        return _divergence(tuple(phases), records, self.adjacency, self.order)
 
     def epsilon_for_divergence(self, spent: float) -> float:
         """Return the epsilon that a sum fixed in advance at `spent` would promise."""
@@ -123,7 +123,7 @@ class RenyiFilter:
         return Guarantee(
             self.epsilon if spent <= self.share else self.epsilon_for_divergence(spent),
             self.delta,
-            self.neighbours,
+            self.adjacency,
             "proved",
             f"Renyi filter of order {self.order} ({accounting.library_version()})",
             tuple(lines),
@@ -131,7 +131,7 @@ class RenyiFilter:
         )
 
     def __str__(self) -> str:
-        return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.neighbours}"
+        return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.adjacency}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the filter as plain JSON types; the fields are the arguments."""
@@ -139,16 +139,14 @@ class RenyiFilter:
 
 
 @lru_cache(maxsize=1024)  # every charge is counted anew with each new one
-def _divergence(
-    phases: tuple[Phase, ...], records: int, neighbours: Neighbours, order: int
-) -> float:
+def _divergence(phases: tuple[Phase, ...], records: int, adjacency: Neighbors, order: int) -> float:
     from dpdist.privacy import accounting
 
     several = any(phase.couples_orders for phase in walk_phases(phases))
     orders = sorted({*accounting.QUICK_ORDERS, order}) if several else [order]
     at = orders.index(order)
-    paths = dataset_path_events(phases, records, neighbours)
-    curves = [accounting.compose_rdp(path, neighbours, orders).rdp for path in paths]
+    paths = dataset_path_events(phases, records, adjacency)
+    curves = [accounting.compose_rdp(path, adjacency, orders).rdp for path in paths]
     return max((float(curve[at]) for curve in curves), default=0.0)
 
 
@@ -371,7 +369,7 @@ class BudgetTerms:
 
 
 def composed_guarantee(
-    charges: Sequence[Charge], delta: float, neighbours: Neighbours = "add-or-remove-one"
+    charges: Sequence[Charge], delta: float, adjacency: Neighbors = "add-or-remove-one"
 ) -> Guarantee:
     """Return the guarantee of all charges together for any one record.
 
@@ -384,14 +382,14 @@ def composed_guarantee(
 
     check_delta(delta)
     paths = compose_path_events(
-        [dataset_path_events(charge.phases, charge.records, neighbours) for charge in charges]
+        [dataset_path_events(charge.phases, charge.records, adjacency) for charge in charges]
     )
-    value, source = accounting.compute_epsilon(paths, delta, neighbours)
+    value, source = accounting.compute_epsilon(paths, delta, adjacency)
     lines = ["every release of these records is on this budget", "each run was executed as planned"]
     if len(charges) > 1:
         lines.append(CHOSEN_APART)
     public = not all(charge.nominal for charge in charges)
-    return Guarantee(value, delta, neighbours, "proved", source, tuple(lines), public)
+    return Guarantee(value, delta, adjacency, "proved", source, tuple(lines), public)
 
 
 class DataBudget(JournalBacked):
@@ -447,7 +445,7 @@ class DataBudget(JournalBacked):
 
     @cached_property
     def known(self) -> NDArray[np.uint64]:
-        """Return the records on this budget, as `dpdist.privacy.budget` recognises them: sorted."""
+        """Return the records on this budget, as `dpdist.privacy.budget` recognizes them: sorted."""
         parts = [
             np.frombuffer(base64.b64decode(record["known"]), "<u8")
             for record in self._journal.records
@@ -467,7 +465,7 @@ class DataBudget(JournalBacked):
         return sum(ceiling.cost(charge.phases, charge.records) for charge in self.charges)
 
     def guarantee(
-        self, delta: float | None = None, neighbours: Neighbours = "add-or-remove-one"
+        self, delta: float | None = None, adjacency: Neighbors = "add-or-remove-one"
     ) -> Guarantee:
         """Return the proved guarantee of the records: the ceiling if there is one.
 
@@ -479,7 +477,7 @@ class DataBudget(JournalBacked):
             return self.terms.ceiling.guarantee(self.spent, public)
         if delta is None:
             raise ValueError("without a ceiling a delta is needed")
-        return composed_guarantee(charges, delta, neighbours)
+        return composed_guarantee(charges, delta, adjacency)
 
     def add_records(self, known: NDArray[np.uint64]) -> None:
         """Put records on this budget that are not on it yet; durable on return."""
@@ -505,7 +503,7 @@ def check_fits(
     terms: BudgetTerms,
     charges: Sequence[Charge],
     new: Charge,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     limit: tuple[float, float] | None = None,
 ) -> None:
     """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
@@ -515,12 +513,12 @@ def check_fits(
     """
     others = [charge for charge in charges if charge.run != new.run]
     if terms.ceiling is not None:
-        _check_filter(terms.ceiling, others, new, neighbours)
+        _check_filter(terms.ceiling, others, new, adjacency)
     elif limit is not None:
         epsilon, delta = limit
-        total = composed_guarantee([*others, new], delta, neighbours)
+        total = composed_guarantee([*others, new], delta, adjacency)
         if total.epsilon > epsilon:
-            spent = composed_guarantee(others, delta, neighbours).epsilon
+            spent = composed_guarantee(others, delta, adjacency).epsilon
             raise BudgetExceeded(
                 f"with {new.name!r} the records would have cost epsilon "
                 f"{format_epsilon(total.epsilon)} at delta {format_exact(delta)}, above their "
@@ -529,12 +527,12 @@ def check_fits(
 
 
 def _check_filter(
-    ceiling: RenyiFilter, others: Sequence[Charge], new: Charge, neighbours: Neighbours
+    ceiling: RenyiFilter, others: Sequence[Charge], new: Charge, adjacency: Neighbors
 ) -> None:
     from dpdist.privacy.pld import UnsupportedMechanismError
 
-    if neighbours != ceiling.neighbours:
-        raise BudgetExceeded(f"the budget counts {ceiling.neighbours}, this run {neighbours}")
+    if adjacency != ceiling.adjacency:
+        raise BudgetExceeded(f"the budget counts {ceiling.adjacency}, this run {adjacency}")
     try:
         cost = ceiling.cost(new.phases, new.records)
     except UnsupportedMechanismError as error:
@@ -572,7 +570,7 @@ def reserve(
     records: NDArray[np.integer] | None,
     charge: Charge,
     terms: BudgetTerms,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     *,
     name: str = "",
     limit: tuple[float, float] | None = None,
@@ -594,7 +592,7 @@ def reserve(
         if record or _files(Path(folder)):  # what only looks leaves nothing behind
             key, budgets = stack.enter_context(_open_budgets(Path(folder)))
         if records is None:
-            _continue_charge(budgets, charge, neighbours, limit)
+            _continue_charge(budgets, charge, adjacency, limit)
             return
         hashed = records.dtype.str
         other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
@@ -612,7 +610,7 @@ def reserve(
                         f"{budget.path} holds some of these records under {budget.terms}, fixed "
                         f"before its first run; this run comes with {terms}"
                     )
-            _check_charge_fits(held, terms, charge, neighbours, limit)
+            _check_charge_fits(held, terms, charge, adjacency, limit)
         if not record:
             return
         if not held:
@@ -626,7 +624,7 @@ def reserve(
 def _continue_charge(
     budgets: Sequence[DataBudget],
     charge: Charge,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     limit: tuple[float, float] | None,
 ) -> None:
     held = [budget for budget in budgets if budget.find_charge(charge.run) is not None]
@@ -635,7 +633,7 @@ def _continue_charge(
             f"{charge.name!r} is on no budget here; name the folder it was run with"
         )
     for budget in held:
-        _check_charge_fits([budget], budget.terms, charge, neighbours, limit)
+        _check_charge_fits([budget], budget.terms, charge, adjacency, limit)
     for budget in held:
         budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
@@ -644,12 +642,12 @@ def _check_charge_fits(
     held: Sequence[DataBudget],
     terms: BudgetTerms,
     charge: Charge,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     limit: tuple[float, float] | None,
 ) -> None:
     """Raise BudgetExceeded where a run, with all that copies of it have on record, does not fit."""
     if not held:
-        check_fits(terms, [], charge, neighbours, limit)
+        check_fits(terms, [], charge, adjacency, limit)
     for budget in held:
         whole = charge.merge(budget.find_charge(charge.run))
         if whole.lineage and charge.lineage and whole.lineage.has_unknown_processes(charge.lineage):
@@ -660,7 +658,7 @@ def _check_charge_fits(
                     "on with that copy, remove it, or begin a new search"
                 )
             whole = replace(whole, name=f"{whole.name}, with copies of it that went on or may,")
-        check_fits(terms, budget.charges, whole, neighbours, limit)
+        check_fits(terms, budget.charges, whole, adjacency, limit)
 
 
 def settle(
@@ -721,7 +719,7 @@ def _open_budgets(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
             if budget.key_id != _key_id(key):
                 raise JournalError(
                     f"{budget.path}: keeps its records under another key than that of "
-                    f"{folder / _KEY}, and they would not be recognised: one of the two was "
+                    f"{folder / _KEY}, and they would not be recognized: one of the two was "
                     "replaced or comes from another folder; bring back its own"
                 )
         yield key, budgets

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from dpdist.privacy.guarantee import Guarantee, Neighbours
+from dpdist.privacy.guarantee import Guarantee, Neighbors
 from dpdist.privacy.phases import GaussianScores, ParallelParts, Phase, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 
 # --- calibration ------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def _two_grids(
     def coarse(x: float) -> float:
         plan = make_plan(x)
         paths = plan.path_events(plan.phases)
-        return accounting.coarse_epsilon(paths, plan.delta, plan.neighbours)
+        return accounting.coarse_epsilon(paths, plan.delta, plan.adjacency)
 
     try:
         near = _largest_within_target(coarse, target, start, limits, whole)
@@ -168,7 +168,7 @@ def _approximate_epsilon(plan: PrivacyPlan) -> float:
     from dpdist.privacy import accounting
 
     paths = plan.path_events(plan.phases)
-    return accounting.approximate_epsilon(paths, plan.delta, plan.neighbours)
+    return accounting.approximate_epsilon(paths, plan.delta, plan.adjacency)
 
 
 def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -> float:
@@ -290,26 +290,26 @@ def _largest_whole(
 
 
 def repeat_phases(
-    phases: Sequence[Phase], law: SelectionLaw | None, runs: int | None
+    phases: Sequence[Phase], distribution: TrialDistribution | None, runs: int | None
 ) -> tuple[Phase, ...]:
     """Return the phases of a search over trials that each execute the given ones.
 
     Args:
         phases: of one trial.
-        law: of a secret number of trials; None where the number is public.
+        distribution: of a secret number of trials; None where the number is public.
         runs: the public number of trials, of which all may be shown.
     """
-    if law is not None:
-        return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)
+    if distribution is not None:
+        return (RepeatAndSelect(tuple(phases), distribution.mean, distribution.shape),)
     if runs is None:
-        raise ValueError("a search has a law of its number of trials, or the number")
+        raise ValueError("a search has a distribution of its number of trials, or the number")
     return tuple(again for phase in phases for again in phase.repeat(runs))
 
 
 def combine_training_and_scoring(
     training: Sequence[Phase],
     scoring: Sequence[Phase],
-    law: SelectionLaw | None,
+    distribution: TrialDistribution | None,
     runs: int | None,
 ) -> tuple[Phase, ...]:
     """Return the phases of training and search together.
@@ -317,24 +317,27 @@ def combine_training_and_scoring(
     Args:
         training: phases that cover the training of every trial.
         scoring: of a trial's scores on records that no trial trains on; empty for public records.
-        law: of a secret number of trials; None where the number is public.
+        distribution: of a secret number of trials; None where the number is public.
         runs: the public number of trials.
     """
     if not scoring:
-        return repeat_phases(training, law, runs)
-    if law is None:
-        parts = (repeat_phases(training, law, runs), repeat_phases(scoring, law, runs))
+        return repeat_phases(training, distribution, runs)
+    if distribution is None:
+        parts = (
+            repeat_phases(training, distribution, runs),
+            repeat_phases(scoring, distribution, runs),
+        )
         return (ParallelParts(parts),)
-    return repeat_phases((ParallelParts((tuple(training), tuple(scoring))),), law, runs)
+    return repeat_phases((ParallelParts((tuple(training), tuple(scoring))),), distribution, runs)
 
 
 def search_guarantee(
     phases: Sequence[Phase],
-    law: SelectionLaw,
+    distribution: TrialDistribution,
     *,
     records: int,
     delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
+    adjacency: Neighbors = "add-or-remove-one",
 ) -> Guarantee:
     """Return the guarantee of a search with a secret K: the smaller of two bounds.
 
@@ -343,8 +346,8 @@ def search_guarantee(
 
     Raises dpdist.privacy.accounting.UnsupportedMechanismError when a run has neither.
     """
-    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
-    return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()
+    search = RepeatAndSelect(tuple(phases), distribution.mean, distribution.shape)
+    return PrivacyPlan(records, (search,), delta, adjacency=adjacency).guarantee()
 
 
 def fixed_runs_guarantee(
@@ -353,7 +356,7 @@ def fixed_runs_guarantee(
     *,
     records: int,
     delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
+    adjacency: Neighbors = "add-or-remove-one",
 ) -> Guarantee:
     """Return the guarantee of a fixed, public number of runs, by plain composition.
 
@@ -361,4 +364,4 @@ def fixed_runs_guarantee(
     """
     if runs < 1:
         raise ValueError(f"the number of runs must be at least 1, got {runs}")
-    return PrivacyPlan(records, tuple(phases) * runs, delta, neighbours=neighbours).guarantee()
+    return PrivacyPlan(records, tuple(phases) * runs, delta, adjacency=adjacency).guarantee()

@@ -42,7 +42,7 @@ EXCEEDS_PROVED = "exceeds proved: a bug"
 REFUTED = "refutes the claim"
 
 _AUDIT_SHAPE = {
-    "kind": str, "method": str, "view": str, "neighbours": str, "rule": str, "verdict": str,
+    "kind": str, "method": str, "view": str, "adjacency": str, "rule": str, "verdict": str,
     "trials": int, "epsilon": float, "delta": float, "alpha": float, "exploratory": bool,
     "curve_rejected": bool, "details": dict, "assumptions": list,
 }  # fmt: skip
@@ -52,7 +52,7 @@ _AUDIT_SHAPE = {
 class AuditFinding:
     """The result of an audit. epsilon: the lower bound at `delta`, wrong with probability <= alpha.
 
-    kind: of audit; method: the theorem. view: what the adversary saw. neighbours: which data sets
+    kind: of audit; method: the theorem. view: what the adversary saw. adjacency: which data sets
     it told apart. trials: runs, releases or guesses that were counted. rule: threshold or guesses,
     and how they were fixed. proved, claimed: epsilon at the same delta (infinite where nothing is
     proved; None where nothing is claimed). curve_rejected: whether the whole trade-off curve of
@@ -66,7 +66,7 @@ class AuditFinding:
     delta: float
     alpha: float
     view: str
-    neighbours: str
+    adjacency: str
     trials: int
     rule: str
     proved: float
@@ -104,7 +104,7 @@ class AuditFinding:
         return (
             f"epsilon >= {format_epsilon(self.epsilon, lower_bound=True)} at delta = "
             f"{format_exact(self.delta)}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
-            f"{self.neighbours}; the adversary saw {self.view}; {self.trials:,} trials): {verdict}"
+            f"{self.adjacency}; the adversary saw {self.view}; {self.trials:,} trials): {verdict}"
         )
 
     @property
@@ -212,7 +212,7 @@ def build_card(
         "private": private,
         "guarantee": main.to_dict(),
         "unit": _line(unit),
-        "neighbours": plan.neighbours,
+        "adjacency": plan.adjacency,
         "relation": main.relation,
         "epsilon_at_delta": [_epsilon_at_delta(each) for each in profile],
         "accountant": main.source,
@@ -222,7 +222,7 @@ def build_card(
         "records": plan.records if show_records and not plan.trained_elsewhere else None,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [],  # of the format: nothing is released but the phases
-        "superseded_releases": 0 if ledger is None else ledger.num_superseded,
+        "reexecuted_releases": 0 if ledger is None else ledger.num_superseded,
         "data_set": None if data_set is None else data_set.to_dict(),
         # With the other entries at hand, the fingerprint would give N away to a search.
         "plan": plan.fingerprint() if show_records else None,
@@ -239,13 +239,13 @@ def _line(text: Any) -> Any:
 
 
 # Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
-_COPIED_KEYS = ("data_set", "superseded_releases", "plan")
+_COPIED_KEYS = ("data_set", "reexecuted_releases", "plan")
 _CARD_SHAPE = {
     "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
     "guarantee.epsilon": float | str, "guarantee.delta": float, "guarantee.kind": str,
-    "guarantee.neighbours": str, "neighbours": str, "plan": str,
+    "guarantee.adjacency": str, "adjacency": str, "plan": str,
     "epsilon_at_delta": list, "mechanism": list, "released_besides": list,
-    "superseded_releases": int, "assumptions": list, "notes": list, "extra": dict,
+    "reexecuted_releases": int, "assumptions": list, "notes": list, "extra": dict,
     "accounted": dict, **dict.fromkeys(("data_set", "clip_norm", "records"), object),
 }  # fmt: skip
 _MAX_PHASES = 1000
@@ -322,11 +322,11 @@ def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
     """Return the rows of the card's first table."""
     rows = {
         "unit": card_dict["unit"],
-        "neighbouring relation": card_dict["relation"],
+        "neighboring relation": card_dict["relation"],
         "clip norm": card_dict["clip_norm"],
     }
     if card_dict["records"] is not None:
-        counted = "groups" if "group" in card_dict["guarantee"] else "records"
+        counted = "users" if "user" in card_dict["guarantee"] else "records"
         rows[counted] = f"{card_dict['records']} ({card_dict['records_are']})"
     if (total := card_dict["data_set"]) is not None:
         epsilon = format_epsilon(total["epsilon"])
@@ -334,7 +334,7 @@ def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
             f"epsilon {epsilon} at delta {format_delta(total['delta'])}"
         )
     rows["accounting library"] = card_dict["library"]
-    rows["releases of superseded attempts, charged"] = card_dict["superseded_releases"]
+    rows["releases of re-executed steps, charged"] = card_dict["reexecuted_releases"]
     if card_dict["plan"]:
         rows["plan"] = f"`{card_dict['plan'][:16]}`"
     return [f"| {name} | {value} |" for name, value in rows.items()]

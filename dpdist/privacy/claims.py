@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dpdist.privacy.guarantee import Guarantee, Neighbours, format_delta, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, Neighbors, format_delta, format_epsilon
 
 Verdict = Literal["sound", "sound if", "not sound"]
 
@@ -74,14 +74,14 @@ class Claim:
 
 
 def unproved_guarantee(
-    delta: float, reason: str, neighbours: Neighbours = "add-or-remove-one"
+    delta: float, reason: str, adjacency: Neighbors = "add-or-remove-one"
 ) -> Guarantee:
     """Return a guarantee with epsilon infinity: nothing is proved, with the reason."""
-    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {reason}")
+    return Guarantee(math.inf, delta, adjacency, "proved", f"none: {reason}")
 
 
 def claimed_guarantee(
-    epsilon: float, delta: float, neighbours: Neighbours, source: str, assumptions: Sequence[str]
+    epsilon: float, delta: float, adjacency: Neighbors, source: str, assumptions: Sequence[str]
 ) -> Guarantee:
     """Return what a theorem claims; no run is charged by it."""
-    return Guarantee(epsilon, delta, neighbours, "claimed", source, tuple(assumptions))
+    return Guarantee(epsilon, delta, adjacency, "claimed", source, tuple(assumptions))

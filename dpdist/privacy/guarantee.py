@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dpdist.core.console import format_significant
 
-Neighbours = Literal["add-or-remove-one", "replace-one"]
+Neighbors = Literal["add-or-remove-one", "replace-one"]
 GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
 POST_PROCESSED: GuaranteeKind = "assumed: post-processing"
 CHOSEN_APART = "no run was chosen by looking at the results of an earlier one"
@@ -57,7 +57,7 @@ class Guarantee:
     Args:
         epsilon: >= 0; infinity where nothing is proved.
         delta: in [0, 1).
-        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        adjacency: the relation of data sets, "add-or-remove-one" or "replace-one".
         kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
             "audited" a lower bound measured on the trained mechanism. "assumed: post-processing" is
             proved of all that was released, while code that nobody checked changed the model
@@ -65,7 +65,7 @@ class Guarantee:
         source: accountant or theorem.
         assumptions: what must hold for the number to be true.
         size_public: whether the mechanism was told the true number of records.
-        group: the unit in words, where it is a whole group of records; None: one record.
+        user: the unit in words, where it is a user; None: one record.
         fixed_key: whether a fixed run key drew the noise. The mechanism is as stated, and the run
             is NOT private: who knows the key can subtract the noise. Not compared: guarantees are
             equal that state the same of a mechanism.
@@ -77,19 +77,19 @@ class Guarantee:
         >>> import dpdist
         >>> guarantee = dpdist.Guarantee(1.5, 1e-5, "add-or-remove-one", "proved", "PLD")
         >>> guarantee.relation
-        'add-or-remove-one at a fixed number of records (zero-out)'
+        'zero-out adjacency (data set size public)'
         >>> print(guarantee)
-        (1.5, 1e-05)-DP, add-or-remove-one at a fixed number of records (zero-out), proved by PLD
+        (1.5, 1e-05)-DP, zero-out adjacency (data set size public), proved by PLD
     """
 
     epsilon: float
     delta: float
-    neighbours: Neighbours
+    adjacency: Neighbors
     kind: GuaranteeKind
     source: str
     assumptions: tuple[str, ...] = ()
     size_public: bool = True
-    group: str | None = None
+    user: str | None = None
     fixed_key: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,25 +100,25 @@ class Guarantee:
 
     @property
     def relation(self) -> str:
-        """Return the neighbouring relation in words, a str such as "replace-one".
+        """Return the neighboring relation in words, a str such as "replace-one".
 
         A sampling rate or divisor made from the true number of records does not follow when a
         record comes or goes: what is then proved is that a record may be blanked out, the number
         staying what it is ("zero-out"; REPLACE_SPECIAL in dp_accounting).
         """
-        if self.group is not None:
-            return f"zero-out of {self.group}"
-        if self.neighbours == "add-or-remove-one" and self.size_public:
-            return "add-or-remove-one at a fixed number of records (zero-out)"
-        return self.neighbours
+        if self.user is not None:
+            return f"zero-out of {self.user}"
+        if self.adjacency == "add-or-remove-one" and self.size_public:
+            return "zero-out adjacency (data set size public)"
+        return self.adjacency
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and "relation" as a dict of JSON values; infinite epsilon is "inf"."""
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
-        if self.group is None:
-            del record["group"]
+        if self.user is None:
+            del record["user"]
         if not self.fixed_key:
             del record["fixed_key"]
         if math.isinf(self.epsilon):
@@ -128,12 +128,12 @@ class Guarantee:
     def to_output_dict(self) -> dict[str, Any]:
         """Return the entries that a command prints, a dict with epsilon as a float.
 
-        Its keys are epsilon, delta, neighbours, relation and accountant (the `source`).
+        Its keys are epsilon, delta, adjacency, relation and accountant (the `source`).
         """
         return {
             "epsilon": self.epsilon,
             "delta": self.delta,
-            "neighbours": self.neighbours,
+            "adjacency": self.adjacency,
             "relation": self.relation,
             "accountant": self.source,
         }

@@ -754,7 +754,7 @@ class Ledger(JournalBacked):
         return plan.worst_event(plan.path_events(self.released_phases(plan)))
 
     def guarantee(self, plan: PrivacyPlan, delta: float | None = None) -> Guarantee:
-        """Return the proved guarantee of everything on record, superseded attempts included.
+        """Return the proved guarantee of everything on record, re-executed steps included.
 
         Each distinct (epoch, step) is one release with that step's parameters; equal to
         plan.guarantee(steps=n) after n undisturbed steps. Its kind is "assumed: post-processing"

@@ -182,7 +182,7 @@ def extended_gaussian_epsilon(
 
 
 def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) -> float:
-    """Return at least sup ||S^(-1/2) v||_2 over differences v of neighbours, S the covariance.
+    """Return at least sup ||S^(-1/2) v||_2 over differences v of neighbors, S the covariance.
 
     Noise N(0, S) is the Gaussian mechanism of standard deviation 1 at this sensitivity: S^(-1/2)
     turns one into the other and back. covariance: symmetric, (K, K), fixed without private records.

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.guarantee import Neighbors
+from dpdist.privacy.selection import TrialDistribution
 
 if TYPE_CHECKING:
     import dp_accounting as dpa
@@ -114,7 +114,7 @@ class Phase(ABC):
         """Return the reason why no theorem covers the phase; None where one does."""
         return None
 
-    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
+    def unsupported_reason(self, adjacency: Neighbors) -> str | None:
         """Return the reason why this relation cannot be accounted; None where it can."""
         return None
 
@@ -196,9 +196,9 @@ def sequence_path_events(phases: Sequence[Phase], records: int) -> list[dpa.DpEv
 
 
 def dataset_path_events(
-    phases: Sequence[Phase], records: int, neighbours: Neighbours
+    phases: Sequence[Phase], records: int, adjacency: Neighbors
 ) -> list[dpa.DpEvent]:
-    """Return the paths through phases for `records` records and every neighbour of the data set.
+    """Return the paths through phases for `records` records and every neighbor of the data set.
 
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
     a record is removed, all of them when one is added. Raises
@@ -208,14 +208,14 @@ def dataset_path_events(
     refused = [
         why
         for phase in walk_phases(phases)
-        if (why := phase.unsupported_reason(neighbours)) is not None
+        if (why := phase.unsupported_reason(adjacency)) is not None
     ]
     if refused:
         from dpdist.privacy.pld import UnsupportedMechanismError
 
         raise UnsupportedMechanismError(refused[0])
     paths = sequence_path_events(phases, records)
-    if neighbours == "add-or-remove-one" and any(
+    if adjacency == "add-or-remove-one" and any(
         phase.has_batch_cap for phase in walk_phases(phases)
     ):
         paths += sequence_path_events(phases, records + 1)
@@ -407,7 +407,7 @@ class GaussianSteps(Phase):
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
 
-        # A cap above the number of records never acts, whichever neighbour is larger by one.
+        # A cap above the number of records never acts, whichever neighbor is larger by one.
         if self.batch_cap is None or self.batch_cap > records:
             one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)
         elif self.sample_rate == 1.0:
@@ -737,12 +737,12 @@ class NoisyRecords(UpfrontPhase):
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
 
-        # Of all mechanisms of pure epsilon, randomised response on one bit tells most.
+        # Of all mechanisms of pure epsilon, randomized response on one bit tells most.
         label = dpa.RandomizedResponseDpEvent(2 / (math.exp(self.label_epsilon) + 1), 2)
         return [dpa.ComposedDpEvent([dpa.GaussianDpEvent(self.noise_multiplier), label])]
 
-    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
-        if neighbours == "replace-one":
+    def unsupported_reason(self, adjacency: Neighbors) -> str | None:
+        if adjacency == "replace-one":
             return None
         return "noisy records are released one by one: replace-one is what can be proved"
 
@@ -750,7 +750,7 @@ class NoisyRecords(UpfrontPhase):
     def description(self) -> str:
         return (
             f"every record released once: its input with noise multiplier "
-            f"{self.noise_multiplier:.6g}, its label by randomised response of epsilon "
+            f"{self.noise_multiplier:.6g}, its label by randomized response of epsilon "
             f"{self.label_epsilon:g}; {self.steps} steps on what was released"
         )
 
@@ -796,7 +796,7 @@ UNKNOWN_DATA = "unknown: the model was trained elsewhere"
 
 @dataclass(frozen=True)
 class TrainedElsewhere(Phase):
-    """Stand for a training that dpdist neither executed nor saw: nothing is known of its price.
+    """Stand for a training that dpdist did not execute: its cost is not known.
 
     It reads none of this plan's records, whose number therefore says nothing.
     """
@@ -873,8 +873,8 @@ class ParallelParts(Phase):
     def inner_sequences(self) -> PhaseSequences:
         return self.parts
 
-    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
-        if neighbours == "add-or-remove-one":
+    def unsupported_reason(self, adjacency: Neighbors) -> str | None:
+        if adjacency == "add-or-remove-one":
             return None
         return (
             "parallel parts are accounted under add-or-remove-one only: a replaced record may "
@@ -941,8 +941,8 @@ class ScoredTraining(ParallelParts):
 class RepeatAndSelect(Phase):
     """Run `phases` K times, release only the best run; K is secret and random.
 
-    mean, shape: of K's law, see `dpdist.privacy.selection.SelectionLaw`. Costs the smaller of what
-    `dpdist.privacy.pld` and Papernot and Steinke 2022 (Theorems 2 and 6) prove.
+    mean, shape: of K's distribution, see `dpdist.privacy.selection.TrialDistribution`. Costs the
+    smaller of what `dpdist.privacy.pld` and Papernot and Steinke 2022 (Theorems 2 and 6) prove.
     """
 
     kind: ClassVar[str] = "repeat-and-select"
@@ -952,7 +952,7 @@ class RepeatAndSelect(Phase):
     shape: float
 
     def __post_init__(self) -> None:
-        SelectionLaw(self.mean, self.shape)  # its limits hold here
+        TrialDistribution(self.mean, self.shape)  # its limits hold here
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -966,10 +966,10 @@ class RepeatAndSelect(Phase):
 
     @property
     def description(self) -> str:
-        """Return the search in a sentence with its law; the number of runs itself stays secret."""
-        law = SelectionLaw(self.mean, self.shape).describe()
+        """Return the search in a sentence; the number of runs itself stays secret."""
+        distribution = TrialDistribution(self.mean, self.shape).describe()
         return (
-            f"the best of a secret random number of runs ({law}) of: "
+            f"the best of a secret random number of runs ({distribution}) of: "
             f"{_describe_sequences(self.inner_sequences)}"
         )
 

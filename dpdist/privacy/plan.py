@@ -3,8 +3,8 @@
 The training loop takes its sampling rate, clip norm, noise multiplier and step count from here and
 nowhere else, and the guarantee is computed from the same object, so the accounted mechanism is the
 executed mechanism (Abadi et al. 2016, accounted with privacy loss distributions). The unit of
-privacy is one record, or with a `GroupUnit` one group of records: then everything here counts
-groups, sampling, clip and divisor included.
+privacy is one record, or with a `UserUnit` all records of a user: then everything here counts
+users, sampling, clip and divisor included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import error_text
-from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
+from dpdist.privacy.guarantee import Guarantee, Neighbors, check_delta
 from dpdist.privacy.phases import (
     ClassRates,
     GaussianSteps,
@@ -78,19 +78,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class GroupUnit:
-    """A group of records as the unit of privacy.
+class UserUnit:
+    """A user as the unit of privacy.
 
     Args:
-        column: the field whose equal values make a group.
-        max_records: most records of a group that count in one step.
+        column: the field whose equal values make a user.
+        max_records: most records of a user that count in one step.
 
     Raises:
         ValueError: `max_records` is no count of at least 1.
 
     Example:
-        >>> print(GroupUnit("patient", 4).description)
-        a whole group (all records of one value of patient, of which at most 4 count in a step)
+        >>> print(UserUnit("patient", 4).description)
+        a user (all records of one value of patient, of which at most 4 count in a step)
     """
 
     column: str
@@ -101,15 +101,15 @@ class GroupUnit:
 
     @property
     def description(self) -> str:
-        """Return the unit in words, as the neighbouring relation names it."""
+        """Return the unit in words, as the neighboring relation names it."""
         return (
-            f"a whole group (all records of one value of {self.column}, of which at most "
+            f"a user (all records of one value of {self.column}, of which at most "
             f"{self.max_records} count in a step)"
         )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Return the conditions of a guarantee for groups that the number of groups leaves."""
+        """Return the conditions of a guarantee for users that the number of users leaves."""
         return (
             f"all records of a person have the same value of {self.column}; a record belongs to "
             "one person",
@@ -118,13 +118,13 @@ class GroupUnit:
         )
 
 
-# What phases say of records, and of groups where these are the unit.
+# What phases say of records, and of users where these are the unit.
 _IN_GROUPS = (
-    ("every record joins", "every group joins"),
-    ("held-out record", "held-out group"),
-    ("clipped per record", "clipped per group"),
+    ("every record joins", "every user joins"),
+    ("held-out record", "held-out user"),
+    ("clipped per record", "clipped per user"),
     ("every record lies in one part only, whatever the other records are",
-     "every group lies in one part only, whatever the other groups are"),
+     "every user lies in one part only, whatever the other users are"),
 )  # fmt: skip
 
 
@@ -136,17 +136,17 @@ class PrivacyPlan:
     clip, noise and steps from `step` and nowhere else.
 
     Args:
-        records: number of training records N, treated as public; of groups, where `group` is given.
+        records: number of training records N, treated as public; of users, where `user` is given.
         phases: run in order; the training loop executes the steps (`Phase.training_steps`), other
             phases are
             charged in full from the beginning.
         delta: the delta at which `guarantee` is stated.
         clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
             is infinite (no clip) only where no step has noise: nothing is then proved.
-        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        adjacency: the relation of data sets, "add-or-remove-one" or "replace-one".
         nominal: whether the number of records was declared instead, so that nothing follows from
             the true number, which stays private.
-        group: the unit where it is a group of records; None: one record.
+        user: the unit where it is a user; None: one record.
 
     Raises:
         ValueError: a value is out of range, or a phase cannot be accounted under the relation.
@@ -166,31 +166,31 @@ class PrivacyPlan:
     phases: tuple[Phase, ...]
     delta: float
     clip_norm: float = 1.0
-    neighbours: Neighbours = "add-or-remove-one"
+    adjacency: Neighbors = "add-or-remove-one"
     nominal: bool = False
-    group: GroupUnit | None = None
+    user: UserUnit | None = None
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
         if self.nominal and any(phase.has_batch_cap for phase in walk_phases(self.phases)):
             raise ValueError("what a capped batch costs depends on the true number of records")
         capped = any(phase.has_batch_cap for phase in walk_phases(self.phases))
-        if self.group is not None and (
-            self.nominal or capped or self.neighbours != "add-or-remove-one"
+        if self.user is not None and (
+            self.nominal or capped or self.adjacency != "add-or-remove-one"
         ):
             raise ValueError(
-                "groups need their counted number, no batch_cap, and neighbours add-or-remove-one"
+                "users need their counted number, no batch_cap, and adjacency add-or-remove-one"
             )
-        if self.group is not None and any(loop.class_rates for loop in self.training_phases):
-            raise ValueError("a group has records of several classes: no class rates")
+        if self.user is not None and any(loop.class_rates for loop in self.training_phases):
+            raise ValueError("a user has records of several classes: no class rates")
         check_delta(self.delta)
         noisy = any(phase.noise_multiplier for phase in self.training_phases)
         if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
             raise ValueError(f"clip_norm must be > 0 and finite, got {self.clip_norm}")
-        if self.neighbours not in ("add-or-remove-one", "replace-one"):
-            raise ValueError(f"unknown neighbouring relation {self.neighbours!r}")
+        if self.adjacency not in ("add-or-remove-one", "replace-one"):
+            raise ValueError(f"unknown neighboring relation {self.adjacency!r}")
         for phase in walk_phases(self.phases):
-            if (why := phase.unsupported_reason(self.neighbours)) is not None:
+            if (why := phase.unsupported_reason(self.adjacency)) is not None:
                 raise ValueError(why)
 
     @classmethod
@@ -203,9 +203,9 @@ class PrivacyPlan:
         steps: int,
         delta: float,
         clip_norm: float = 1.0,
-        neighbours: Neighbours = "add-or-remove-one",
+        adjacency: Neighbors = "add-or-remove-one",
         batch_cap: int | None = None,
-        group: GroupUnit | None = None,
+        user: UserUnit | None = None,
     ) -> PrivacyPlan:
         """Return the plan of DP-SGD: one phase of Poisson-sampled steps with Gaussian noise.
 
@@ -216,9 +216,9 @@ class PrivacyPlan:
             steps: number of steps.
             delta: the delta at which the guarantee is stated.
             clip_norm: L2 bound on a record's clipped gradient.
-            neighbours: the relation of data sets.
+            adjacency: the relation of data sets.
             batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
-            group: the unit where it is a group of records; `records` and `batch_size` count groups.
+            user: the unit where it is a user; `records` and `batch_size` count users.
 
         Returns:
             A `PrivacyPlan` of one phase.
@@ -231,7 +231,7 @@ class PrivacyPlan:
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (phase,), delta, clip_norm, neighbours, group=group)
+        return cls(records, (phase,), delta, clip_norm, adjacency, user=user)
 
     @property
     def training_phases(self) -> list[GaussianSteps]:
@@ -368,7 +368,7 @@ class PrivacyPlan:
         Returns:
             A list of dp_accounting `DpEvent`; several where a record lies in one of parallel parts.
         """
-        return dataset_path_events(phases, self.records, self.neighbours)
+        return dataset_path_events(phases, self.records, self.adjacency)
 
     def _events_of_first(self, steps: int | None) -> list[dpa.DpEvent]:
         return self.path_events(self.executed_phases(self.step_counts(steps)))
@@ -402,7 +402,7 @@ class PrivacyPlan:
         if len(paths) == 1:
             return paths[0]
         costs = [
-            accounting.compute_epsilon([path], self.delta, self.neighbours)[0] for path in paths
+            accounting.compute_epsilon([path], self.delta, self.adjacency)[0] for path in paths
         ]
         return paths[costs.index(max(costs))]
 
@@ -425,7 +425,7 @@ class PrivacyPlan:
     def guarantee_for_events(
         self, paths: Sequence[dpa.DpEvent], delta: float | None = None
     ) -> Guarantee:
-        """Return the guarantee of given paths under this plan's neighbouring relation.
+        """Return the guarantee of given paths under this plan's neighboring relation.
 
         Args:
             paths: one dp_accounting `DpEvent` for each path that a record may take.
@@ -441,10 +441,10 @@ class PrivacyPlan:
 
         delta = self.delta if delta is None else delta
         check_delta(delta)
-        value, name = accounting.compute_epsilon(list(paths), delta, self.neighbours)
+        value, name = accounting.compute_epsilon(list(paths), delta, self.adjacency)
         return Guarantee(
-            value, delta, self.neighbours, "proved", name, self.assumptions, not self.nominal,
-            None if self.group is None else self.group.description,
+            value, delta, self.adjacency, "proved", name, self.assumptions, not self.nominal,
+            None if self.user is None else self.user.description,
         )  # fmt: skip
 
     @property
@@ -457,7 +457,7 @@ class PrivacyPlan:
             return ()
         lines = []
         if self.relies_on_clipping:
-            whose = "record's contribution" if self.group is None else "group's summed contribution"
+            whose = "record's contribution" if self.user is None else "user's summed contribution"
             lines.append(f"every {whose} is clipped to L2 norm {self.clip_norm:g}")
         sampled = [line for phase in walk_phases(self.phases) for line in phase.assumptions]
         lines += map(self.in_units, sampled)
@@ -465,22 +465,22 @@ class PrivacyPlan:
             lines.append(f"{self.records} records were declared without looking at the data")
         else:
             lines.append(f"the number of {self.counted} ({self.records}) is public")
-        lines += () if self.group is None else self.group.assumptions
+        lines += () if self.user is None else self.user.assumptions
         return tuple(dict.fromkeys(lines))
 
     @property
     def counted(self) -> str:
-        """Return the word for the units that `records` counts, a str: "records" or "groups"."""
-        return "records" if self.group is None else "groups"
+        """Return the word for the units that `records` counts, a str: "records" or "users"."""
+        return "records" if self.user is None else "users"
 
     def in_units(self, line: str) -> str:
-        """Return a sentence about records, a str; about groups where a group is the unit.
+        """Return a sentence about records, a str; about users where a user is the unit.
 
         Args:
             line: a sentence about records, such as an assumption of a phase.
         """
-        for of_records, of_groups in () if self.group is None else _IN_GROUPS:
-            line = line.replace(of_records, of_groups)
+        for of_records, of_users in () if self.user is None else _IN_GROUPS:
+            line = line.replace(of_records, of_users)
         return line
 
     @property
@@ -522,9 +522,9 @@ class PrivacyPlan:
         for mark in marks[:-1]:
             paths = self._events_of_first(mark)
             try:
-                value = accounting.coarse_epsilon(paths, self.delta, self.neighbours)
+                value = accounting.coarse_epsilon(paths, self.delta, self.adjacency)
             except accounting.UnsupportedMechanismError:
-                value = accounting.compute_epsilon(paths, self.delta, self.neighbours)[0]
+                value = accounting.compute_epsilon(paths, self.delta, self.adjacency)[0]
             highest = max(highest, min(value, final))
             curve.append((mark, highest))
         return [*curve, (self.steps, final)]
@@ -538,11 +538,11 @@ class PrivacyPlan:
             "phases": [phase.to_dict() for phase in self.phases],
             "delta": self.delta,
             "clip_norm": "inf" if math.isinf(self.clip_norm) else self.clip_norm,
-            "neighbours": self.neighbours,
+            "adjacency": self.adjacency,
         }
         # Named only where it holds: other plans keep the fingerprint they had without it.
         record |= {"nominal": True} if self.nominal else {}
-        return record if self.group is None else record | {"group": asdict(self.group)}
+        return record if self.user is None else record | {"user": asdict(self.user)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PrivacyPlan:
@@ -558,8 +558,8 @@ class PrivacyPlan:
         try:
             phases = phases_from_dicts(fields.pop("phases"))
             clip_norm = float(fields.pop("clip_norm"))  # "inf" when nothing is clipped
-            if "group" in fields:
-                fields["group"] = GroupUnit(**fields["group"])
+            if "user" in fields:
+                fields["user"] = UserUnit(**fields["user"])
             return cls(phases=phases, clip_norm=clip_norm, **fields)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a privacy plan: {error}") from error
@@ -578,7 +578,7 @@ def parse_plan(record: Any, context: str) -> PrivacyPlan:
         raise UserError(f"{context}: damaged: {error_text(error)}") from error
 
 
-# --- groups of records ------------------------------------------------------------------------
+# --- users of records ------------------------------------------------------------------------
 
 
 _GROUP_GRID = 1e-3  # the library builds mixtures point by point

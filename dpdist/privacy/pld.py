@@ -4,8 +4,8 @@ Counts are applied here, because the library's PLD accountant ignores the count 
 (randomized response): `compose_pld` self-composes every leaf itself. The loss of a step with
 Poisson sampling is evaluated at all points at once, by the library's closed form.
 
-Best of K secret runs. A run has distribution Q on a data set and Q' on a neighbour; K is drawn
-from a law with generating function phi, the runs are independent, and only the best one is
+Best of K secret runs. A run has distribution Q on a data set and Q' on a neighbor; K is drawn
+from a distribution with generating function phi, the runs are independent, and only the best one is
 released (ties are broken by labels drawn in advance). On the first data set the released outcome
 has density q(y) phi'(1 - t(y)), t(y) = Q(better than y). With L = ln q/q' and G(t) = max {Q'(T):
 Q(T) = t},
@@ -36,7 +36,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from scipy import stats
 
-from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.profiles import (
     LossPmf,
     loss_directions,
@@ -44,7 +44,7 @@ from dpdist.privacy.profiles import (
     pointwise_maximum,
     upper_hull,
 )
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 
 # --- events that the library lacks ------------------------------------------------------------
 
@@ -82,9 +82,9 @@ class CountsDpEvent(dpa.DpEvent):  # type: ignore[misc]
         """
         return dpa.GaussianDpEvent(self.deviation / math.sqrt(sensitivity))
 
-    def gaussian(self, neighbours: Neighbours) -> dpa.DpEvent:
+    def gaussian(self, adjacency: Neighbors) -> dpa.DpEvent:
         """Return the equal Gaussian release of contributions of norm 1, which may turn over."""
-        scale = math.sqrt(2) if neighbours == "replace-one" else 1.0
+        scale = math.sqrt(2) if adjacency == "replace-one" else 1.0
         return dpa.GaussianDpEvent(self.deviation * scale)
 
 
@@ -106,18 +106,18 @@ _LARGEST_EXPONENT = 700.0  # of e, in a float64
 
 
 class UnsupportedMechanismError(ValueError):
-    """No implemented theorem covers this event under this accountant and neighbouring relation."""
+    """No implemented theorem covers this event under this accountant and neighboring relation."""
 
 
 class LossTooLarge(UnsupportedMechanismError):
     """The privacy loss is so large (little or no noise) that no PLD is computed."""
 
 
-def library_relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
+def library_relation(adjacency: Neighbors) -> dpa.NeighboringRelation:
     """Return the library's name of the relation. Raises ValueError for an unknown one."""
-    if neighbours not in _RELATIONS:
-        raise ValueError(f"neighbours must be one of {sorted(_RELATIONS)}, got {neighbours!r}")
-    return _RELATIONS[neighbours]
+    if adjacency not in _RELATIONS:
+        raise ValueError(f"adjacency must be one of {sorted(_RELATIONS)}, got {adjacency!r}")
+    return _RELATIONS[adjacency]
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class PrivacyLoss:
         return delta > 10 * self.rounding
 
 
-def compute_privacy_loss(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> PrivacyLoss:
+def compute_privacy_loss(event: dpa.DpEvent, adjacency: Neighbors, grid: float) -> PrivacyLoss:
     """Return the loss of one run of `event`, pessimistic at every grid width.
 
     Raises UnsupportedMechanismError.
     """
-    return PrivacyLoss(compose_pld(event, neighbours, grid), rounding_delta(_count_releases(event)))
+    return PrivacyLoss(compose_pld(event, adjacency, grid), rounding_delta(_count_releases(event)))
 
 
 def rounding_delta(releases: int) -> float:
@@ -177,29 +177,29 @@ def _count_releases(event: dpa.DpEvent) -> int:
 
 @lru_cache(maxsize=4)  # one entry can hold tens of megabytes
 def _gaussian_pld(
-    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
-    return sampled_gaussian_pld(noise_multiplier, sample_rate, neighbours, grid)
+    return sampled_gaussian_pld(noise_multiplier, sample_rate, adjacency, grid)
 
 
 @lru_cache(maxsize=4)  # one entry can hold tens of megabytes
 def _truncated_pld(
-    event: dpa.TruncatedSubsampledGaussianDpEvent, neighbours: Neighbours, grid: float
+    event: dpa.TruncatedSubsampledGaussianDpEvent, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
     return truncated_gaussian_pld(
         records=event.dataset_size,
         noise_multiplier=event.noise_multiplier,
         sample_rate=event.sampling_probability,
         batch_cap=event.truncated_batch_size,
-        neighbours=neighbours,
+        adjacency=adjacency,
         grid=grid,
     )
 
 
 def _laplace_pld(
-    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
-    if neighbours == "replace-one":
+    if adjacency == "replace-one":
         if sample_rate < 1.0:
             raise UnsupportedMechanismError(
                 "subsampled Laplace noise is not supported under replace-one"
@@ -213,7 +213,7 @@ def _laplace_pld(
 
 
 def compose_pld(
-    event: dpa.DpEvent, neighbours: Neighbours, grid: float = FINEST_GRID, count: int = 1
+    event: dpa.DpEvent, adjacency: Neighbors, grid: float = FINEST_GRID, count: int = 1
 ) -> PrivacyLossDistribution | None:
     """Return the privacy loss distribution of `count` adaptive runs of `event`, or None.
 
@@ -222,34 +222,34 @@ def compose_pld(
     Pessimistic at every grid width. Raises UnsupportedMechanismError where no PLD is known to us.
     """
     # ValueError for another, which would be priced as add-or-remove-one
-    library_relation(neighbours)
+    library_relation(adjacency)
     identity = pld_library.identity(value_discretization_interval=grid)
     if count == 0 or isinstance(event, dpa.NoOpDpEvent):
         return identity
     if isinstance(event, dpa.NonPrivateDpEvent):
         return None
     if isinstance(event, CountsDpEvent):
-        return compose_pld(event.gaussian(neighbours), neighbours, grid, count)
+        return compose_pld(event.gaussian(adjacency), adjacency, grid, count)
     if isinstance(event, dpa.SelfComposedDpEvent):
-        return compose_pld(event.event, neighbours, grid, count * event.count)
+        return compose_pld(event.event, adjacency, grid, count * event.count)
     if isinstance(event, dpa.ComposedDpEvent):
         total = identity
         for part, same in groupby(event.events):
-            piece = compose_pld(part, neighbours, grid, count * len(list(same)))
+            piece = compose_pld(part, adjacency, grid, count * len(list(same)))
             if piece is None:
                 return None
             total = total.compose(piece)
         return total
     if isinstance(event, RepeatAndSelectDpEvent):
-        searched = _cached_selection_pld(_HashableEvent(event), neighbours, grid)
+        searched = _cached_selection_pld(_HashableEvent(event), adjacency, grid)
         return None if searched is None else _self_compose_or_none(searched, count)
     if isinstance(event, WorstOfDpEvent):
-        found = [compose_pld(choice, neighbours, grid) for choice in event.events]
+        found = [compose_pld(choice, adjacency, grid) for choice in event.events]
         known = [loss for loss in found if loss is not None]
         if len(known) < len(found):
             return None
         return _self_compose_or_none(pointwise_maximum(known, event.floor), count)
-    return _mechanism_pld(event, neighbours, grid, count)
+    return _mechanism_pld(event, adjacency, grid, count)
 
 
 class _HashableEvent:
@@ -267,11 +267,11 @@ class _HashableEvent:
 
 @lru_cache(maxsize=32)  # small: a search's distribution has a few thousand losses
 def _cached_selection_pld(
-    search: _HashableEvent, neighbours: Neighbours, grid: float
+    search: _HashableEvent, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution | None:
-    one = compose_pld(search.event.event, neighbours, grid)
-    law = SelectionLaw(search.event.mean, search.event.shape)
-    return None if one is None else selection_pld(one, law)
+    one = compose_pld(search.event.event, adjacency, grid)
+    distribution = TrialDistribution(search.event.mean, search.event.shape)
+    return None if one is None else selection_pld(one, distribution)
 
 
 def _self_compose_or_none(
@@ -287,7 +287,7 @@ def _self_compose_or_none(
 
 
 def _mechanism_pld(
-    event: dpa.DpEvent, neighbours: Neighbours, grid: float, count: int
+    event: dpa.DpEvent, adjacency: Neighbors, grid: float, count: int
 ) -> PrivacyLossDistribution | None:
     """Return `compose_pld` of a single mechanism."""
     identity = pld_library.identity(value_discretization_interval=grid)
@@ -300,20 +300,20 @@ def _mechanism_pld(
         if inner.noise_multiplier == 0:
             return None
         if sample_rate == 1.0:  # n Gaussian releases are one with sigma / sqrt(n), exactly
-            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, neighbours, grid)
-        one = _gaussian_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
+            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, adjacency, grid)
+        one = _gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
         return one.self_compose(count)
     if isinstance(inner, dpa.LaplaceDpEvent):
         if inner.noise_multiplier == 0:
             return None
-        one = _laplace_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
+        one = _laplace_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
         return one.self_compose(count)
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         if event.noise_multiplier == 0:
             return None
-        return _truncated_pld(event, neighbours, grid).self_compose(count)
+        return _truncated_pld(event, adjacency, grid).self_compose(count)
     if isinstance(event, dpa.RandomizedResponseDpEvent):
-        if neighbours != "replace-one":
+        if adjacency != "replace-one":
             raise UnsupportedMechanismError(
                 "randomized response is accounted under replace-one only"
             )
@@ -325,7 +325,7 @@ def _mechanism_pld(
             noise_parameter=event.noise_parameter,
             num_buckets=event.num_buckets,
             value_discretization_interval=grid,
-            neighboring_relation=library_relation(neighbours),
+            neighboring_relation=library_relation(adjacency),
         ).self_compose(count)
     raise UnsupportedMechanismError(
         f"no privacy loss distribution is known for {type(event).__name__}"
@@ -411,14 +411,14 @@ def _sampled_gaussian_pmf(
 
 
 def sampled_gaussian_pld(
-    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
     """Return the pessimistic loss of one Poisson-sampled Gaussian step, 0 < sample_rate <= 1.
 
-    Connect-the-dots discretisation (Doroshenko et al. 2022) with spacing `grid`; equal to the
+    Connect-the-dots discretization (Doroshenko et al. 2022) with spacing `grid`; equal to the
     library's from_gaussian_mechanism up to rounding. Under replace-one the sensitivity is 2.
     """
-    if neighbours == "replace-one":
+    if adjacency == "replace-one":
         return PrivacyLossDistribution(
             _sampled_gaussian_pmf(noise_multiplier, sample_rate, AdjacencyType.REPLACE, grid)
         )
@@ -437,7 +437,7 @@ def truncated_gaussian_pld(
     noise_multiplier: float,
     sample_rate: float,
     batch_cap: int,
-    neighbours: Neighbours,
+    adjacency: Neighbors,
     grid: float,
 ) -> PrivacyLossDistribution:
     """Return the pessimistic loss of one step whose Poisson batch is cut at random to `batch_cap`.
@@ -448,7 +448,7 @@ def truncated_gaussian_pld(
     one. The two are mixed with weight t (arXiv 2508.15089).
     """
     others_fill = float(stats.binom.sf(batch_cap - 1, records - 1, sample_rate))
-    plain = sampled_gaussian_pld(noise_multiplier, sample_rate, neighbours, grid)
+    plain = sampled_gaussian_pld(noise_multiplier, sample_rate, adjacency, grid)
     if others_fill == 0.0:
         return plain
     kept = float(stats.binom.sf(batch_cap, records, sample_rate)) * batch_cap / records
@@ -468,11 +468,13 @@ _SLACK = 1e-13  # relative, for what rounding may take from the highest lines
 _NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
 
 
-def selection_pld(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
+def selection_pld(
+    loss: PrivacyLossDistribution, distribution: TrialDistribution
+) -> PrivacyLossDistribution:
     """Return the loss of releasing the best of K runs, each with this loss; an upper bound."""
     sides = loss_directions(loss)
     times = math.ceil(max(len(side.probabilities) for side in sides) / _LOSSES)
-    prices = [_SelectionProfile(side.coarsen(times), law) for side in sides]
+    prices = [_SelectionProfile(side.coarsen(times), distribution) for side in sides]
     top = max(price.top() for price in prices)
     apart = max(1, -(-top // _SUPPORT))
     steps = apart * np.arange(0, top // apart + 2)
@@ -483,9 +485,9 @@ def selection_pld(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLo
 class _SelectionProfile:
     """The bound for one direction: sum_i p_i H(e^(epsilon - l_i)) + E[K] P(L infinite)."""
 
-    def __init__(self, losses: LossPmf, law: SelectionLaw) -> None:
-        self.grid, self.law, self.losses = losses.grid, law, losses
-        self._heights, self._slopes = _envelope(losses, law)
+    def __init__(self, losses: LossPmf, distribution: TrialDistribution) -> None:
+        self.grid, self.distribution, self.losses = losses.grid, distribution, losses
+        self._heights, self._slopes = _envelope(losses, distribution)
         with np.errstate(divide="ignore"):
             self._turns = np.diff(self._heights) / np.diff(self._slopes)
 
@@ -500,11 +502,11 @@ class _SelectionProfile:
         worst = np.maximum(self._heights[line] - c * self._slopes[line], 0.0)[::-1]
         begin = len(worst) - (steps - first - low) - 1
         found = np.array([p @ worst[b : b + len(p)] for b in begin])
-        return found + self.losses.infinity_mass * self.law.mean
+        return found + self.losses.infinity_mass * self.distribution.mean
 
     def top(self) -> int:
         """Return the steps of an epsilon beyond which delta hardly falls."""
-        floor = self.losses.infinity_mass * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
+        floor = self.losses.infinity_mass * self.distribution.mean * (1 + 1e-9) + _NEGLIGIBLE
         last = self.losses.lower_loss + len(self.losses.probabilities)
         with np.errstate(divide="ignore"):
             spread = np.log((self._heights / self._slopes).max())  # beyond it H is zero
@@ -514,7 +516,7 @@ class _SelectionProfile:
         return int(steps[np.argmax(low)] if low.any() else steps[-1])
 
 
-def _envelope(losses: LossPmf, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
+def _envelope(losses: LossPmf, distribution: TrialDistribution) -> tuple[np.ndarray, np.ndarray]:
     """Return lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)), all t and c >= 0.
 
     Between two points t < u the first term is at most phi'(1 - t), the second at least
@@ -522,25 +524,25 @@ def _envelope(losses: LossPmf, law: SelectionLaw) -> tuple[np.ndarray, np.ndarra
     highest somewhere are kept; heights a and slopes b both ascend.
     """
     deficit = max(0.0, 1.0 - losses.reverse_probabilities.sum())
-    # Neyman-Pearson: the least losses first, where Q' has most. Linear in between: randomised.
+    # Neyman-Pearson: the least losses first, where Q' has most. Linear in between: randomized.
     size = np.minimum(np.concatenate([[0.0], np.cumsum(losses.probabilities), [1.0]]), 1.0)
     power = np.concatenate([[deficit], deficit + np.cumsum(losses.reverse_probabilities), [1.0]])
     power = np.minimum(power, 1.0)
-    fine = _evenly_tilted(law)
+    fine = _evenly_tilted(distribution)
     t = np.unique(np.concatenate([fine, np.interp(fine, power, size)]))
     g = np.interp(t, size, power)
     # In ascending order, also where rounding says otherwise (heights too large, slopes too small).
-    heights = np.maximum.accumulate(law.pgf_derivative(t[:-1])[::-1])
-    slopes = np.minimum.accumulate(law.pgf_derivative(g[1:]))[::-1]
+    heights = np.maximum.accumulate(distribution.pgf_derivative(t[:-1])[::-1])
+    slopes = np.minimum.accumulate(distribution.pgf_derivative(g[1:]))[::-1]
     last = np.append(np.diff(slopes) > 0, True)  # of equal slopes the highest
     heights, slopes = heights[last], slopes[last]
     kept = upper_hull(slopes, heights)
     return heights[kept] * (1 + _SLACK), slopes[kept]
 
 
-def _evenly_tilted(law: SelectionLaw) -> np.ndarray:
+def _evenly_tilted(distribution: TrialDistribution) -> np.ndarray:
     """Return points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
     rough = np.concatenate([[0.0], np.logspace(-15, 0, 2_000)])
-    fallen = -np.log(np.maximum(law.pgf_derivative(rough), 1e-9))
+    fallen = -np.log(np.maximum(distribution.pgf_derivative(rough), 1e-9))
     points = np.interp(np.linspace(fallen[0], fallen[-1], _POINTS), fallen, rough)
     return np.concatenate([points, [0.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Read, maximise and rebuild hockey-stick profiles of privacy loss distributions.
+"""Read, maximize and rebuild hockey-stick profiles of privacy loss distributions.
 
 A privacy loss distribution stands for a pair (Q, Q'): the probabilities under Q of the losses ln
 q/q' on a grid, and the mass at an infinite loss. Its profile epsilon -> sup_S Q(S) - e^epsilon

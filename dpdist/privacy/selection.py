@@ -1,10 +1,10 @@
-"""Laws of the number of runs of a private search (Papernot and Steinke 2022).
+"""Distributions of the number of runs of a private search (Papernot and Steinke 2022).
 
 A search runs the base mechanism K times with K secret and random, and releases the best run only.
-A law is named by its mean and its shape, as in `RepeatAndSelect`: shape infinity is Poisson (K may
-be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1; 1 is geometric, 0
-logarithmic), and a whole shape -n <= -1 binomial: n chances, so that K is never larger (K may be
-0; with mean n, K is always n).
+A distribution is named by its mean and its shape, as in `RepeatAndSelect`: shape infinity is
+Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1; 1 is
+geometric, 0 logarithmic), and a whole shape -n <= -1 binomial: n chances, so that K is never larger
+(K may be 0; with mean n, K is always n).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def truncated_nb_mean(shape: float, log_gamma: float) -> float:
 
 
 @dataclass(frozen=True)
-class SelectionLaw:
-    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, eta > -1, or -n for binomial."""
+class TrialDistribution:
+    """The distribution of K. mean: E[K] >= 1. shape: infinity (Poisson), eta > -1, or -n."""
 
     mean: float
     shape: float
@@ -45,7 +45,7 @@ class SelectionLaw:
 
     @property
     def max_runs(self) -> int | None:
-        """Return the largest K of a binomial law; None for the others."""
+        """Return the largest K of a binomial distribution; None for the others."""
         return int(-self.shape) if self.shape <= -1 else None
 
     @property
@@ -62,7 +62,7 @@ class SelectionLaw:
         Shapes eta > -1 only.
         """
         if math.isinf(self.shape) or self.max_runs is not None:
-            raise ValueError("only truncated negative binomial laws have a gamma")
+            raise ValueError("only truncated negative binomial distributions have a gamma")
         if self.mean == 1:
             return 0.0
         if self.shape == 1:
@@ -153,7 +153,7 @@ class SelectionLaw:
         return float(betainc(runs, self.shape, -math.expm1(self.log_gamma))) / untruncated
 
     def _head(self, runs: int) -> float:
-        """Return P(1 <= K < runs) for a negative shape, by ratios of neighbouring probabilities."""
+        """Return P(1 <= K < runs) for a negative shape, by ratios of neighboring probabilities."""
         import numpy as np
 
         k = np.arange(1, runs - 1)
@@ -180,7 +180,7 @@ class SelectionLaw:
         return high
 
     def describe(self) -> str:
-        """Return the law in words."""
+        """Return the distribution in words."""
         if self.mean == self.max_runs:
             return f"fixed, unshown, {self.max_runs}"
         among = "" if self.max_runs is None else f" of {self.max_runs} chances"
@@ -188,7 +188,7 @@ class SelectionLaw:
 
     @property
     def family(self) -> str:
-        """Return the name of all laws of this shape."""
+        """Return the name of all distributions of this shape."""
         if self.max_runs is not None:
             return "binomial"
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}

@@ -1,9 +1,9 @@
 """Describe the location of a model's noise at prediction: input, first layer, modules or none.
 
-The model's own forward pass draws nothing. One draw of the randomised classifier takes standard
+The model's own forward pass draws nothing. One draw of the randomized classifier takes standard
 normals, independent for every record, and every user makes it in the same way: evaluation and
 attacks by `logits`, certificates and counts by `cut`. Input noise followed by noise further inside
-is randomised smoothing of the input at `sigma`: what follows is post-processing. Noise on
+is randomized smoothing of the input at `sigma`: what follows is post-processing. Noise on
 parameters belongs to training alone (`dpdist.gradients.perturbations`). A new location is a class
 in `NOISE_LOCATIONS`.
 """
@@ -42,7 +42,7 @@ class NoiseLocation:
     the same classifier names. is_random: whether there is noise at all. smoothing_sigma: standard
     deviation of the noise on the input, in input units; None where there is none. has_inner_noise:
     there is noise behind the input that stays when the input is smoothed. predicts_by_vote: whether
-    the randomised classifier answers with the class that most draws say; otherwise with that of the
+    the randomized classifier answers with the class that most draws say; otherwise with that of the
     largest mean score, as the certificates of the same noise do.
     """
 
@@ -137,7 +137,7 @@ class NoNoise(NoiseLocation):
 
 @dataclass(frozen=True)
 class InputNoise(NoiseLocation):
-    """N(0, sigma^2) on every number of the input (randomised smoothing). sigma in input units."""
+    """N(0, sigma^2) on every number of the input (randomized smoothing). sigma in input units."""
 
     sigma: float
     kind = certified_kind = "input"

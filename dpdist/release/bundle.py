@@ -39,7 +39,7 @@ from dpdist.core.fields import (
     PADDING,
     Count,
     JsonObject,
-    Licence,
+    License,
     NotNegative,
     Probability,
     RejectBool,
@@ -258,7 +258,7 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 
 FORMAT = 1
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
-PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
+PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "backend"}
 
 Ratio = Annotated[float, RejectBool, Field(ge=0, le=1)]
 Perplexity = Annotated[float, RejectBool, Field(ge=1, le=1e308)]
@@ -396,7 +396,7 @@ class ReleasedText(Section):
 class ReleasedPictures(Section):
     """How a picture becomes an input of the model, as the test inputs of its run did.
 
-    resize: what the shorter side of every picture becomes, before the centre is cropped; None: the
+    resize: what the shorter side of every picture becomes, before the center is cropped; None: the
     larger side of the input, of pictures that have another size.
     """
 
@@ -414,7 +414,7 @@ class ReleasedPictures(Section):
         which = "of other sizes " if self.resize is None else ""
         return (
             f"pictures {which}have their shorter side resized to {side} (bilinear) and their "
-            f"centre cropped, {size[1]} x {size[2]}"
+            f"center cropped, {size[1]} x {size[2]}"
         )
 
 
@@ -445,7 +445,7 @@ class ReleaseDescription(Section):
     language model tells; None of other models. noise: where the model is random by itself
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
-    licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
+    license: an SPDX identifier; None where the publisher gave none. certified: of each table, in
         their order. text: how tokens are made of texts. pictures: how pictures of other sizes
     become inputs; None: they must have the size of the input. raw_inputs: inputs are numbers as a
     script had them, of no declared range; written only where it is so. base: of the adapter that
@@ -464,7 +464,7 @@ class ReleaseDescription(Section):
     data: DataRecipe
     tested: CleanAccuracy | None
     certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
-    licence: Licence | None
+    license: License | None
     text: ReleasedText | None = None
     pictures: ReleasedPictures | None = None
     raw_inputs: bool = False
@@ -819,7 +819,7 @@ class Release:
             rows.append(("texts", f"{about.text.length} tokens: {about.text.tokens}"))
         elif about.certificate is not None:
             rows.append(("meant to be certified as", about.certificate.folder_name))
-        rows.append(("licence", about.licence or "none named: ask the publisher"))
+        rows.append(("license", about.license or "none named: ask the publisher"))
         call = "text_answerer(text)" if about.tokens else "answerer()(image)"
         rows.append(("to ask it", f"release.{call}; dpdist verify {self.path}"))
         return "\n".join([f"release {self.name}", *(f"  {name}: {said}" for name, said in rows)])

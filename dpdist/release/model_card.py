@@ -57,9 +57,9 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         *_measured(description),
         "## Limits",
         _limits(description, card),
-        "## Licence",
-        f"{description.licence} (SPDX)."
-        if description.licence
+        "## License",
+        f"{description.license} (SPDX)."
+        if description.license
         else "The publisher named none: ask first.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -184,8 +184,8 @@ _TEXT_LIMITS = """\
 def _limits(description: ReleaseDescription, card: Mapping[str, Any]) -> str:
     """Say what the statements of a release do not cover."""
     text = _TEXT_LIMITS if description.text is not None else _LIMITS
-    if "group" in card["guarantee"]:
-        return text.replace("single training records", "whole groups of training records", 1)
+    if "user" in card["guarantee"]:
+        return text.replace("single training records", "users", 1)
     return text
 
 
@@ -239,8 +239,8 @@ def _metadata(
     if description.text is not None:
         tags = [tag for tag in tags if tag != "certified-robustness"]
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
-    if description.licence is not None:
-        found["license"] = description.licence.lower()
+    if description.license is not None:
+        found["license"] = description.license.lower()
     if description.tested is None:
         return found
     metrics = [_metric("accuracy", "clean accuracy", description.tested.accuracy)]
@@ -274,7 +274,7 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
         return f"**{why[0].upper()}{why[1:]}.**"
     if not card["private"]:
         return "**It is NOT private**; the privacy card says why."
-    unit = "whole group of training records" if "group" in guarantee else "training record"
+    unit = "user" if "user" in guarantee else "training record"
     bound = bounding_guarantee(card)
     said = ", with all else that was released of these records"
     if bound is guarantee:
@@ -293,12 +293,12 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
         return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{PRIVACY_CARD_TEXT}`."
-    unit = "group" if "group" in guarantee else "record"
+    unit = "user" if "user" in guarantee else "record"
     epsilon = float(bounding_guarantee(card)["epsilon"])
     lines = [
         f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
         f"-differential privacy, {shown_kind(guarantee['kind'])} by {card['accountant']}; "
-        f"neighbours: {card['relation']}{left_out(card['assumptions'])}.",
+        f"adjacency: {card['relation']}{left_out(card['assumptions'])}.",
         f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",

@@ -43,7 +43,7 @@ class ClassifierRecord(FileShape):
 
     Attributes:
         generator: Generator of the noise: aes or philox.
-        form: Inference form of the model.
+        backend: inference backend of the model.
         batch: Rows of the executed batch.
         device: Kind of device.
         torch_version: Version of torch.
@@ -52,7 +52,7 @@ class ClassifierRecord(FileShape):
     """
 
     generator: str = "aes"
-    form: str
+    backend: str
     batch: int
     device: str = "cpu"
     torch_version: str

@@ -64,10 +64,10 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
             _REASON_SUGGESTION,
         ),
         **dict.fromkeys(
-            ("data.columns.group", "data.columns.image", "data.columns.label", "data.test"),
+            ("data.columns.user", "data.columns.image", "data.columns.label", "data.test"),
             _REASON_TEST_DATA
         ),
-        "licence": "a decision",
+        "license": "a decision",
         "name": "a name",
         **dict.fromkeys(
             ("tested", "tested.accuracy", "tested.data"),
@@ -77,7 +77,7 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
     PRIVACY_CARD: {
         **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"),
             _REASON_FREE_TEXT),
-        **dict.fromkeys(("plan", "superseded_releases"), _REASON_OTHER_RUNS),
+        **dict.fromkeys(("plan", "reexecuted_releases"), _REASON_OTHER_RUNS),
     },
     "model.json": {},
     table_name(1): {
@@ -103,7 +103,7 @@ UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
 """By file: fields of which a single edit passes (pages and sums made again), and why."""
 
 
-_UNVERIFIABLE_SUMMARY = "how the model was trained, clean accuracy, names, notes, licence"
+_UNVERIFIABLE_SUMMARY = "how the model was trained, clean accuracy, names, notes, license"
 
 
 def verify_release(

@@ -1,8 +1,8 @@
 """Line charts as SVG, and the report's own: certified accuracy, attacks, epsilon against step.
 
-A chart is small, readable by machines, and in the reader's own colours, light or dark. A picture
-inside a page takes its colours from the page (`stylesheet`); one that stands alone carries them.
-Lines differ by dashes as well as by colour. The grid of attacks shows right, abstained and wrong
+A chart is small, readable by machines, and in the reader's own colors, light or dark. A picture
+inside a page takes its colors from the page (`stylesheet`); one that stands alone carries them.
+Lines differ by dashes as well as by color. The grid of attacks shows right, abstained and wrong
 answers against size, beside the certified ones.
 """
 
@@ -26,7 +26,7 @@ from dpdist.privacy.guarantee import format_epsilon
 # --- line charts ------------------------------------------------------------------------------
 
 
-# Name of a colour: what it is in light and in dark. Text on `ground` and on `raised` has a contrast
+# Name of a color: what it is in light and in dark. Text on `ground` and on `raised` has a contrast
 # of at least 4.5 (WCAG AA), lines of at least 3; a test computes it.
 PALETTE = {
     "ground": ("#ffffff", "#12161b"),
@@ -44,7 +44,7 @@ PALETTE = {
     "line3": ("#7048a0", "#c3a0f0"),
     "line4": ("#7a5c00", "#e0c060"),
 }
-_NUM_COLOURS, _DASHES = 5, ("", "7 3", "2 3", "9 3 2 3", "4 2")
+_NUM_COLORS, _DASHES = 5, ("", "7 3", "2 3", "9 3 2 3", "4 2")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 360, 190, 46, 10, 42
 _LINE = 15  # of text
 
@@ -94,9 +94,9 @@ def stylesheet() -> str:
         " ".join(f"--{name}: {shades[mode]};" for name, shades in PALETTE.items())
         for mode in (0, 1)
     )
-    colours = {f"c{i}": f"line{i}" for i in range(_NUM_COLOURS)} | {"q": "quiet"}
+    colors = {f"c{i}": f"line{i}" for i in range(_NUM_COLORS)} | {"q": "quiet"}
     drawn = "".join(
-        f".{name} {{ stroke: var(--{of}); fill: var(--{of}); }} " for name, of in colours.items()
+        f".{name} {{ stroke: var(--{of}); fill: var(--{of}); }} " for name, of in colors.items()
     )
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
@@ -201,13 +201,13 @@ def _curves(lines: Sequence[Line], x: Axis, y: Axis, top: int) -> list[str]:
             path += f"V{up:g}H{across:g}" if line.is_step else f"L{across:g} {up:g}"
         found.append(_stroke(line, number, path))
         if line.show_markers:
-            dot = f'<circle class="{_colour_class(line, number)}" r="2.6"'
+            dot = f'<circle class="{_color_class(line, number)}" r="2.6"'
             found += [f'{dot} cx="{across:g}" cy="{up:g}"/>' for across, up in points]
     return found
 
 
-def _colour_class(line: Line, number: int) -> str:
-    return "q" if line.muted else f"c{number % _NUM_COLOURS}"
+def _color_class(line: Line, number: int) -> str:
+    return "q" if line.muted else f"c{number % _NUM_COLORS}"
 
 
 def _stroke(line: Line, number: int, path: str) -> str:
@@ -215,7 +215,7 @@ def _stroke(line: Line, number: int, path: str) -> str:
         return f'<path class="grid block" d="{path}"/>'
     dash = "3 3" if line.muted else _DASHES[number % len(_DASHES)]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path class="{_colour_class(line, number)}" d="{path}"{dashed}/>'
+    return f'<path class="{_color_class(line, number)}" d="{path}"{dashed}/>'
 
 
 def ticks(end: float) -> list[float]:

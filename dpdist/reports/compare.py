@@ -38,7 +38,7 @@ from dpdist.core.fields import check_run_name
 from dpdist.core.files import MissingFileError, read_json, write_json, write_result
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.reports.facts import MAX_INPUTS, Facts, read_facts
+from dpdist.reports.results import MAX_INPUTS, RunResults, load_results
 from dpdist.runs.folder import RunFolder
 
 # --- side by side -----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ from dpdist.runs.folder import RunFolder
 
 NORMS = {norm: norm_name(norm) for norm in ("l2", "linf")}
 SIZES = {"l2": (0.1, 0.25, 0.5), "linf": (0.003, 0.01, 0.02)}  # shown where none are asked for
-_COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
+_COLORS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CertifiedCurve:
         return float(np.mean(self.sizes >= size))
 
 
-def certified_curves(facts: Facts) -> list[CertifiedCurve]:
+def certified_curves(facts: RunResults) -> list[CertifiedCurve]:
     """Every certificate of a run in both norms, from its finished tables."""
     return [
         CertifiedCurve(
@@ -86,7 +86,7 @@ def certified_curves(facts: Facts) -> list[CertifiedCurve]:
     ]
 
 
-def privacy_rows(runs: Sequence[Facts]) -> list[list[str]]:
+def privacy_rows(runs: Sequence[RunResults]) -> list[list[str]]:
     """Header and one row for each run: clean accuracy, epsilon claimed, proved and audited (the
     largest lower bound), verdict."""
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
@@ -111,7 +111,7 @@ def privacy_rows(runs: Sequence[Facts]) -> list[list[str]]:
 
 
 def certified_accuracy_rows(
-    runs: Sequence[Facts], norm: str, sizes: Sequence[float]
+    runs: Sequence[RunResults], norm: str, sizes: Sequence[float]
 ) -> list[list[str]]:
     """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
     rows = [["run", f"certificate, {NORMS[norm]}", "table", "inputs", *map(format_exact, sizes)]]
@@ -123,7 +123,7 @@ def certified_accuracy_rows(
     return rows
 
 
-def population_rows(runs: Sequence[Facts]) -> list[list[str]]:
+def population_rows(runs: Sequence[RunResults]) -> list[list[str]]:
     """Header and rows: what each table of certificates says of the population, as a report does."""
     rows = [["run", "certificate", POPULATION]]
     for facts in runs:
@@ -132,7 +132,7 @@ def population_rows(runs: Sequence[Facts]) -> list[list[str]]:
     return rows
 
 
-def attacked_accuracy_rows(runs: Sequence[Facts], norm: str) -> list[list[str]]:
+def attacked_accuracy_rows(runs: Sequence[RunResults], norm: str) -> list[list[str]]:
     """Header and rows in %: what became of each run's inputs at each size, under all its attacks.
 
     right: under each of them; wrong: another class under one at least; abstained: the others.
@@ -150,7 +150,9 @@ def attacked_accuracy_rows(runs: Sequence[Facts], norm: str) -> list[list[str]]:
     return rows
 
 
-def comparison_tables(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> Iterator[str]:
+def comparison_tables(
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
+) -> Iterator[str]:
     """Yield the tables and paragraphs, as Markdown, that put runs side by side and subtract them.
 
     Raises as `accuracy_differences`.
@@ -170,14 +172,14 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def comparison_png(runs: Sequence[Facts]) -> bytes:
+def comparison_png(runs: Sequence[RunResults]) -> bytes:
     """PNG, a panel for each norm: certified accuracy (lines) and accuracy under attack (dots)."""
     from dpdist.reports.figures import make_panels, render_figure
 
     figure, panels = make_panels(len(NORMS))
     for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
         widest = 0.0
-        for facts, colour in zip(runs, _COLOURS * len(runs), strict=False):
+        for facts, color in zip(runs, _COLORS * len(runs), strict=False):
             mine = [
                 curve
                 for curve in certified_curves(facts)
@@ -192,7 +194,7 @@ def comparison_png(runs: Sequence[Facts]) -> bytes:
                     sizes,
                     shares,
                     curve.line_style or "",
-                    color=colour,
+                    color=color,
                     linewidth=1.4,
                     label=f"{facts.folder.name}, {curve.title}",
                 )
@@ -200,7 +202,7 @@ def comparison_png(runs: Sequence[Facts]) -> bytes:
             for table in facts.attacks:
                 if table.norm == norm:
                     worst = [100 * (1 - table.worst(size).wrong) for size in table.sizes]
-                    axes.plot(table.sizes, worst, "o", color=colour, markersize=4)
+                    axes.plot(table.sizes, worst, "o", color=color, markersize=4)
                     widest = max(widest, table.sizes[-1])
         axes.set_xlim(0, widest * 1.05 or 1)
         axes.set_ylim(0, 100)
@@ -210,7 +212,7 @@ def comparison_png(runs: Sequence[Facts]) -> bytes:
     return render_figure(figure)
 
 
-def write_comparison_png(runs: Sequence[Facts], path: Path) -> None:
+def write_comparison_png(runs: Sequence[RunResults], path: Path) -> None:
     """`comparison_png` into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_result(path, comparison_png(runs))
@@ -259,7 +261,7 @@ class PairedSizes:
 
 
 def accuracy_differences(
-    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> tuple[list[AccuracyDifference], list[str]]:
     """Every later run against the first, in plain accuracy and at the sizes of each norm.
 
@@ -278,7 +280,7 @@ def accuracy_differences(
 
 
 def curve_differences(
-    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> list[tuple[PairedSizes, CurveDifference]]:
     """Every later run against the first, at every size up to the largest listed one: all sizes,
     certificates and runs together."""
@@ -355,7 +357,9 @@ def _format_interval(low: float, high: float) -> str:
     return f"{ends[0]:+.2f} to {ends[1]:+.2f}"
 
 
-def differences_section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list[str]:
+def differences_section(
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
+) -> list[str]:
     """Paragraphs of Markdown: `accuracy_differences` as a table, what it claims, what it leaves
     out."""
     rows, notes = accuracy_differences(runs, sizes)
@@ -379,7 +383,7 @@ def differences_section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[floa
 
 
 def _curves_section(
-    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]], first: str
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]], first: str
 ) -> list[str]:
     curves = curve_differences(runs, sizes)
     if not curves:
@@ -393,7 +397,7 @@ def _curves_section(
 
 
 def _plain_accuracy_difference(
-    first: Facts, later: Facts, notes: list[str]
+    first: RunResults, later: RunResults, notes: list[str]
 ) -> list[AccuracyDifference]:
     two = []
     for facts in (first, later):
@@ -411,7 +415,7 @@ def _plain_accuracy_difference(
     return [AccuracyDifference(later.folder.name, "plain accuracy", "", compare(two[0], two[1]))]
 
 
-def _correct_inputs(facts: Facts) -> np.ndarray:
+def _correct_inputs(facts: RunResults) -> np.ndarray:
     """Whether each input was answered rightly, bool (N,). Raises UserError when damaged."""
     about = facts.evaluation or {}
     inputs = about["inputs"]
@@ -429,7 +433,7 @@ def _correct_inputs(facts: Facts) -> np.ndarray:
 
 
 def _comparable_tables(
-    first: Facts, later: Facts, notes: list[str]
+    first: RunResults, later: RunResults, notes: list[str]
 ) -> Iterator[tuple[CertificateTable, CertificateTable]]:
     """Yield the two tables with the most common inputs, for each terms in both runs."""
     matched = set()
@@ -473,7 +477,7 @@ def _common_rows(
     return own, others
 
 
-def _paired_sizes(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
+def _paired_sizes(first: RunResults, later: RunResults, notes: list[str]) -> Iterator[PairedSizes]:
     """Yield the sizes that both runs certify of the same inputs, on the same terms."""
     for mine, other in _comparable_tables(first, later, notes):
         own, others = _common_rows(mine, other)
@@ -501,7 +505,7 @@ def _paired_sizes(first: Facts, later: Facts, notes: list[str]) -> Iterator[Pair
                 )
 
 
-def _raise_not_comparable(first: Facts, later: Facts, reason: str) -> None:
+def _raise_not_comparable(first: RunResults, later: RunResults, reason: str) -> None:
     raise UserError(
         f"{first.folder.name} and {later.folder.name}: no difference can be stated: {reason}"
     )
@@ -547,7 +551,7 @@ def set_baseline(folder: RunFolder, baseline: RunFolder) -> None:
         raise UserError(
             f"--baseline: must be another run beside {folder.name}, got {baseline.path}"
         )
-    _make_baseline(read_facts(folder), read_facts(baseline))
+    _make_baseline(load_results(folder), load_results(baseline))
     write_json(folder.baseline, {"run": baseline.name})
 
 
@@ -565,7 +569,7 @@ def baseline_command(folder: RunFolder) -> str:
     return shlex.join(["dpdist", "run", recipe, "--name", f"{folder.name}-open", *changes])
 
 
-def compare_with_baseline(facts: Facts) -> Baseline | None:
+def compare_with_baseline(facts: RunResults) -> Baseline | None:
     """The baseline that was named for a run, None where none was; one that is gone, or that is no
     baseline any more, with the reason in its notes."""
     try:
@@ -574,12 +578,12 @@ def compare_with_baseline(facts: Facts) -> Baseline | None:
         return None
     try:
         check_run_name(name)
-        return _make_baseline(facts, read_facts(RunFolder(facts.folder.path.parent / name)))
+        return _make_baseline(facts, load_results(RunFolder(facts.folder.path.parent / name)))
     except (UserError, ValueError) as error:
         return Baseline(name, [], [f"{str(error).splitlines()[0]}."], [])
 
 
-def _make_baseline(facts: Facts, baseline: Facts) -> Baseline:
+def _make_baseline(facts: RunResults, baseline: RunResults) -> Baseline:
     if not math.isinf(baseline.guarantee.epsilon):
         raise UserError(
             f"{baseline.folder.name}: is private (epsilon "
@@ -596,7 +600,7 @@ def _make_baseline(facts: Facts, baseline: Facts) -> Baseline:
     return Baseline(baseline.folder.name, found, notes, changed)
 
 
-def _compared_sizes(facts: Facts) -> dict[str, tuple[float, ...]]:
+def _compared_sizes(facts: RunResults) -> dict[str, tuple[float, ...]]:
     """The radii that the report shows anyway; in a norm of which it shows none, the usual ones."""
     shown = {
         norm: {r for table in facts.tables if table.norm == norm for r in table.reported_radii if r}

@@ -14,7 +14,7 @@ from dpdist.certification import statistics
 from dpdist.certification.statistics import holm
 from dpdist.certification.table import CertificateTable
 from dpdist.reports.compare import accuracy_differences, curve_differences
-from dpdist.reports.facts import Facts
+from dpdist.reports.results import RunResults
 from dpdist.reports.summary import make_verdict
 
 _EVALUATION_KEYS = (
@@ -29,7 +29,7 @@ _EVALUATION_KEYS = (
 _NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
 
 
-def run_as_json(facts: Facts) -> dict[str, Any]:
+def run_as_json(facts: RunResults) -> dict[str, Any]:
     """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
     found = facts.evaluation
     names = (
@@ -86,7 +86,7 @@ def table_as_json(table: CertificateTable) -> dict[str, Any]:
 
 
 def comparison_as_json(
-    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+    runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Return several runs, and each later one less the first on the same inputs, as JSON.
 

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-_COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
+_COLORS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
 _DATES: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # none
 RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -40,7 +40,7 @@ def plot_search_costs(
     """Draw epsilon of training and search against the expected number of trials.
 
     Args:
-        curves: (expected trials, epsilon), by the kind of law; a line for each.
+        curves: (expected trials, epsilon), by the kind of distribution; a line for each.
         untuned_epsilon: of one untuned run with the same noise.
         delta: at which every epsilon is stated.
         path: the file to write; its suffix is png, pdf or svg.
@@ -72,8 +72,8 @@ def plot_roc_curves(
     curves and the ceilings (dashed) by name, as false and true positive rates."""
     figure, found = make_panels(len(panels))
     for axes, (title, curves, ceilings) in zip(found, panels, strict=True):
-        for (name, (false, true)), colour in zip(curves.items(), itertools.cycle(_COLOURS)):
-            axes.plot(false, true, color=colour, linewidth=1.2, label=name)
+        for (name, (false, true)), color in zip(curves.items(), itertools.cycle(_COLORS)):
+            axes.plot(false, true, color=color, linewidth=1.2, label=name)
         for name, (false, true) in ceilings.items():
             axes.plot(false, true, "--", color="#777777", linewidth=1, label=name)
         axes.plot([1e-4, 1], [1e-4, 1], color="#cccccc", linewidth=1)

@@ -70,7 +70,7 @@ from dpdist.reports.compare import (
     compare_with_baseline,
     privacy_rows,
 )
-from dpdist.reports.facts import Facts, describe_search, read_facts, trial_table
+from dpdist.reports.results import RunResults, describe_search, load_results, trial_table
 from dpdist.reports.summary import (
     accuracy_interval,
     clean_accuracy_interval,
@@ -166,7 +166,7 @@ def _image_example(
 _MAX_CLASS_ROWS = 100  # rows of the page
 
 
-def per_class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
+def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     """Header and rows: of each class its test inputs, those answered rightly with an interval, and
     of those certified the shares that are right and certified, wrong, not answered.
 
@@ -223,7 +223,7 @@ _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 
 
 def provenance_rows(
-    facts: Facts, card: dict[str, Any], report_date: date | None
+    facts: RunResults, card: dict[str, Any], report_date: date | None
 ) -> list[tuple[str, str]]:
     """Name and value of all that is known and may be told. report_date: None where a date could
     tell how long something secret took."""
@@ -254,7 +254,7 @@ def provenance_rows(
     return rows
 
 
-def reproducing_command(facts: Facts) -> str:
+def reproducing_command(facts: RunResults) -> str:
     """What makes such a run again, from the recipe on the page."""
     name = facts.folder.name
     if facts.plan.trained_elsewhere:
@@ -275,7 +275,7 @@ def importing_command(recipe: Recipe) -> str:
     return shlex.join([*words, "--data", recipe.data.name])
 
 
-def _training_rows(facts: Facts) -> list[tuple[str, str]]:
+def _training_rows(facts: RunResults) -> list[tuple[str, str]]:
     attempts = facts.ledger.attempts
     if facts.search is not None or not attempts:
         return []  # on which machine the best trial ran is the search's
@@ -331,7 +331,7 @@ def write_report(
     images: the test data, or why their inputs are not shown. reveal_date: with today's date even
     where a date may tell how long something secret took: whoever asks for the page chose the day.
     """
-    facts = read_facts(folder)
+    facts = load_results(folder)
     curves = _run_charts(facts)
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
@@ -374,14 +374,14 @@ def write_report(
         folder.baseline_report.unlink(missing_ok=True)
 
 
-def _delta_words(facts: Facts) -> str:
+def _delta_words(facts: RunResults) -> str:
     """Return at which delta the epsilons are stated; nothing where none is proved."""
     guarantee = facts.guarantee
     return f", at delta = {guarantee.delta:g}" if math.isfinite(guarantee.epsilon) else ""
 
 
 def _attack_sections(
-    facts: Facts, charts: dict[str, str]
+    facts: RunResults, charts: dict[str, str]
 ) -> list[tuple[AttackTable, str, TextTable, Path, str]]:
     """Return of each attack its table, what was attacked and how, what became of the inputs, its
     file and its picture, which is added to the `charts` that become files of their own."""
@@ -397,7 +397,7 @@ def _attack_sections(
     return found
 
 
-def _check_sections(facts: Facts) -> list[tuple[dict[str, Any], str, str]]:
+def _check_sections(facts: RunResults) -> list[tuple[dict[str, Any], str, str]]:
     """Of each check what it is of, in words, and what it came to."""
     words = {table.name: table.description for table in facts.tables}
     return [
@@ -406,7 +406,7 @@ def _check_sections(facts: Facts) -> list[tuple[dict[str, Any], str, str]]:
     ]
 
 
-def _privacy_section(facts: Facts, report_date: date | None) -> dict[str, Any]:
+def _privacy_section(facts: RunResults, report_date: date | None) -> dict[str, Any]:
     """The privacy card, its rows, and where the page comes from."""
     card = facts.privacy_card()
     return {
@@ -445,7 +445,7 @@ def _today() -> date:
     return datetime.now(UTC).date()
 
 
-def _run_charts(facts: Facts) -> dict[str, Any]:
+def _run_charts(facts: RunResults) -> dict[str, Any]:
     """The charts of the whole run, None for one that there is nothing to draw of, and why."""
     clean = facts.accuracy
     certified = certified_accuracy_chart(facts.tables, clean) if facts.tables else None
@@ -462,7 +462,7 @@ def _run_charts(facts: Facts) -> dict[str, Any]:
     return {"certified": certified, "spent": spent, "why": why}
 
 
-def _headline(facts: Facts) -> str:
+def _headline(facts: RunResults) -> str:
     """Of a picture that stands alone."""
     guarantee = facts.guarantee
     private = (
@@ -479,7 +479,7 @@ def _headline(facts: Facts) -> str:
     return f"{facts.folder.name}: {private}{right}"
 
 
-def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
+def _key_figures(facts: RunResults) -> list[tuple[str, str, str]]:
     """The figures that a reader looks for first: name, value, and how sure it is."""
     guarantee = facts.guarantee
     private = not facts.has_fixed_key and math.isfinite(guarantee.epsilon)
@@ -520,7 +520,7 @@ def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
     return found
 
 
-def _epsilon_rows(facts: Facts) -> list[list[str]]:
+def _epsilon_rows(facts: RunResults) -> list[list[str]]:
     """What is claimed, proved and audited, as runs are compared by it."""
     _, (_, _, claimed, proved, audited, said) = privacy_rows([facts])
     stated = facts.claim is not None and facts.claim.claimed is not None
@@ -533,12 +533,12 @@ def _epsilon_rows(facts: Facts) -> list[list[str]]:
     ]
 
 
-def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
+def _card_rows(facts: RunResults, card: dict[str, Any]) -> list[tuple[str, str]]:
     if facts.plan.trained_elsewhere:
         return [("privacy", facts.privacy_statement), ("model",
             facts.recipe.method.describe(facts.plan)),
                 ("notes", " ".join(card["notes"]))]  # fmt: skip
-    superseded = card["superseded_releases"]
+    reexecuted = card["reexecuted_releases"]
     deltas = card["epsilon_at_delta"]
     rows = [
         ("guarantee", facts.privacy_statement),
@@ -556,8 +556,8 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
         (
-            "superseded attempts",
-            f"{superseded} releases{', included in the guarantee' if superseded else ''}",
+            "re-executed steps",
+            f"{reexecuted} releases{', included in the guarantee' if reexecuted else ''}",
         ),
         ("holds if", "; ".join(card["assumptions"])),
         ("notes", " ".join(card["notes"])),
@@ -565,13 +565,13 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def limitations(facts: Facts) -> list[str]:
+def limitations(facts: RunResults) -> list[str]:
     """What the page does not promise."""
     unit = "Privacy is of single training records: what is true of the whole population may be "
     unit += "learned, and several records of one person are less protected than one."
-    if facts.plan.group is not None:
-        unit = f"Privacy is of {facts.plan.group.description}: what is true of the whole "
-        unit += "population may be learned, and so may be what two groups have in common."
+    if facts.plan.user is not None:
+        unit = f"Privacy is of {facts.plan.user.description}: what is true of the whole "
+        unit += "population may be learned, and so may be what two users have in common."
     promised = [
         unit,
         "It holds if what the privacy card lists under holds if is true, and for this model: other "
@@ -605,7 +605,7 @@ def limitations(facts: Facts) -> list[str]:
     return found
 
 
-def _image_section(facts: Facts, images: ImageSource | str) -> dict[str, Any]:
+def _image_section(facts: RunResults, images: ImageSource | str) -> dict[str, Any]:
     if not facts.tables:
         return {"rows": [], "why": None}
     if isinstance(images, str):
@@ -674,7 +674,7 @@ def write_overview(folder: Path) -> Path:
     runs, left_out = [], []
     for place in places:
         try:
-            runs.append(read_facts(RunFolder(place)))
+            runs.append(load_results(RunFolder(place)))
         except UserError as error:
             left_out.append((place.name, str(error).splitlines()[0]))
     grids = [(f"Certified accuracy, {NORMS[n]}, in %", certified_accuracy_rows(runs, n, SIZES[n]),
@@ -704,7 +704,7 @@ def write_overview(folder: Path) -> Path:
     return page
 
 
-def _report_link(facts: Facts) -> str | None:
+def _report_link(facts: RunResults) -> str | None:
     """Where the run's own report lies, from the page."""
     return (
         f"{quote(facts.folder.name)}/report/index.html"
@@ -713,7 +713,9 @@ def _report_link(facts: Facts) -> str | None:
     )
 
 
-def _compare_two_runs(first: Facts, second: Facts) -> tuple[str, str, list[list[str]], list[str]]:
+def _compare_two_runs(
+    first: RunResults, second: RunResults
+) -> tuple[str, str, list[list[str]], list[str]]:
     """Return the names of two runs, the second less the first, and what is not compared, and why.
 
     The rows are those of `accuracy_difference_rows`, the header first.

@@ -47,7 +47,7 @@ _DISTANCE_MEANINGS = {
 
 
 class Results(Protocol):
-    """What is read of a run's results: `dpdist.reports.facts.Facts` has it."""
+    """What is read of a run's results: `dpdist.reports.results.RunResults` has it."""
 
     @property
     def plan(self) -> PrivacyPlan: ...
@@ -93,7 +93,7 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The mood in words: colour alone tells nobody."""
+        """The mood in words: color alone tells nobody."""
         return {"good": "Verdict", "caution": "Verdict, with reservations", "bad": "Warning"}[
             self.severity
         ]
@@ -180,7 +180,7 @@ def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:
         if_true = ", if what it assumes holds" if assumed else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
-        whose = "training record" if guarantee.group is None else "whole group of training records"
+        whose = "training record" if guarantee.user is None else "user"
         found.append(
             ("caution" if weak or assumed else "good",
              f"each {whose} is {how} with {stated}{if_true}")
@@ -278,15 +278,15 @@ def _explain_epsilon(facts: Results) -> str:
         return (
             f"{_EPSILON_MEANING}. Nothing bounds it here: the model may give single records away."
         )
-    unit = "record" if guarantee.group is None else "group"
+    unit = "record" if guarantee.user is None else "user"
     question = f"whether a {unit} was in the training"
-    if guarantee.neighbours == "replace-one":
+    if guarantee.adjacency == "replace-one":
         question = "which of two records was in the training"
     elif guarantee.size_public:
         question += ", or blanked out,"
     meaning = _EPSILON_MEANING
-    if guarantee.group is not None:
-        meaning = meaning.replace("training record", "whole group of training records")
+    if guarantee.user is not None:
+        meaning = meaning.replace("training record", "user")
     return (
         f"{meaning}. Whoever knows all other {unit}s, sees the model and must tell at "
         f"even odds {question} is right with probability at most "
@@ -295,7 +295,7 @@ def _explain_epsilon(facts: Results) -> str:
 
 
 def max_correct_guess_percent(guarantee: Guarantee) -> str:
-    """In %, rounded up: of a guess at even odds between two neighbouring data sets.
+    """In %, rounded up: of a guess at even odds between two neighboring data sets.
 
     Errors of both kinds sum to at least 2 (1 - delta) / (1 + e^epsilon) (Kairouz, Oh and Viswanath,
     ICML 2015, Theorem 2.1).

@@ -16,15 +16,15 @@ from dpdist.core.files import write_atomic
 from dpdist.core.version import __version__
 from dpdist.privacy.card import no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
-from dpdist.reports.facts import Facts, read_facts
 from dpdist.reports.html import limitations
+from dpdist.reports.results import RunResults, load_results
 from dpdist.reports.summary import explain_numbers
 from dpdist.runs.folder import RunFolder
 
 _STATED_ELSEWHERE = ("verdict", "privacy", "training", "data set", "report")
 
 
-def technical_file(facts: Facts) -> str:
+def technical_file(facts: RunResults) -> str:
     """Return the technical file of a run as Markdown.
 
     Guarantee: it states only what the report and the privacy card state. A point of which they hold
@@ -48,7 +48,7 @@ def technical_file(facts: Facts) -> str:
         model=facts.recipe.model.name,
         inputs=f"Inputs: {size} {'tokens' if facts.recipe.data.text is not None else 'numbers'}.",
         card={**card, "extra": {"training data": None, "stopped": None, **extra}},
-        counted="groups" if "group" in card["guarantee"] else "records",
+        counted="users" if "user" in card["guarantee"] else "records",
         unknown=no_epsilon(card),
         costs=rows,
         total="not stated by the card" if total is None else str(total),
@@ -66,5 +66,5 @@ def write_technical_file(folder: RunFolder) -> Path:
     """Write report/technical-file.md of a trained run; return its path."""
     path = folder.report_file.parent / "technical-file.md"
     path.parent.mkdir(exist_ok=True)
-    write_atomic(path, technical_file(read_facts(folder)))
+    write_atomic(path, technical_file(load_results(folder)))
     return path

@@ -21,7 +21,7 @@ from dpdist.core.fields import MEASURES
 from dpdist.core.optional_imports import import_extra
 
 if TYPE_CHECKING:
-    from dpdist.reports.facts import Facts
+    from dpdist.reports.results import RunResults
     from dpdist.runs.folder import RunFolder
 
 _MEASURED = [name.replace(" ", "_") for names in MEASURES.values() for name in names]
@@ -60,14 +60,14 @@ class Tracker:
         if math.isfinite(value):
             self._backend.log_scalar(name, float(value), int(step))
 
-    def log_run(self, facts: Facts) -> None:
+    def log_run(self, facts: RunResults) -> None:
         """Everything of a finished run that may be published."""
         for name, value, step in iter_metrics(facts):
             self.log(name, value, step)
         self._backend.close()
 
 
-def iter_metrics(facts: Facts) -> Iterator[tuple[str, float, int]]:
+def iter_metrics(facts: RunResults) -> Iterator[tuple[str, float, int]]:
     """Name, value and step. Of a run that a search chose, epsilon is that of the whole search;
     of one that began with others, that of all of them."""
     steps, proved = facts.plan.steps, facts.guarantee
@@ -177,9 +177,9 @@ def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool 
     """
     for address in addresses:
         check_tracker_address(address)
-    from dpdist.reports.facts import read_facts
+    from dpdist.reports.results import load_results
 
-    facts = read_facts(folder)
+    facts = load_results(folder)
     if facts.is_duration_secret and not reveal_date:
         console.log(
             "--log: left for later: trackers keep the time, and when a search ended, or how long a "

@@ -58,7 +58,7 @@ class PublishedTrial(FileShape):
 class SearchTerms:
     """The terms of a private search.
 
-    plan: of training and search together. fields: the searched fields. law: of the number of
+    plan: of training and search together. fields: the searched fields. num_trials: of the number of
     trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
     budget. assumptions: of the public parts that trials may have begun with, and of a function that
     built them. trials: all of them where their number is fixed, else none. chosen: the winner's
@@ -66,7 +66,7 @@ class SearchTerms:
     """
 
     plan: PrivacyPlan
-    law: str
+    num_trials: str
     fields: tuple[str, ...]
     objective: str
     scored_on: str
@@ -91,7 +91,7 @@ class SearchTerms:
     def __str__(self) -> str:
         return (
             f"{', '.join(self.fields)} by {self.objective} on {self.scored_on}; number of trials: "
-            f"{self.law}; epsilon covers training and search (one such training alone: "
+            f"{self.num_trials}; epsilon covers training and search (one such training alone: "
             f"{format_epsilon(self.one_training_epsilon)})"
         )
 
@@ -137,7 +137,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         )
     return SearchTerms(
         plan=plan,
-        law=tune.law.full_description,
+        num_trials=tune.num_trials.full_description,
         fields=tune.searched_fields,
         objective=tune.score.describe(),
         scored_on=tune.score.describe_records(plan.counted),
@@ -155,7 +155,7 @@ def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[Pu
     recorded: the trials in the search's record. Raises UserError where they are lost, or the
     published file says otherwise.
     """
-    if tune.law.name != "fixed":
+    if tune.num_trials.name != "fixed":
         return ()
     trials = _parse_trials(recorded, tune, folder.search_record)
     if folder.trials.exists():  # an archive does not bring it back
@@ -170,9 +170,10 @@ def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[Pu
 
 def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTrial, ...]:
     """Return the trials in a file. Raises UserError."""
-    if not isinstance(rows, list) or len(rows) != tune.law.runs:
+    if not isinstance(rows, list) or len(rows) != tune.num_trials.runs:
         raise UserError(
-            f"{path}: damaged: must hold the {tune.law.runs:,} trials of the search; put back the "
+            f"{path}: damaged: must hold the {tune.num_trials.runs:,} trials of the search; put "
+            "back the "
             "file that the search wrote"
         )
     return tuple(
@@ -203,7 +204,9 @@ def _search_plan(
             f"{folder.search_recipe_file} asks for, got {score_noise}"
         )
     scoring = tune.scoring_phases(score_noise)
-    phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret_law, tune.law.runs)
+    phases = combine_training_and_scoring(
+        trial.phases, scoring, tune.num_trials.secret_distribution, tune.num_trials.runs
+    )
     return replace(trial, phases=phases)
 
 
@@ -263,7 +266,7 @@ def read_account(folder: RunFolder, recipe: Recipe, finished: bool) -> RunAccoun
 
 
 def _superseded_of_others(folder: RunFolder, winner: Ledger) -> list[Phase]:
-    """Return the superseded releases of all other trials: their number is fixed, so all count."""
+    """Return the re-executed releases of all other trials: their number is fixed, so all count."""
     found: list[Phase] = []
     trials = folder.private / "search" / "trials"
     for place in sorted(trials.iterdir()) if trials.exists() else ():
@@ -292,7 +295,7 @@ def _data_set_guarantee(
     run = run_charge_id(folder, plan) if search is None else search.charge_id
     try:
         totals = [
-            budget.guarantee(plan.delta, plan.neighbours)
+            budget.guarantee(plan.delta, plan.adjacency)
             for budget in read_budgets(recipe.privacy.budget)
             if any(charge.run == run for charge in budget.charges)
         ]

@@ -36,7 +36,7 @@ def budget_terms(recipe: Recipe) -> BudgetTerms:
     if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
         return BudgetTerms()
     delta = privacy.budget_delta or privacy.delta
-    return BudgetTerms(RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.neighbours))
+    return BudgetTerms(RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.adjacency))
 
 
 def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
@@ -62,7 +62,7 @@ def run_charge_id(folder: RunFolder, plan: PrivacyPlan) -> str:
 
 
 class Hashed(Protocol):
-    """Records that are recognised by hashes: (N,) numbers or texts of fixed length."""
+    """Records that are recognized by hashes: (N,) numbers or texts of fixed length."""
 
     @property
     def hashes(self) -> np.ndarray:
@@ -94,7 +94,7 @@ def reserve_charge(
             None if records is None else np.asarray(records.hashes),
             charge,
             budget_terms(recipe),
-            privacy.neighbours,
+            privacy.adjacency,
             name=recipe.data.name,
             limit=limit,
             enforce=enforce,

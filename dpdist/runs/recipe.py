@@ -49,7 +49,7 @@ from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
 from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
 from dpdist.privacy.phases import ClassRates, GaussianSteps, Phase
-from dpdist.privacy.plan import GroupUnit, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan, UserUnit
 
 # --- the recipe -------------------------------------------------------------------------------
 
@@ -119,51 +119,53 @@ class Recipe(BaseRecipe):
         return self
 
     @model_validator(mode="after")
-    def _check_group_unit(self) -> Recipe:
+    def _check_user_unit(self) -> Recipe:
         if self.privacy.unit == "record":
             return self
-        if self.data.columns.group is None and self.by_script is None:
+        if self.data.columns.user is None and self.by_script is None:
             raise key_error(
-                "data.columns.group",
-                "required with privacy.unit: group, the column of the groups",
+                "data.columns.user",
+                "required with privacy.unit: user, the column of the users",
                 see="explanation/privacy.md#a-person-as-the-unit",
             )
-        if not self.method.capabilities.supports_groups:
+        if not self.method.capabilities.supports_users:
             raise ValueError(
                 with_page(
                     f"privacy.unit: must be record with method {self.method.name} with these "
-                    "options; group works with dp-sgd, dplis, and input-noise without consistency",
+                    "options; user works with dp-sgd, dplis, and input-noise without consistency",
                     see="explanation/privacy.md#a-person-as-the-unit",
                 )
             )
-        if self.audit is not None and not self.audit.audits_groups:
+        if self.audit is not None and not self.audit.audits_users:
             raise ValueError(
-                "audit.kind: must be mechanism with privacy.unit: group, or canaries with canary: "
+                "audit.kind: must be mechanism with privacy.unit: user, or canaries with canary: "
                 f"gradient, got {self.audit.kind} of single records, of which a guarantee for "
-                "whole groups does not speak"
+                "users does not speak"
             )
         return self
 
     @model_validator(mode="after")
     def _check_class_rates(self) -> Recipe:
-        if not self.data.rates:
+        if not self.data.class_sampling:
             return self
         privacy, name = self.privacy, self.method.name
         for wrong, line in (
             (
                 privacy.batch_cap is not None,
-                "privacy.batch_cap: must be left out with data.rates, got "
+                "privacy.batch_cap: must be left out with data.class_sampling, got "
                 f"{privacy.batch_cap}: what a capped batch costs is known for equal rates",
             ),
             (
-                privacy.unit == "group",
-                "privacy.unit: must be record with data.rates, got group, whose records are of "
+                privacy.unit == "user",
+                "privacy.unit: must be record with data.class_sampling, got user, whose records "
+                "are of "
                 "several classes",
             ),
             (
                 not self.method.capabilities.supports_class_rates,
-                f"data.rates: must be left out with method {name} with these options, got "
-                f"{len(self.data.rates)} rates; they work with dp-sgd, dplis, and input-noise "
+                f"data.class_sampling: must be left out with method {name} with these options, got "
+                f"{len(self.data.class_sampling)} rates; they work with dp-sgd, dplis, and "
+                "input-noise "
                 "without consistency",
             ),
         ):
@@ -174,7 +176,7 @@ class Recipe(BaseRecipe):
     def class_rates(self, mean_rate: float) -> ClassRates | None:
         """Return the sampling rates of the classes by their numbers, `ClassRates`.
 
-        They follow from the recipe's public numbers alone. None without data.rates.
+        They follow from the recipe's public numbers alone. None without data.class_sampling.
 
         Args:
             mean_rate: expected batch over number of records, both public.
@@ -183,24 +185,24 @@ class Recipe(BaseRecipe):
             ValueError: no rates in these proportions make such a batch.
         """
         data = self.data
-        if not data.rates:
+        if not data.class_sampling:
             return None
-        weights = [data.rates[name] for name in data.class_names]
+        weights = [data.class_sampling[name] for name in data.class_names]
         counts = [data.class_counts[name] for name in data.class_names]
         return ClassRates.for_batch(weights, counts, mean_rate)
 
     @property
-    def group_unit(self) -> GroupUnit | None:
-        """Return the group that is the unit of privacy, a `GroupUnit`; None for a record."""
-        most = self.privacy.max_records_per_group
+    def user_unit(self) -> UserUnit | None:
+        """Return the user that is the unit of privacy, a `UserUnit`; None for a record."""
+        most = self.privacy.max_records_per_user
         if self.privacy.unit == "record" or most is None:
             return None
-        return GroupUnit(self.data.columns.group or "unit_id", most)
+        return UserUnit(self.data.columns.user or "unit_id", most)
 
     @property
     def counted(self) -> str:
-        """Return the word for the units of privacy, a str: "records" or "groups"."""
-        return "records" if self.group_unit is None else "groups"
+        """Return the word for the units of privacy, a str: "records" or "users"."""
+        return "records" if self.user_unit is None else "users"
 
     @property
     def stages(self) -> list[Stage]:
@@ -257,7 +259,7 @@ class Recipe(BaseRecipe):
         """Return the unit that the guarantee protects in words, a str such as "one record"."""
         if self.by_script is not None and self.by_script.unit is not None:
             return self.by_script.unit
-        return self.data.privacy_unit if self.group_unit is None else self.group_unit.description
+        return self.data.privacy_unit if self.user_unit is None else self.user_unit.description
 
     @field_validator("method", mode="before")
     @classmethod
@@ -605,7 +607,8 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
     counted = recipe.counted
     if records < 2:
         raise UserError(
-            f"{context}: data: public, hold_out, fraction and max_train leave {records} {counted} "
+            f"{context}: data: public, private_eval_fraction, fraction and max_train leave "
+            f"{records} {counted} "
             "to train on, must be at least 2"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
@@ -635,7 +638,7 @@ def _check_class_counts(recipe: Recipe, records: int, context: str) -> None:
     Only numbers that are public are compared: the private records' classes are never counted. Where
     parts of the split are left out, the counts are of the whole split.
     """
-    if not recipe.data.rates:
+    if not recipe.data.class_sampling:
         return
     own = records - (0 if recipe.canary_audit is None else recipe.canary_audit.canaries)
     total, part = sum(recipe.data.class_counts.values()), recipe.data.content_filter_key
@@ -653,9 +656,9 @@ def checked_class_rates(recipe: Recipe, mean_rate: float, context: str) -> Class
     try:
         return recipe.class_rates(mean_rate)
     except ValueError as error:
-        rates = ", ".join(f"{name}: {rate:g}" for name, rate in recipe.data.rates.items())
+        rates = ", ".join(f"{name}: {rate:g}" for name, rate in recipe.data.class_sampling.items())
         rule = "must leave each class a chance to join a batch of this size"
-        raise field_error(context, "data.rates", rule, rates) from error
+        raise field_error(context, "data.class_sampling", rule, rates) from error
 
 
 def step_count(recipe: Recipe, records: int) -> int:
@@ -807,9 +810,9 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
         recipe.method.cost(steps),
         privacy.delta,
         privacy.sensitivity,
-        privacy.neighbours,
+        privacy.adjacency,
         privacy.nominal_records is not None,
-        recipe.group_unit,
+        recipe.user_unit,
     )
 
 

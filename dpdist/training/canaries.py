@@ -4,15 +4,15 @@ Canary j of m has position N + j. The plan counts N + m records, and every posit
 alike; whether a canary is in is a secret fair coin, the same in all steps. One that is out joins
 steps and adds nothing, which no other record's sampling notices: of those that are in, it is
 Poisson sampling at the plan's rate (and where the batch is capped, it is a record blanked out).
-Where rates follow from classes (data.rates), a canary in the sums joins at the largest of them, and
-one that is a record at that of its label.
+Where rates follow from classes (data.class_sampling), a canary in the sums joins at the largest of
+them, and one that is a record at that of its label.
 
 The canaries themselves are public, and the same for everybody; only the coins are secret. Inputs
 come from the test split or from records that data.public declares public. Neither holds private
 records (`dpdist.training.job.check_records` compares them); canaries join behind that comparison.
 
-Where a group of records is the unit, everything above is said of groups: N counts groups, and a
-canary is a whole group, whose clipped sum is a gradient of the clip's norm.
+Where a user is the unit, everything above is said of users: N counts users, and a
+canary is a user, whose clipped sum is a gradient of the clip's norm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset, GroupedDataset
+from dpdist.data import Dataset, UserDataset
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import Reducer
@@ -74,7 +74,7 @@ def _blank(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
     return shades, torch.arange(count) % public.classes
 
 
-def _mislabelled(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
+def _mislabeled(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
     """Public inputs, each under a wrong label. Raises UserError where there are too few."""
     if count > len(public):
         raise UserError(
@@ -95,7 +95,7 @@ def _random(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
     return inputs, torch.zeros(count, dtype=torch.int64)
 
 
-_ROWS = {"gradient": _no_rows, "blank": _blank, "mislabelled": _mislabelled, "pair": _random}
+_ROWS = {"gradient": _no_rows, "blank": _blank, "mislabeled": _mislabeled, "pair": _random}
 
 
 def canary_records(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tensor]:
@@ -167,34 +167,34 @@ class DatasetWithCanaries(Dataset):
 
 
 @dataclass(frozen=True)
-class GroupsWithCanaries(GroupedDataset):
-    """Groups of training records, and behind them an audit's canaries, each a whole group.
+class UsersWithCanaries(UserDataset):
+    """Users of training records, and behind them an audit's canaries, each a user.
 
     Canaries in the sums alone: positions without records, whose clipped sum is the clip's norm
-    along a coordinate. len counts groups and canaries.
+    along a coordinate. len counts users and canaries.
     """
 
     planted: CanaryAudit = field(kw_only=True)
 
     @classmethod
-    def from_groups(cls, groups: GroupedDataset, planted: CanaryAudit) -> GroupsWithCanaries:
-        """Return the groups with the canaries behind them."""
-        own = {part.name: getattr(groups, part.name) for part in fields(GroupedDataset)}
+    def from_users(cls, users: UserDataset, planted: CanaryAudit) -> UsersWithCanaries:
+        """Return the users with the canaries behind them."""
+        own = {part.name: getattr(users, part.name) for part in fields(UserDataset)}
         return cls(**own, planted=planted)
 
     @property
     def num_records(self) -> int:
-        """Return the number of groups, behind which canaries begin."""
-        return len(self.groups)
+        """Return the number of users, behind which canaries begin."""
+        return len(self.users)
 
     def __len__(self) -> int:
         return self.num_records + self.planted.canaries
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the groups and of the canaries' settings."""
-        own = {part.name: getattr(self, part.name) for part in fields(GroupedDataset)}
-        named = f"{GroupedDataset(**own).fingerprint}/{self.planted.canaries}/{self.planted.canary}"
+        """Return the fingerprint of the users and of the canaries' settings."""
+        own = {part.name: getattr(self, part.name) for part in fields(UserDataset)}
+        named = f"{UserDataset(**own).fingerprint}/{self.planted.canaries}/{self.planted.canary}"
         digest = hashlib.blake2b(named.encode(), digest_size=16, person=b"dpdist.canaries")
         return digest.hexdigest()
 
@@ -262,14 +262,14 @@ class GradientCanaries(Canaries):
 
     def __init__(
         self,
-        dataset: DatasetWithCanaries | GroupsWithCanaries,
+        dataset: DatasetWithCanaries | UsersWithCanaries,
         present: np.ndarray,
         plan: PrivacyPlan,
         size: int,
     ):
         self._num_records, self._replaces_one = (
             dataset.num_records,
-            plan.neighbours == "replace-one",
+            plan.adjacency == "replace-one",
         )
         self._coordinates = torch.from_numpy(canary_coordinates(len(present), size))
         self._signs = torch.from_numpy(np.where(present, 1.0, -1.0 if self._replaces_one else 0.0))
@@ -313,10 +313,10 @@ class GradientCanaries(Canaries):
 
 def build_canaries(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Canaries:
     """The canaries of a run. size: of its gradient."""
-    if not isinstance(dataset, DatasetWithCanaries | GroupsWithCanaries):
+    if not isinstance(dataset, DatasetWithCanaries | UsersWithCanaries):
         return Canaries()
     present = draw_coins(run_key, dataset.planted.canaries)
-    if isinstance(dataset, GroupsWithCanaries) or dataset.planted.inserts_gradients:
+    if isinstance(dataset, UsersWithCanaries) or dataset.planted.inserts_gradients:
         return GradientCanaries(dataset, present, plan, size)
     if dataset.planted.replaces_record:
         return PairCanaries(dataset, present)

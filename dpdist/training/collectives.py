@@ -485,15 +485,15 @@ P = ParamSpec("P")
 
 
 def refused_by_all(
-    initialise: Callable[Concatenate[Any, P], None],
+    initialize: Callable[Concatenate[Any, P], None],
 ) -> Callable[Concatenate[Any, P], None]:
     """Find the workers before an object of theirs is made; what one refuses, all refuse."""
 
-    @wraps(initialise)
+    @wraps(initialize)
     def made(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
         self._workers = Workers.of_this_process()
         with self._workers.sharing_errors():
-            initialise(self, *args, **options)
+            initialize(self, *args, **options)
 
     return made
 

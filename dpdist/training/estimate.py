@@ -114,10 +114,10 @@ def estimate(
     loss: Any = "cross-entropy",
     optimizer: str | Callable[..., Optimizer] = "sgd",
     examples: tuple[Any, Tensor] | None = None,
-    isolate: bool = False,
+    vmap: bool = False,
     micro_batch: int | None = None,
     rounding: str = "standard",
-    rates: Mapping[Any, float] | None = None,
+    class_sampling: Mapping[Any, float] | None = None,
     class_counts: Mapping[Any, int] | None = None,
 ) -> Estimate:
     """Estimate epsilon (or the noise for it), memory and seconds of a training, before any step.
@@ -139,10 +139,11 @@ def estimate(
             memory.
         examples: with a number of records, a few public or invented `(X, y)` of their shapes;
             without them time and memory are not estimated.
-        isolate: as in `PrivateTraining`.
+        vmap: as in `PrivateTraining`.
         micro_batch: as in `PrivateTraining`'s resources.
         rounding: as there, too.
-        rates: relative sampling rates by class, as in `PrivateTraining`; the largest is priced.
+        class_sampling: relative sampling rates by class, as in `PrivateTraining`; the largest is
+            priced.
         class_counts: the PUBLIC number of records of each class. Required with rates.
 
     Returns:
@@ -172,15 +173,19 @@ def estimate(
     else:
         shaped = as_records(data)
         count = len(shaped)
-    if rates and shaped is not None:
+    if class_sampling and shaped is not None:
         check_one_class_each(shaped)
-    classes = {"classes": max(2, len(rates))} if rates and isinstance(rates, Mapping) else {}
-    sampling = {"rates": rates or {}, "class_counts": class_counts or {}}
+    classes = (
+        {"classes": max(2, len(class_sampling))}
+        if class_sampling and isinstance(class_sampling, Mapping)
+        else {}
+    )
+    sampling = {"class_sampling": class_sampling or {}, "class_counts": class_counts or {}}
     recipe = parse_recipe(
         {
             "name": "estimate",
             "data": {"name": "data", **classes, **sampling},
-            "model": {"name": "linear", "isolate": isolate},
+            "model": {"name": "linear", "vmap": vmap},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},
             "resources": {"micro_batch": micro_batch, "rounding": rounding},
@@ -311,7 +316,7 @@ def _extra_bytes(engine: GradientEngine) -> int:
     if isinstance(engine.perturbation, ParameterPerturbation):
         held += 4 * engine.size
     largest = max(parameter.numel() for parameter in engine.parameters)
-    return held if engine.isolate else held + 8 * largest
+    return held if engine.vmap else held + 8 * largest
 
 
 def _noise_seconds(size: int, noise_std: float) -> float:
@@ -334,7 +339,7 @@ def _measured(
         objective,
         clipping=make_clipping(privacy.clipping, privacy.clip_norm),
         micro_batch=recipe.resources.micro_batch,
-        isolate=recipe.model.isolate,
+        vmap=recipe.model.vmap,
     )
     engine.rounding = recipe.resources.rounding
     device = engine.parameters[0].device
@@ -382,14 +387,14 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     dataset = records_with_canaries(recipe, data_source(recipe))
     test = load_test_records(recipe, data_source(recipe))
     counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
-    if plan.group is None:
+    if plan.user is None:
         counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
     if not (plan.steps and recipe.method.capabilities.takes_gradient_steps):
         return [("training", recipe.method.describe(plan)), counted]
     step, resources = plan.step(0), recipe.resources
     engine, cost = _measured_recipe(recipe, plan, dataset)
     seconds = " to ".join(
-        f"{plan.steps * cost.seconds(count, recipe.privacy.max_records_per_group or 1):,.0f}"
+        f"{plan.steps * cost.seconds(count, recipe.privacy.max_records_per_user or 1):,.0f}"
         for count in sorted({resources.max_workers, resources.min_workers}, reverse=True)
     )
     rows = [
@@ -399,7 +404,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
             "sampling rate",
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
         ),
-        ("rates", step.class_rates and step.class_rates.description),
+        ("class_sampling", step.class_rates and step.class_rates.description),
         ("steps", f"{plan.steps:,}"),
         counted,
         (

@@ -17,7 +17,7 @@ from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
 from dpdist.data import check_test_records_unseen, refuse_common_records
-from dpdist.data.protocol import warn_if_standardised
+from dpdist.data.protocol import warn_if_standardized
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.charging import check_charge
@@ -104,13 +104,13 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
     return pretrained
 
 
-def check_groups(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
-    """Raise UserError when a group has several records, and the unit is one record."""
-    largest = dataset.largest_group or 1
-    if recipe.group_unit is None and largest > 1:
+def check_users(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
+    """Raise UserError when a user has several records, and the unit is one record."""
+    largest = dataset.largest_user or 1
+    if recipe.user_unit is None and largest > 1:
         rule = (
-            f"must be group, for {dataset.name} has a group of {largest} records (or leave "
-            "data.columns.group out, to protect single records)"
+            f"must be user, for {dataset.name} has a user of {largest} records (or leave "
+            "data.columns.user out, to protect single records)"
         )
         raise field_error(context, "privacy.unit", rule, recipe.privacy.unit)
 
@@ -241,9 +241,9 @@ def check_data(
     """
     dataset = records_with_canaries(recipe, source)
     pretrained = check_records(recipe, source, context)
-    check_groups(recipe, dataset, context)
+    check_users(recipe, dataset, context)
     if len(dataset.input_shape) == 1 and not recipe.data.columns.ranges:
-        warn_if_standardised(dataset.inputs, dataset.name)
+        warn_if_standardized(dataset.inputs, dataset.name)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
     _check_features(recipe, source)
     _check_answers(recipe, source)

@@ -284,7 +284,7 @@ def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
 
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     """The model before the first step: by its seed, or from a public pre-training."""
-    module = models.initialise(spec, recipe.training.init_seed)
+    module = models.initialize(spec, recipe.training.init_seed)
     if recipe.model.frozen_part is not None:
         load_frozen_weights(module, recipe)
     if recipe.model.initial is not None:
@@ -299,7 +299,7 @@ def _train_only(module: torch.nn.Module, names: list[str], spec: ModelSpec) -> N
     module.requires_grad_(False)
     if spec.denoiser is not None:
         module = module.get_submodule(models.CLASSIFIER)
-    known = dict(getattr(module, "network", module).named_modules())  # behind a normalisation
+    known = dict(getattr(module, "network", module).named_modules())  # behind a normalization
     for name in names:
         if name not in known:
             among = ", ".join(each for each in known if each and "." not in each)
@@ -326,10 +326,10 @@ def build_engine(
         expected_batch=expected_batch,
         steps=steps,
         micro_batch=recipe.resources.micro_batch,
-        isolate=recipe.model.isolate,
+        vmap=recipe.model.vmap,
     )
     engine.augmentation = augmentation(recipe.training)
-    engine.records_per_example = recipe.privacy.max_records_per_group or 1
+    engine.records_per_example = recipe.privacy.max_records_per_user or 1
     engine.rounding = recipe.resources.rounding
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)

@@ -1,4 +1,4 @@
-"""Records of pairs of answers for direct preference optimisation (DPO), and their reference."""
+"""Records of pairs of answers for direct preference optimization (DPO), and their reference."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def preferences(
     *,
     length: int,
     reference: nn.Module,
-    saw: str,
+    pretraining_data: str,
     prompt: str = "prompt",
     chosen: str = "chosen",
     rejected: str = "rejected",
     unit: str | Sequence[Hashable] | np.ndarray | None = None,
     name: str = "preferences",
 ) -> PreferenceRecords:
-    """Make records of pairs of answers for direct preference optimisation (DPO).
+    """Make records of pairs of answers for direct preference optimization (DPO).
 
     Guarantee: one pair is one record, and its tensors are made of one row and the reference alone:
     the reference sees one pair at a time, and the first one again at the end, where it must say the
@@ -57,14 +57,15 @@ def preferences(
         length: most tokens of a prompt with one answer; a record has twice as many.
         reference: the model as training begins with it, whose adapters of peft are switched off; or
             its base. It must be public, as must the first weights.
-        saw: what the reference and the first weights were trained on, such as "public texts". It
-            stands on the run's card: that no private pair was among it cannot be checked.
+        pretraining_data: what the reference and the first weights were trained on, such as "public
+            texts". It stands on the run's card: that no private pair was among it cannot be
+            checked.
         prompt: name of the field of a prompt.
         chosen: name of the field of the answer that is preferred.
         rejected: name of the field of the other answer.
         unit: whom each pair belongs to: a field's name, such as that of the prompt, or one value
             for each pair. Required where prompts are equal but for white space and compatible
-            characters of Unicode; give `Privacy(unit="group", ...)`.
+            characters of Unicode; give `Privacy(unit="user", ...)`.
         name: name of the data in complaints and on cards.
 
     Returns:
@@ -94,12 +95,13 @@ def preferences(
         ... ))
         >>> rows = [{"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"}]
         >>> pairs = dpdist.preferences(
-        ...     rows, tokenizer, length=6, reference=model, saw="nothing: random weights"
+        ...     rows, tokenizer, length=6, reference=model,
+        ...     pretraining_data="nothing: random weights"
         ... )
         >>> pairs.batch([0])["labels"].tolist()
         [[-100, -100, -100, -100, 4, 6, -100, -100, -100, -100, 5, 6]]
     """
-    _check_reference(reference, saw, name)
+    _check_reference(reference, pretraining_data, name)
     device = next(reference.parameters()).device
 
     def difference(pair: dict[str, Tensor]) -> Tensor:
@@ -120,12 +122,13 @@ def preferences(
                 f"{type(without_wrapper(reference)).__name__}, which heeds no mask or no positions"
             )
         return preference_records(
-            data, tokenizer, difference, length=length, saw=saw, prompt=prompt, chosen=chosen,
+            data, tokenizer, difference, length=length, pretraining_data=pretraining_data,
+            prompt=prompt, chosen=chosen,
             rejected=rejected, unit=unit, name=name,
         )  # fmt: skip
 
 
-def _check_reference(reference: Any, saw: Any, name: str) -> None:
+def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
     """Raise UserError for a reference that is no public model, as far as that can be known."""
     if not isinstance(reference, nn.Module):
         raise UserError(
@@ -133,12 +136,13 @@ def _check_reference(reference: Any, saw: Any, name: str) -> None:
             f"{type(reference).__name__}: releases and runs are not taken, since their epsilon is "
             "not composed with that of an own loop"
         )
-    if not isinstance(saw, str) or not saw.strip():
+    if not isinstance(pretraining_data, str) or not pretraining_data.strip():
         raise UserError(
-            f"{name}: saw must say what the reference and the first weights were trained on, such "
-            f"as 'public texts', got {saw!r}"
+            f"{name}: pretraining_data must say what the reference and the first weights were "
+            "trained on, such "
+            f"as 'public texts', got {pretraining_data!r}"
         )
-    if saw.strip().casefold() == name.casefold():
+    if pretraining_data.strip().casefold() == name.casefold():
         raise UserError(
             f"{name}: saw must be other data than {name}, whose records are private here: a "
             "reference that was trained on them voids the guarantee; take its public base"

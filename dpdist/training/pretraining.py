@@ -90,7 +90,7 @@ def pretrain(
             )
         before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
         learned = replace(learned, denoiser=before)
-    model = models.initialise(learned, section.training.init_seed)
+    model = models.initialize(learned, section.training.init_seed)
     spec = replace(learned, classes=test.classes)
     if spec == learned and training.whitening_layers(model):
         raise UserError(
@@ -177,7 +177,7 @@ def join_parts(
     other: Path,
     target: RunFolder,
     *,
-    saw: str | None = None,
+    pretraining_data: str | None = None,
     data_root: Path | None = None,
 ) -> RunFolder:
     """A new run folder `target`: this run's trained network and the `part` in model folder `other`.
@@ -199,7 +199,10 @@ def join_parts(
     raw |= {"name": target.name, "public": None}
     if data_root is not None:
         raw["data"]["root"] = str(validate_path(data_root).resolve())
-    raw["model"][part] = {"folder": str(validate_path(other).resolve()), "saw": saw}
+    raw["model"][part] = {
+        "folder": str(validate_path(other).resolve()),
+        "pretraining_data": pretraining_data,
+    }
     new = parse_recipe(raw, str(target.path))
     private = private_records(new, data_source(new))
     about = check_pretrained(new, private, str(target.path))

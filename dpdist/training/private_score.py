@@ -1,9 +1,9 @@
 """Scores of a script's model on held-out PRIVATE records, with noise and at a price.
 
 A score is a noisy sum: every held-out record adds a number in [0, 1] that depends on itself and the
-model alone, so one record moves the sum by 1 at most. Where a group of records is the unit, a group
+model alone, so one record moves the sum by 1 at most. Where a user is the unit, a user
 adds the mean of its records' numbers, and so moves the sum by 1 at most, too. No step trains on
-these records, so a record (or group) pays for the steps or for the scores
+these records, so a record (or user) pays for the steps or for the scores
 (`dpdist.privacy.phases.ScoredTraining`). All scores are charged from the beginning; the ledger
 counts each one before its noise is drawn.
 
@@ -31,8 +31,8 @@ from dpdist.core.files import read_json, write_json
 from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import (
     UNITS,
-    GroupedRecords,
     Records,
+    UserRecords,
     find_generators,
     kept_generators,
     mean_units,
@@ -80,7 +80,7 @@ def declare(
     Args:
         recipe: of the training, with its scores where it was begun with some.
         plan: of the training.
-        records: number of held-out records, public; of groups, where a group is the unit.
+        records: number of held-out records, public; of users, where a user is the unit.
         value: of a record; None for accuracy.
         every: steps from one score to the next.
         noise: standard deviation on the sum; None: the least with which a held-out record pays no
@@ -100,9 +100,9 @@ def declare(
                     "same, or another folder"
                 )
         return kept
-    if recipe.privacy.neighbours != "add-or-remove-one":
+    if recipe.privacy.adjacency != "add-or-remove-one":
         raise UserError(
-            "score: must be left out with privacy.neighbours: replace-one (a replaced record may "
+            "score: must be left out with privacy.adjacency: replace-one (a replaced record may "
             "change sides, and then pays for the steps and for the scores)",
             see="how-to/own-loop.md#looking-at-private-records-at-a-price",
         )
@@ -176,15 +176,15 @@ def with_kept_score(recipe: Recipe, folder: RunFolder) -> Recipe:
     return with_score(recipe, kept.score, kept.score.value != "accuracy")
 
 
-def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None:
+def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]) -> None:
     """Raise UserError where a held-out record is among others, by keyed hashes of their inputs.
 
     Args:
-        held_out: private records to score on.
+        private_eval_data: private records to score on.
         others: by argument: the training's records, and public ones.
     """
     for name, given in others.items():
-        if given is not None and (common := count_common(held_out, given)):
+        if given is not None and (common := count_common(private_eval_data, given)):
             raise UserError(
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
                 "record pays for the steps or for the scores"
@@ -216,7 +216,7 @@ class RecordValues:
     """Compute a model's value on each of some records, executed one at a time.
 
     Args:
-        records: records that are valued; where they are grouped, a group has one value.
+        records: records that are valued; where they are grouped, a user has one value.
         value: of the module and a batch of one record to its value, (1,); None for accuracy.
         device: where the model lies.
     """
@@ -272,7 +272,7 @@ class RecordValues:
     def private_units(self, model: nn.Module, key: bytes, worker: int = 0, workers: int = 1) -> int:
         """Return a worker's part of the sum of all values, in whole units of 1 / `UNITS`: PRIVATE.
 
-        It is the sum of its records' values, each cut to [0, 1], or of its groups' means. A record
+        It is the sum of its records' values, each cut to [0, 1], or of its users' means. A record
         on which the value fails counts 0: whether a run stops must not depend on it.
 
         Args:
@@ -286,8 +286,8 @@ class RecordValues:
         with kept_generators(generators):
             for index in range(worker, len(seen), workers):
                 own = np.array([index])
-                if isinstance(seen, GroupedRecords):
-                    own = seen.groups.records_of(index)
+                if isinstance(seen, UserRecords):
+                    own = seen.users.records_of(index)
                 values = []
                 for row in own.tolist():
                     seed_generators(seed_of(key, row), generators)  # no draw follows others' draws
@@ -316,7 +316,7 @@ class PrivateScore(RecordValues):
 
     Args:
         records: the held-out records, on which no step trains; where they are grouped, a whole
-            group adds at most 1.
+            user adds at most 1.
         terms: how often, with how much noise.
         value: of the module and a batch of one record to its value, (1,); None for accuracy.
         device: where the model lies.

@@ -20,7 +20,7 @@ from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
 from dpdist.gradients.clipping import max_batch
-from dpdist.gradients.engine import GradientEngine, GroupMembers, TrainingObjective
+from dpdist.gradients.engine import GradientEngine, TrainingObjective, UserMembers
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
@@ -47,8 +47,8 @@ class StepData(Protocol):
         """Return their targets, (B, ...).
 
         Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them. Data
-        whose positions are groups of records have `members(indices)` too
-        (`dpdist.data.protocol.GroupedRecords`), and (B, K, ...) in place of (B, ...).
+        whose positions are users of records have `members(indices)` too
+        (`dpdist.data.protocol.UserRecords`), and (B, K, ...) in place of (B, ...).
         """
 
 
@@ -57,8 +57,8 @@ class PrivateStep:
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
     `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
-    record counts for at most the engine's sensitivity (one group, where the data's positions are
-    groups of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
+    record counts for at most the engine's sensitivity (one user, where the data's positions are
+    users of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
     that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
     `check_clip` accepts the engine.
     The ledger, where there is one, has the release durably before the noise is added by its
@@ -128,8 +128,8 @@ class PrivateStep:
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
         # Without a ledger: the id of each released sum, by the label that keys its noise.
         self._released: dict[str, str] = {}
-        if hasattr(data, "groups"):  # positions are groups: one clip for each
-            engine.records_per_example = data.groups.max_records
+        if hasattr(data, "users"):  # positions are users: one clip for each
+            engine.records_per_example = data.users.max_records
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
         self.noise_on_device = noise_on_device
         self.ledger, self.permit, self.announcing = ledger, permit, announcing
@@ -207,7 +207,7 @@ class PrivateStep:
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)
-            ids, own = torch.from_numpy(members), _group_members(data, members, device)
+            ids, own = torch.from_numpy(members), _user_members(data, members, device)
             targets = self.task.target_function(engine, inputs, labels, draw_key, ids)
             clipped = engine.clipped_sum(
                 inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row], members=own
@@ -250,8 +250,8 @@ class PrivateStep:
                 class is the record's own target, before random transforms.
 
         Returns:
-            int64 (B,), sorted positions in [begin, end); of groups where the data's positions are
-            groups. B is random, and may be 0.
+            int64 (B,), sorted positions in [begin, end); of users where the data's positions are
+            users. B is random, and may be 0.
         """
         return poisson_sample(
             key, begin, end, step_plan.sample_rate,
@@ -301,14 +301,12 @@ class PrivateStep:
         return torch.from_numpy(noisy), flagged
 
 
-def _group_members(
-    data: StepData, indices: np.ndarray, device: torch.device
-) -> GroupMembers | None:
+def _user_members(data: StepData, indices: np.ndarray, device: torch.device) -> UserMembers | None:
     """Return the records of these positions; None where a position is one record."""
     if not hasattr(data, "members"):
         return None
     ids, present = data.members(indices)
-    return GroupMembers(torch.from_numpy(ids), torch.from_numpy(present).float().to(device))
+    return UserMembers(torch.from_numpy(ids), torch.from_numpy(present).float().to(device))
 
 
 def _announce(ledger: Ledger, step: int, release: str) -> None:

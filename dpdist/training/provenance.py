@@ -40,13 +40,19 @@ AMONG_PUBLIC_REASON = (
 )
 _CARD = "privacy_card.json"
 SAYS_WHAT_IT_SAW = ("model.json", PROVENANCE_FILE, _CARD)  # beside weights that dpdist wrote
-# What a card calls the public parts that its model began with (`dpdist.reports.facts`).
+# What a card calls the public parts that its model began with (`dpdist.reports.results`).
 _PUBLIC_PART_KEYS = (
     "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
     "features by a network trained on",
 )  # fmt: skip
 _PROVENANCE_TYPES = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
-_FEATURES_TYPES = {"model": str, "saw": str, "public": bool, "checked": bool, "files": dict}
+_FEATURES_TYPES = {
+    "model": str,
+    "pretraining_data": str,
+    "public": bool,
+    "checked": bool,
+    "files": dict,
+}
 _CARD_TYPES = {
     "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
 }  # fmt: skip
@@ -297,21 +303,23 @@ def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) 
     return {"model": model, **found}
 
 
-def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
+def declare_seen(network: str, pretraining_data: str | None, private: str) -> dict[str, Any]:
     """Return what a network from elsewhere has seen, by declaration, as `describe_seen` does.
 
     private: name of the records' data set. Raises UserError where nothing is declared, or that set
     is: the network's cost would have to be added.
     """
-    if not saw:
+    if not pretraining_data:
         raise UserError(
-            "--saw: must say what the network was trained on, such as ImageNet-1k; a network that "
+            "--pretraining-data: must say what the network was trained on, such as ImageNet-1k; a "
+            "network that "
             "saw private records must not make their features"
         )
     own = private.partition("/")[0]
-    if re.search(rf"(?<!\w){re.escape(own.casefold())}(?!\w)", saw.casefold()):
+    if re.search(rf"(?<!\w){re.escape(own.casefold())}(?!\w)", pretraining_data.casefold()):
         raise UserError(
-            f"--saw: must be other data than {own}, whose records are private here; a network that "
+            f"--pretraining-data: must be other data than {own}, which is private here; a network "
+            "that "
             "saw them must not make their features: its cost would have to be added, which is not "
             "done"
         )
@@ -319,9 +327,9 @@ def declare_seen(network: str, saw: str | None, private: str) -> dict[str, Any]:
         "model": network,
         "public": True,
         "checked": False,
-        "saw": f"{saw} (declared, not checked)",
+        "pretraining_data": f"{pretraining_data} (declared, not checked)",
         "assumed": f"no private record is among what {network}, which made the features, saw, "
-        f"{saw}: declared only",
+        f"{pretraining_data}: declared only",
     }
 
 
@@ -375,7 +383,10 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
             )
     return {
         "part": "features",
-        **{key: written.get(key) for key in ("model", "public", "checked", "saw", "assumed")},
+        **{
+            key: written.get(key)
+            for key in ("model", "public", "checked", "pretraining_data", "assumed")
+        },
     }
 
 
@@ -463,7 +474,7 @@ def _describe_pretrained(folder: Path, model: str, context: str, compared: bool)
     return {
         "public": True,
         "checked": compared,
-        "saw": (
+        "pretraining_data": (
             f"{written['records']:,} public records of {written['data']}, without privacy "
             f"(fingerprint {written['fingerprint']}); {how}{began}"
         ),
@@ -498,7 +509,7 @@ def _describe_released(
     return {
         "public": False,
         "checked": compared,
-        "saw": f"{name}, {how} (its own privacy card); {found}",
+        "pretraining_data": f"{name}, {how} (its own privacy card); {found}",
         "assumed": assumed,
     }
 
@@ -506,16 +517,17 @@ def _describe_released(
 def _describe_declared(
     part: str, section: PretrainedRecipe, context: str, compared: bool
 ) -> dict[str, Any]:
-    if section.saw is None:
+    if section.pretraining_data is None:
         raise UserError(
             f"{context}: nothing says what it was trained on; make it with "
-            f"`dpdist run --until pretrain`, or declare it: model.{part}.saw",
+            f"`dpdist run --until pretrain`, or declare it: model.{part}.pretraining_data",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
-    assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"
+    seen = section.pretraining_data
+    assumed = f"no private record is among what the {part} part saw, {seen}: declared only"
     return {
         "public": True,
         "checked": False,
-        "saw": f"{section.saw} (declared, not checked)",
+        "pretraining_data": f"{section.pretraining_data} (declared, not checked)",
         "assumed": None if compared else assumed,
     }

@@ -236,7 +236,7 @@ def load_public_weights(model: nn.Module, section: PublicRecipe, network: ModelR
 def replace_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     """A network of other classes, `spec`: what the trained one has of the same shape, the rest as
     `seed` begins it. Raises UserError when little of it fits."""
-    fresh = models.initialise(spec, seed)
+    fresh = models.initialize(spec, seed)
     own, trained = fresh.state_dict(), model.state_dict()
     copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
     behind = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
@@ -256,7 +256,7 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> 
     Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
     UserError when little of it fits.
     """
-    network = getattr(model, "network", model)  # behind a normalisation
+    network = getattr(model, "network", model)  # behind a normalization
     own = network.state_dict()
     fits = {n: v for n, v in tensors.items() if n in own and own[n].shape == v.shape}
     if len(fits) < len(own) / 2:

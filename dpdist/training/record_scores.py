@@ -5,7 +5,7 @@ v_i depends on record i and the model alone, and M is public.
 
 * One record, added or removed: the sum changes by v_i, at most 1. Replaced by another one: by
   |v - v'|, at most 1, since both lie in [0, 1].
-* One person, where a group is the unit: a person adds the mean of the values of all own records, a
+* One person, where a user is the unit: a person adds the mean of the values of all own records, a
   number in [0, 1] whatever number of records that is. Added, removed or replaced: at most 1. M is
   the number of persons.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from dpdist import data
 from dpdist.config.data import DataRecipe, TextRecipe
 from dpdist.core.errors import UserError
-from dpdist.data import GroupedDataset, check_test_split
+from dpdist.data import UserDataset, check_test_split
 from dpdist.runs.recipe import Recipe
 
 
@@ -27,7 +27,7 @@ def _source(section: DataRecipe) -> data.DataSource:
         section.columns.image,
         section.columns.label,
         tuple(section.columns.features),
-        section.columns.group,
+        section.columns.user,
         _text(section),
         section.targets,
         tuple((name, low, high) for name, (low, high) in section.columns.ranges.items()),
@@ -67,16 +67,16 @@ def data_source_under(section: DataRecipe, root: Path | None) -> data.DataSource
 def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """Return the training records, and behind them the canaries of an audit.
 
-    With privacy.unit: group they are groups of records, and len counts groups. Canaries take public
+    With privacy.unit: user they are users of records, and len counts users. Canaries take public
     inputs from data.public, without it from the test split.
     """
     records = by_unit(recipe, training_records(recipe, source))
     if recipe.canary_audit is None:
         return records
-    from dpdist.training.canaries import DatasetWithCanaries, GroupsWithCanaries
+    from dpdist.training.canaries import DatasetWithCanaries, UsersWithCanaries
 
-    if isinstance(records, GroupedDataset):
-        return GroupsWithCanaries.from_groups(records, recipe.canary_audit)
+    if isinstance(records, UserDataset):
+        return UsersWithCanaries.from_users(records, recipe.canary_audit)
 
     public = (
         declared_public_records(recipe, source) if recipe.data.public else data.load(source, "test")
@@ -85,19 +85,19 @@ def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Datas
 
 
 def by_unit(recipe: Recipe, records: data.Dataset) -> data.Dataset:
-    """Return private records by group where a group is the unit, else as they are.
+    """Return private records by user where a user is the unit, else as they are.
 
-    Raises UserError where a record's group is not known.
+    Raises UserError where a record's user is not known.
     """
-    unit = recipe.group_unit
-    return records if unit is None else GroupedDataset.from_records(records, unit.max_records)
+    unit = recipe.user_unit
+    return records if unit is None else UserDataset.from_records(records, unit.max_records)
 
 
 def training_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """The training records: what data.max_train, public, hold_out and fraction leave."""
+    """The training records: what max_train, public, private_eval_fraction and fraction leave."""
     section = recipe.data
-    end = section.hold_out + section.fraction * (1 - section.hold_out)
-    return private_records_between(recipe, source, section.hold_out, end)
+    end = section.private_eval_fraction + section.fraction * (1 - section.private_eval_fraction)
+    return private_records_between(recipe, source, section.private_eval_fraction, end)
 
 
 def private_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
@@ -162,9 +162,9 @@ def _require_training(recipe: Recipe) -> None:
 
 
 def _own_split(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """Return the run's training split; with privacy.unit: group its parts hold whole groups."""
+    """Return the run's training split; with privacy.unit: user its parts hold users."""
     split = _split(recipe.data, source)
-    return split if recipe.group_unit is None else replace(split, by_group=True)
+    return split if recipe.user_unit is None else replace(split, by_user=True)
 
 
 def _split(section: DataRecipe, source: data.DataSource) -> data.Dataset:
@@ -175,7 +175,7 @@ def _split(section: DataRecipe, source: data.DataSource) -> data.Dataset:
 
 
 def _used_fraction(section: DataRecipe, split: data.Dataset) -> float:
-    """The share of public and of private records (with `by_group`: of groups) that data.max_train
+    """The share of public and of private records (with `by_user`: of users) that data.max_train
     lets in.
 
     In two digits, rounded up: so one record more or fewer in the split does not move the threshold,
@@ -183,7 +183,7 @@ def _used_fraction(section: DataRecipe, split: data.Dataset) -> float:
     """
     if section.max_train is None:
         return 1.0
-    count = split.num_groups if split.by_group else len(split)
+    count = split.num_groups if split.by_user else len(split)
     if section.max_train >= count:
         return 1.0
     share = section.max_train / count

@@ -22,7 +22,7 @@ from dpdist.core.errors import UserError
 from dpdist.data.adapters import check_classes, check_targets, check_tokens
 from dpdist.data.documents import PreferenceRecords
 from dpdist.data.overlap import count_common, single_records
-from dpdist.data.protocol import GroupedRecords, Groups, Records
+from dpdist.data.protocol import Records, UserRecords, Users
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
 from dpdist.gradients.criterion import CriterionLoss
@@ -67,7 +67,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optimizer: must take its step from .grad alone, got {type(optimizer).__name__}, "
             "which evaluates a closure on the records again: use SGD, Adam or AdamW"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for user in optimizer.param_groups for p in user["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
             raise UserError(
@@ -124,27 +124,27 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
 # --- whose the records are --------------------------------------------------------------------
 
 
-def check_groups(recipe: Recipe, *given: Records) -> None:
+def check_users(recipe: Recipe, *given: Records) -> None:
     """Raise UserError where a unit has several records, for a guarantee of single records."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
     counts = Counter(unit_of(each, index) for each in grouped for index in range(len(each)))
     largest = max(counts.values(), default=0)
-    if recipe.group_unit is None and largest > 1:
+    if recipe.user_unit is None and largest > 1:
         rule = (
-            f"must be group, for the largest unit has {largest} records (or give records without "
+            f"must be user, for the largest unit has {largest} records (or give records without "
             "units, to protect single ones)"
         )
         raise field_error("PrivateTraining", "privacy.unit", rule, recipe.privacy.unit)
 
 
 def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
-    """Return the records, by group where a group is the unit. Raises UserError for no groups."""
-    if recipe.group_unit is None:
+    """Return the records, by user where a user is the unit. Raises UserError for no users."""
+    if recipe.user_unit is None:
         return records
     units = [unit_of(records, index) for index in range(len(records))]
     if units == list(range(len(units))):
         raise UserError(
-            f"{argument}: must say whom each record belongs to with privacy unit: group, has each "
+            f"{argument}: must say whom each record belongs to with privacy unit: user, has each "
             "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
@@ -152,18 +152,18 @@ def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records
         raise UserError(
             f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be 2"
         )
-    return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
+    return UserRecords(records, Users.from_values(units, recipe.user_unit.max_records))
 
 
-def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
+def check_scored_users(recipe: Recipe, records: Records, private_eval_data: Records) -> None:
     """Raise UserError where a unit has too many records in both sets together.
 
     Also where the training's records say whose they are, and the held-out ones do not.
     """
     if not _names_units(records):
-        check_groups(recipe, held_out)
-    elif _names_units(held_out):
-        check_groups(recipe, records, held_out)
+        check_users(recipe, private_eval_data)
+    elif _names_units(private_eval_data):
+        check_users(recipe, records, private_eval_data)
     else:
         raise UserError(
             "score: held-out records must say whose they are, as those of data do; give them as "
@@ -171,12 +171,12 @@ def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> 
         )
 
 
-def scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
-    """Return held-out records by group. Raises UserError where a group has records on both sides.
+def scored_by_unit(recipe: Recipe, records: Records, private_eval_data: Records) -> Records:
+    """Return held-out records by user. Raises UserError where a user has records on both sides.
 
     The units of both must be of one kind, numbers or texts, or equal ones would be missed.
     """
-    given = by_unit(recipe, held_out, "score: held-out records")
+    given = by_unit(recipe, private_eval_data, "score: held-out records")
     units = [
         {unit_of(each, index) for index in range(len(each))}
         for each in map(single_records, (records, given))
@@ -220,15 +220,15 @@ def check_units_apart(public: Records, private: Records) -> None:
     units = {unit_of(private, index) for index in range(len(private))}
     if common := len(units & set(said)):
         raise UserError(
-            f"held_out: must share no unit with data, got {common:,} in common: scores on private "
-            "groups would be published"
+            f"eval_data: must share no unit with data, got {common:,} in common: scores on private "
+            "users would be published"
         )
 
 
 # --- public records ---------------------------------------------------------------------------
 
 
-HELD_OUT = "held-out"  # folder of public records in a run folder
+EVAL_DATA = "eval-data"  # folder of public records in a run folder
 _AT_ONCE = 1024  # records compared at once
 _BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
 
@@ -243,11 +243,11 @@ def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, 
     """
     inputs, targets = records.batch(rows), records.targets(rows)
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-        raise UserError("held_out: must have one tensor of numbers for each record as its input")
+        raise UserError("eval_data: must have one tensor of numbers for each record as its input")
     if kind != "class":
         return inputs.float().cpu().numpy(), targets.float().reshape(len(targets), -1).cpu().numpy()
     if targets.is_floating_point() or targets.dim() != 1:
-        raise UserError("held_out: must have one class for each record as its target")
+        raise UserError("eval_data: must have one class for each record as its target")
     return inputs.float().cpu().numpy(), targets.long().cpu().numpy()
 
 
@@ -256,26 +256,26 @@ def store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
     kind = recipe.data.targets
     inputs, labels = _arrays(public, np.arange(len(public)), kind)
     folder.create_or_open(recipe)
-    root, data = folder.path / HELD_OUT, recipe.data
+    root, data = folder.path / EVAL_DATA, recipe.data
     store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
 def check_public(public: Records, private: Records, kind: str, classes: int) -> None:
-    """Raise UserError where a private record, or one of its group, is among the public ones.
+    """Raise UserError where a private record, or one of its user, is among the public ones.
 
     Also where they are no records of the same kind.
     """
     if not public.has_targets:
-        raise UserError("held_out: must have targets, got inputs alone: give (X, y)")
+        raise UserError("eval_data: must have targets, got inputs alone: give (X, y)")
     if kind == "class" and not public.examples(1)[1].is_floating_point():
         check_classes(public, classes)
-    if isinstance(private, GroupedRecords):
+    if isinstance(private, UserRecords):
         private = private.records
         check_units_apart(public, private)
     _arrays(public, np.arange(len(public)), kind)
     if common := count_common(public, private):
         raise UserError(
-            f"held_out: must share no record with data, got {common:,} in common: scores on them "
+            f"eval_data: must share no record with data, got {common:,} in common: scores on them "
             "would be published"
         )
 
@@ -284,7 +284,7 @@ def check_public(public: Records, private: Records, kind: str, classes: int) -> 
 
 
 class HashedRecords:
-    """Recognise records on a budget: by their inputs, and by items before random transforms."""
+    """Recognize records on a budget: by their inputs, and by items before random transforms."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

@@ -162,7 +162,7 @@ class ScriptLearner:
     # --- checkpoints
 
     def state(self, done: int) -> checkpoint.TrainState:
-        """Return everything as it is now; at the end, how the module is recognised, too."""
+        """Return everything as it is now; at the end, how the module is recognized, too."""
         kept = {
             "initial": self.initial,
             "kept": [type(each).__name__ for each in self.objects],

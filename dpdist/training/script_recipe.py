@@ -29,7 +29,7 @@ from dpdist.models.spec import SCRIPT, give
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import Workers
-from dpdist.training.script_checks import HELD_OUT
+from dpdist.training.script_checks import EVAL_DATA
 from dpdist.training.script_state import kept_buffers
 
 # --- the model's description ------------------------------------------------------------------
@@ -67,7 +67,7 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
         return ModelSpec(name, shape, classes, {"structure": structure})
     spec = ModelSpec(factory, shape, classes)
     models.check_name(factory)
-    if _structure(models.initialise(spec, 0)) != structure:
+    if _structure(models.initialize(spec, 0)) != structure:
         raise UserError(
             f"factory: must build this model, got another from {factory}({shape}, {classes}): its "
             "tensors have other names or shapes"
@@ -171,7 +171,7 @@ class Script:
         training: Mapping[str, Any],
         sampling: Mapping[str, Any],
         *,
-        isolate: bool,
+        vmap: bool,
         certify: Mapping[str, Any] | None,
     ) -> Recipe:
         """Return the statement of the run folder about this training. Raises UserError.
@@ -181,25 +181,25 @@ class Script:
             privacy: the section, or a dict.
             resources: the section, a dict or None.
             training: fields of the section but for the loss.
-            sampling: rates, class_counts and importance_weights of the section data.
-            isolate: run every record through the model alone.
+            sampling: class_sampling, class_counts and importance_weights of the section data.
+            vmap: run every record through the model alone.
             certify: the section, or None.
         """
-        records, rates = self.records, sampling["rates"]
-        known = isinstance(rates, Mapping) and rates and self.spec.classes == 1
+        records, class_sampling = self.records, sampling["class_sampling"]
+        known = isinstance(class_sampling, Mapping) and class_sampling and self.spec.classes == 1
         recipe = parse_recipe(
             {
                 "name": _NAME.sub("-", self.folder.name).strip("-._") or "run",
                 "data": {
                     "name": _NAME.sub("-", records.name).strip("-._") or "records",
-                    "root": str(self.folder.path / HELD_OUT) if self.has_public else None,
+                    "root": str(self.folder.path / EVAL_DATA) if self.has_public else None,
                     # With a loss of the script's own, those of the rates.
-                    "classes": max(2, len(rates)) if known else self.spec.classes,
+                    "classes": max(2, len(class_sampling)) if known else self.spec.classes,
                     "targets": self.kind,
                     **sampling,
                 },
                 "model": {
-                    "name": self.spec.name, "options": self.spec.options, "isolate": isolate,
+                    "name": self.spec.name, "options": self.spec.options, "vmap": vmap,
                 },
                 "privacy": _plain("privacy", privacy),
                 "training": {**training, "loss": self._loss_name()},
@@ -237,7 +237,7 @@ class Script:
                 "privacy.budget: must be left out, as the records are features that a network "
                 "made: whether the budget knows the same records in another form cannot be told"
             )
-        if recipe.data.rates:
+        if recipe.data.class_sampling:
             check_one_class_each(self.records, recipe.data.classes)
 
     def _assumed(self) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ def with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
 
     Raises UserError for rows of several documents.
     """
-    script, group = recipe.by_script, recipe.group_unit
+    script, user = recipe.by_script, recipe.user_unit
     assert script is not None
     inputs = records.examples(2)[0]
     tokens = isinstance(inputs, dict) and _TOKENS in inputs
@@ -288,8 +288,8 @@ def with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
         check_not_packed(records)
     pairs = are_pairs(inputs)
     unit = (_PAIR if pairs else _DOCUMENT) if tokens else None
-    if group is not None:
-        unit = replace(group, column=records.unit_name or group.column).description
+    if user is not None:
+        unit = replace(user, column=records.unit_name or user.column).description
         word = "pairs of answers" if pairs else "documents"
         unit = unit.replace("records", word) if tokens else unit
     said: dict[str, Any] = {"unit": None if unit == recipe.privacy_unit else unit}

@@ -1,8 +1,8 @@
-"""Recognise weights that earlier runs trained, wherever a model got them from.
+"""Recognize weights that earlier runs trained, wherever a model got them from.
 
 A module that dpdist trained carries a mark, which deep copies keep. A state dict carries none, so
 each run keeps a digest of every tensor that it trained. Weights that were changed, or come from a
-folder that is not beside the new run, are not recognised: the card assumes that there are none.
+folder that is not beside the new run, are not recognized: the card assumes that there are none.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ papers/dp-cert/run.jsonl are drawn (of runs before that file: the means in
 papers/dp-cert/README.md).
 
 With --all the runs of the comparison are also certified on all test images, with early stopping
-(mode target: the same alpha for each image, at most the same n).
+(mode target-radius: the same alpha for each image, at most the same n).
 
 Published: DP-CERT (Wu et al., TMLR 2024), certified accuracy on MNIST at n = 10,000, alpha = 0.001,
 epsilon about 2.9 at delta = 1e-6, without public data.
@@ -44,7 +44,7 @@ from dpdist.core import optional_imports
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.charts import Axis, Line, chart, standalone_svg
-from dpdist.reports.facts import Facts, read_facts
+from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
 
@@ -321,14 +321,14 @@ ROWS = [
     Row(
         "one-draw",
         "one draw of noise, which has nothing to agree with",
-        changes={"method.draws": 1, "method.consistency": 0.0},
+        changes={"method.augmentations": 1, "method.consistency": 0.0},
     ),
     Row("no-consistency", "without the consistency term", changes={"method.consistency": 0.0}),
     Row("no-average", "without the average of the parameters", changes={"training.ema": None}),
     Row(
         "dplis",
         "DPlis (R = 10) on top of the input noise",
-        changes={"method": {"name": "dplis", "radius": 10, "draws": 2, "sigma": 0.3}},
+        changes={"method": {"name": "dplis", "radius": 10, "augmentations": 2, "sigma": 0.3}},
     ),
     Row("same-noise", "trained with the certificate's noise", changes={"method.sigma": 0.25}),
 ]
@@ -388,7 +388,13 @@ class Bench:
         """All test images, at the recipe's radii, noise and n; and at 0, which needs few draws."""
         for radii in ([], ["--radii", f"{NEAR_ZERO:g}"]):
             self._dpdist(
-                "certify", name, *radii, "--set", "certify.mode=target", "--set", "certify.every=1"
+                "certify",
+                name,
+                *radii,
+                "--set",
+                "certify.mode=target-radius",
+                "--set",
+                "certify.every=1",
             )
 
     def _dpdist(self, *words: str) -> None:
@@ -407,11 +413,11 @@ class Bench:
     def all_done(self, name: str) -> bool:
         return self.done(name) and 0.0 in certified(self.facts(name), True, [0.0])
 
-    def facts(self, name: str) -> Facts:
-        return read_facts(RunFolder(self.runs / name))
+    def facts(self, name: str) -> RunResults:
+        return load_results(RunFolder(self.runs / name))
 
 
-def tables_of(facts: Facts, more: bool) -> list[CertificateTable]:
+def tables_of(facts: RunResults, more: bool) -> list[CertificateTable]:
     """The run's tables of the evenly spaced images that its recipe certifies; or (more) the others,
     of all images.
     """
@@ -420,7 +426,7 @@ def tables_of(facts: Facts, more: bool) -> list[CertificateTable]:
     return [table for table in facts.tables if (len(table.index) > spaced) == more]
 
 
-def certified(facts: Facts, more: bool, radii: Iterable[float]) -> dict[float, float]:
+def certified(facts: RunResults, more: bool, radii: Iterable[float]) -> dict[float, float]:
     """The share certified at each of the radii that those tables decide."""
     found = {}
     for radius in radii:

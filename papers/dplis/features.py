@@ -1,7 +1,8 @@
 """Make a data set of the penultimate features of a classifier that saw no private record.
 
     python papers/dplis/features.py DATA/cifar100 --name cifar100-features \\
-        --model torchvision:efficientnet_b0 --weights FILE --saw ImageNet-1k --data-root DATA
+        --model torchvision:efficientnet_b0 --weights FILE \\
+        --pretraining-data ImageNet-1k --data-root DATA
     python papers/dplis/features.py --quick      # a smoke test on the built-in digits
 
 DPlis' Table 3 trains private heads on such features. The records are the pictures', one for one.
@@ -53,7 +54,8 @@ class _Source:
 
 
 def make_features(
-    pictures: str, network: ForeignModel | Path, target: Path, *, saw: str | None = None,
+    pictures: str, network: ForeignModel | Path, target: Path, *,
+    pretraining_data: str | None = None,
     resize: int | None = None, group: str | None = None, log: Log = lambda line: None,
 ) -> Path:  # fmt: skip
     """Write the penultimate features of every record as a data set; return its folder.
@@ -68,7 +70,7 @@ def make_features(
             wrote (of `dpdist run --until pretrain`, or a release).
         target: The folder to write; it must not be there.
         saw: What a network from elsewhere was trained on.
-        resize: What the shorter side of pictures becomes before the centre is cropped; None: the
+        resize: What the shorter side of pictures becomes before the center is cropped; None: the
             network's larger side, where sizes differ.
         group: Column that is kept: whom a record belongs to.
         log: Receives a line for each split.
@@ -82,12 +84,14 @@ def make_features(
     if target.exists():
         raise UserError(f"{target}: is there already; name another --name")
     if isinstance(network, Path):
-        if saw is not None:
-            raise UserError("--saw: must be left out for a folder of dpdist's, which says it")
+        if pretraining_data is not None:
+            raise UserError(
+                "--pretraining-data: must be left out for a folder of dpdist's, which says it"
+            )
         about = describe_seen(network, found.train, found.train.name, f"--model: {network}")
         module, shape = _saved(network)
     else:
-        about = declare_seen(network.name, saw, found.train.name)
+        about = declare_seen(network.name, pretraining_data, found.train.name)
         if network.weights is not None:
             if any((network.weights.parent / name).exists() for name in SAYS_WHAT_IT_SAW):
                 raise UserError(
@@ -104,7 +108,7 @@ def make_features(
 def _pictures(name: str, group: str | None) -> _Source:
     if name in data.BUILT_IN and not Path(name).exists():
         if group is not None:
-            raise UserError(f"--group: must be left out for {name}, which is built in")
+            raise UserError(f"--user: must be left out for {name}, which is built in")
         source = data.DataSource(name, data.BUILT_IN[name])
     else:
         seen = inspect_folder(Path(name), ChosenColumns(group=group))
@@ -222,20 +226,27 @@ def main() -> None:
     parser.add_argument("pictures", nargs="?", help="folder of Parquet files, or a built-in name")
     parser.add_argument("--name", help="of the data set to make")
     parser.add_argument("--model", help="package.module:factory, torchvision:NAME, or a folder")
-    parser.add_argument("--saw", help="what a classifier from elsewhere was trained on")
+    parser.add_argument(
+        "--pretraining-data", help="what a classifier from elsewhere was trained on"
+    )
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--option", action="append", help="KEY=VALUE, of the factory")
     parser.add_argument("--input", help="shape of an input, such as 3,32,32")
     parser.add_argument("--classes", type=int, help="of the classifier (default: of the data)")
     parser.add_argument("--normalize", help="MEAN/STD")
     parser.add_argument("--resize", type=int, help="of the shorter side")
-    parser.add_argument("--group", help="column that is kept: whom a record belongs to")
+    parser.add_argument("--user", help="column that is kept: whom a record belongs to")
     parser.add_argument("--data-root", type=Path, default=Path("data"))
-    tiny = {"pictures": "digits", "name": "digit-features", "model": "mlp", "saw": "nothing"}
+    tiny = {
+        "pictures": "digits",
+        "name": "digit-features",
+        "model": "mlp",
+        "pretraining_data": "nothing",
+    }
     given = parse_arguments(parser, tiny | {"data_root": scratch_folder()})
     if not (given.pictures and given.name and given.model):
         parser.error("PICTURES, --name and --model are needed")
-    mean, std = importing.normalisation(given.normalize)
+    mean, std = importing.normalization(given.normalize)
     network: ForeignModel | Path = Path(given.model)
     if not (Path(given.model) / "model.json").exists():
         network = ForeignModel(
@@ -245,7 +256,8 @@ def main() -> None:
     try:
         folder = make_features(
             given.pictures, network, given.data_root / given.name,
-            saw=given.saw, resize=given.resize, group=given.group, log=print,
+            pretraining_data=given.pretraining_data, resize=given.resize, group=given.user,
+            log=print,
         )  # fmt: skip
     except UserError as error:
         sys.exit(f"error: {error}")

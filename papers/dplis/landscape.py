@@ -150,21 +150,21 @@ def losses_along(
     """Compute the mean loss at theta + alpha * direction for each alpha.
 
     The direction is Gaussian; each of its filters (a row of a weight of two or more dimensions) is
-    rescaled to the norm of theta's, vectors (biases, normalisation) are zero. key: 32 bytes that
+    rescaled to the norm of theta's, vectors (biases, normalization) are zero. key: 32 bytes that
     choose it; compare models under the same key.
     """
     surface = Surface(model, objective, inputs, targets, batch_size)
     random = standard_normal_shared(key, "loss-picture", 0, len(surface.origin)).to(surface.origin)
     direction = torch.cat(
         [
-            filter_normalised(piece, surface.named[name].detach()).flatten()
+            filter_normalized(piece, surface.named[name].detach()).flatten()
             for name, piece in surface.values(random).items()
         ]
     )
     return [surface.loss(surface.origin + alpha * direction) for alpha in alphas]
 
 
-def filter_normalised(direction: Tensor, weight: Tensor) -> Tensor:
+def filter_normalized(direction: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() < 2:
         return torch.zeros_like(direction)
     shape = (len(weight), *[1] * (weight.dim() - 1))
@@ -179,7 +179,7 @@ def draw(losses: Sequence[float], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
     axes = figure.subplots()
     axes.plot(ALPHAS, losses)
-    axes.set_xlabel("alpha: distance along a filter-normalised random direction")
+    axes.set_xlabel("alpha: distance along a filter-normalized random direction")
     axes.set_ylabel("mean loss on test data")
     figure.savefig(path)
 

@@ -60,7 +60,7 @@ SETTING = "digits (1,439 records of 8 x 8), ReLU 64-32, batch 64, rate 0.15, noi
 
 
 def smoothed(radius: float, draws: int = 3, aggregate: str = "mean") -> dict[str, Any]:
-    return {"name": "dplis", "radius": radius, "draws": draws, "aggregate": aggregate}
+    return {"name": "dplis", "radius": radius, "augmentations": draws, "aggregate": aggregate}
 
 
 # By row; the first of each sweep is what the others are held against.
@@ -153,7 +153,7 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
             if given.draws is not None:
                 setting = f"{setting or 'as published'}, K = {given.draws} where smoothed"
                 if recipe.method.name == "dplis":
-                    change = change | {"method.draws": given.draws}
+                    change = change | {"method.augmentations": given.draws}
             change = change | {
                 "training.steps": max(steps.values()),
                 "training.init_seed": seed,

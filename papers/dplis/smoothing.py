@@ -69,7 +69,7 @@ def main() -> None:
         )
     root = require_data(given.data_root, load_recipe(find_recipe(given.recipe)).data.name)
     changes = parse_changes(given.set)
-    draws = {} if given.draws is None else {"method.draws": given.draws}
+    draws = {} if given.draws is None else {"method.augmentations": given.draws}
     rows: dict[str, dict[str, Any]] = {"none": {"method": "dp-sgd"}}
     for radius in given.radii.split(","):
         rows[f"R = {radius}"] = {"method.radius": float(radius), **draws}

@@ -44,13 +44,13 @@ def loss(theta: np.ndarray) -> np.ndarray:
 
 def gradient(theta: np.ndarray) -> np.ndarray:
     """Of parameters (..., 2), the same shape."""
-    distance, towards, parts = _parts(theta)
+    distance, toward, parts = _parts(theta)
     scale = np.array([1 / 5, 2 / 5])
     slopes = parts * (1 - parts) * (scale + 1 / (scale * distance**2))
     weight = expit((distance[..., 1] - distance[..., 0]) / 2)
     tilt = weight * (1 - weight) * (parts[..., 0] - parts[..., 1]) / 2
     pulls = np.stack([weight * slopes[..., 0] - tilt, (1 - weight) * slopes[..., 1] + tilt], -1)
-    return (pulls[..., None] * towards).sum(-2)
+    return (pulls[..., None] * toward).sum(-2)
 
 
 def train(smoothing: float, runs: int = RUNS, seed: int = 0) -> np.ndarray:

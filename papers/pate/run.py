@@ -117,7 +117,7 @@ def main() -> None:
             continue
         part = math.sqrt((1 - method["screening"]) / (2 * method["answers"]))
         raw["privacy"] |= {"epsilon": None, "noise_multiplier": noise * part}
-        method["smoothing"] = {"std": std, "draws": given.draws} if std else None
+        method["smoothing"] = {"std": std, "augmentations": given.draws} if std else None
         key = derive_key(bytes(32), "pate benchmark", str(noise), seed)
         with tempfile.TemporaryDirectory() as home:
             line = setting | student(raw, votes, key, Path(home) / "run")

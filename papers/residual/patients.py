@@ -56,15 +56,15 @@ def convert_patients(
     """Write PATIENT/CLASS/picture as train.parquet and test.parquet; return their folder.
 
     Guarantee: each patient is in one split, by a hash of the patient's name alone. A column
-    `patient` says whose a record is, for privacy.unit: group.
+    `patient` says whose a record is, for privacy.unit: user.
 
     Args:
         folder: Folder of the patients, such as that of the IDC patches (PATIENT/0, PATIENT/1).
         target: The folder to write; it must not be there.
         size: (height, width) of every record.
         fit: Rule for pictures of another size. None: they are refused. "pad": black is put around
-            smaller ones, which stay in the centre. "resize": the shorter side becomes the larger
-            of `size` (bilinear) and the centre is cropped.
+            smaller ones, which stay in the center. "resize": the shorter side becomes the larger
+            of `size` (bilinear) and the center is cropped.
         test_fraction: Share of patients that are for testing.
         log: Receives a line for each split.
 
@@ -131,14 +131,14 @@ def _patient_rows(
 
 
 def _fit_bytes(path: Path, size: tuple[int, int], fit: Fit | None) -> bytes:
-    """A picture of this size, in colours: the file itself where it is one."""
+    """A picture of this size, in colors: the file itself where it is one."""
     raw = read_bytes(path, _MOST_BYTES)
     try:
         pixels = decode_picture(raw)
     except ValueError as error:
         raise UserError(f"{path}: the image cannot be decoded: {error_text(error)}") from error
     if pixels.dtype != np.uint8 or len(pixels) != 3:
-        raise UserError(f"{path}: must be a picture of three colours of 8 bits")
+        raise UserError(f"{path}: must be a picture of three colors of 8 bits")
     height, width = pixels.shape[1:]
     if (height, width) == size:
         return raw
@@ -188,7 +188,7 @@ def main() -> None:
         )  # fmt: skip
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"wrote {made}; next: dpdist init {made} --group patient")
+    print(f"wrote {made}; next: dpdist init {made} --user patient")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 In this process, by the parts that runs and audits of membership are made of. For each row:
 
 * shadow: the paper's protocol, once for each seed: a target on a quarter of the records, judged by
-  a network that learnt from one plain shadow (the same for all rows of a seed); and by LiRA, whose
+  a network that learned from one plain shadow (the same for all rows of a seed); and by LiRA, whose
   references are the plain shadows of all seeds (--shadows).
-* audit: one training with mislabelled canaries behind a quarter, and what they bound epsilon by.
+* audit: one training with mislabeled canaries behind a quarter, and what they bound epsilon by.
 * inside: whether residual noise inside the clip helps at equal epsilon, on scikit-learn's digits.
 * cost: seconds of the processor that a training alone takes, the rows of a seed in turn.
 
@@ -63,7 +63,7 @@ from dpdist.data.parquet import decode_picture
 from dpdist.data.tables import split_files
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
@@ -169,7 +169,7 @@ def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: f
         },
         "resources": {"checkpoint_seconds": 1e6},
     }  # fmt: skip
-    if "gamma" in raw["method"]:  # pi = gamma / 2 and R = 30 on standardised pixels
+    if "gamma" in raw["method"]:  # pi = gamma / 2 and R = 30 on standardized pixels
         std = float(np.mean(setting["std"]))
         raw["method"] |= {"pi": round(raw["method"]["gamma"] / 2 * std, 4), "input_norm": 30 * std}
     return parse_recipe(raw, row)
@@ -279,16 +279,16 @@ def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
 
 def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
     guesses = min(100, given.canaries)
-    options = CanaryAudit(canaries=given.canaries, canary="mislabelled", guesses=guesses)
+    options = CanaryAudit(canaries=given.canaries, canary="mislabeled", guesses=guesses)
     recipe = recipe_of(data, row, given, seed, 0.25)
     raw = recipe.model_dump(mode="json") | {"audit": options.model_dump(mode="json")}
     if recipe.privacy.noise_multiplier == 0:  # what the paper claims it of
-        raw["privacy"]["neighbours"] = "replace-one"
+        raw["privacy"]["adjacency"] = "replace-one"
     recipe = parse_recipe(raw, row)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
         worker.run_training(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
-        target = target_of_run(folder, read_facts(folder).guarantee)
+        target = target_of_run(folder, load_results(folder).guarantee)
         found = audit_canaries(options, target, folder.path, lambda done, total: None)
     return {
         "proved": format_epsilon(target.proved.epsilon), "claimed": target.claimed_epsilon,
@@ -302,7 +302,7 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
         worker.run_training(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
-        model, epsilon = models.load(folder.model_folder), read_facts(folder).guarantee.epsilon
+        model, epsilon = models.load(folder.model_folder), load_results(folder).guarantee.epsilon
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "test": {}, "auc": {}}
     source = data_source(recipe)
     splits = (records_with_canaries(recipe, source), load_test_records(recipe, source))

@@ -42,7 +42,7 @@ from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_backend, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
 from dpdist.certification.expected_scores import ExpectedScores
@@ -157,7 +157,7 @@ def certified(
     the first layer's norms. As an actor of `dpdist certify` does it, all blocks of an input.
     """
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels)[chosen]
-    settings = ExpectedScores(n=draws, alpha=0.05, form=FORM)
+    settings = ExpectedScores(n=draws, alpha=0.05, backend=FORM)
     place = settings.build_sampler(model, tuple(x.shape[1:]))
     own = replace(source, purpose="certify", noise=settings.noise, sigma=place.sigma)
     assignment = certifying.Assignment(
@@ -192,10 +192,12 @@ def attacked(
     chosen = np.asarray(settings.indices(len(test)))
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels, np.int64)[chosen]
     # Batches of one answer: larger ones would be executed whole for a part of them.
-    form = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
+    backend = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
     place, own = find_noise_location(model), replace(source, purpose="attack")
-    counted = counting_assignment(model, place, test.classes, x[:64], own, n=settings.n, form=form)
-    counted = replace(counted, spec=choose_form(counted, form))
+    counted = counting_assignment(
+        model, place, test.classes, x[:64], own, n=settings.n, backend=backend
+    )
+    counted = replace(counted, spec=choose_backend(counted, backend))
     worker = Worker(Assignment(counted, place, settings, x, chosen, labels))
     each, found = settings.batch_size(x[0].size), {}
     for name, size in settings.attack_sizes:
@@ -360,7 +362,7 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = recipe_of(row, seed, given)
         every = max(1, len(load_test_records(recipe, data_source(recipe))) // given.inputs)
         settings = AttackSettings(
-            sizes=sizes, attacks=ATTACKS, draws=2, n=100, alpha=0.05, every=every,
+            sizes=sizes, attacks=ATTACKS, samples=2, n=100, alpha=0.05, every=every,
             max_inputs=given.inputs,
         )  # fmt: skip
         found = trained(recipe, settings, given.draws)

@@ -31,7 +31,7 @@ from _common import append_line, parse_arguments, read_lines, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_form, counting_assignment
+from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_backend, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
@@ -108,7 +108,7 @@ def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[
     place, source = find_noise_location(model), StreamKeys("benchmark", "1", "", "", "", 0.0)
     counted = counting_assignment(model, place, test.classes, x[:64], source, n=settings.n)
     if place.is_random:
-        counted = replace(counted, spec=choose_form(counted))
+        counted = replace(counted, spec=choose_backend(counted))
     indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
     worker = Worker(Assignment(counted, place, settings, x, indices, labels))
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
@@ -138,7 +138,7 @@ def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
     return {
         "proved": round(job.plan.guarantee().epsilon, 4), "seconds": round(seconds, 1),
         "n": len(test), "right": right(model, test),
-        "attacked": len(settings.indices(len(test))), "draws": settings.draws,
+        "attacked": len(settings.indices(len(test))), "draws": settings.samples,
         **attacked(model, test, settings),
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Every row is made by the commands that a user has: `dpdist run`, at
 first `--until pretrain`, and
-`dpdist attack` for each row and repetition (another initialisation, another run key); for a public
+`dpdist attack` for each row and repetition (another initialization, another run key); for a public
 denoiser before a private classifier `dpdist import` and `dpdist certify`. The classifier alone,
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
@@ -49,7 +49,7 @@ from dpdist.evaluation import load_model
 from dpdist.papers.stobatch.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe, resolve_recipe
 
@@ -343,7 +343,7 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     public = data.load(data.DataSource(name, 10, data_root), "train").select_by_hash(0.0, 0.5)
     options = {"channels": [2, 3], "activation": activation}
     spec = models.ModelSpec("conv-autoencoder", public.input_shape, 10, options)
-    denoiser = models.initialise(spec, 0).double()
+    denoiser = models.initialize(spec, 0).double()
     generator = torch.Generator().manual_seed(0)
 
     def noised(x: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
         run = RunFolder(bench.runs / name)
         if not attacked(run.path):
             continue
-        facts = read_facts(run)
+        facts = load_results(run)
         assert facts.evaluation is not None
         (table,) = [t for t in facts.tables if t.mode == "fixed"]
         epsilon = "none"
@@ -531,23 +531,23 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
     for axes, noise in zip(panels, noises, strict=False):
         everything = [m for _, (_, found) in _curves(bench, chosen, noise) for m in found]
         grid = np.linspace(0, max(m.certificates.radius.max() for m in everything), 200)
-        for colour, (row, found) in _curves(bench, chosen, noise):
+        for color, (row, found) in _curves(bench, chosen, noise):
             heights = np.array([[100 * m.certified(r) for r in grid] for m in found])
-            axes.plot(grid, heights.mean(0), color=colour, label=_label(row, found))
+            axes.plot(grid, heights.mean(0), color=color, label=_label(row, found))
             if len(found) > 1:
-                axes.fill_between(grid, heights.min(0), heights.max(0), color=colour, alpha=0.15)
+                axes.fill_between(grid, heights.min(0), heights.max(0), color=color, alpha=0.15)
         axes.set_title(f"input noise {noise:g}")
         axes.set_xlabel("L2 radius")
         axes.set_ylabel("certified accuracy, %")
     sizes = (0.0, *SIZES)
-    for colour, (_, found) in _curves(bench, chosen, 0.25):
+    for color, (_, found) in _curves(bench, chosen, 0.25):
         heights = np.array(
             [
                 [100 * share for share in (m.attacked(0.0, "none"), *map(m.attacked, SIZES))]
                 for m in found
             ]
         )  # fmt: skip
-        panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)
+        panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=color)
     panels[-1].set_title("under attack (input noise 0.25)")
     panels[-1].set_xlabel("size of the L2 PGD attack")
     panels[-1].set_ylabel("accuracy, %")
@@ -559,7 +559,7 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
 
 
 def _curves(bench: Bench, chosen: list[Row], noise: float) -> list[tuple[str, tuple[Row, list]]]:
-    """(colour, (row, its runs)); a method has the same colour in every panel."""
+    """(color, (row, its runs)); a method has the same color in every panel."""
     names = list(dict.fromkeys(row.name for row in rows(1)))
     pairs = [(row, measured(bench, row)) for row in chosen if row.noise == noise]
     return [(f"C{names.index(row.name)}", (row, found)) for row, found in pairs if found]

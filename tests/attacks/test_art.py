@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
+from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack, distance
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.randomness.keys import StreamKeys
 
@@ -30,11 +30,11 @@ def model(digits: tuple[Tensor, Tensor]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(1, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12 * 36, 10))
-        optimiser = torch.optim.Adam(net.parameters(), 5e-3)
+        optimizer = torch.optim.Adam(net.parameters(), 5e-3)
         for _ in range(60):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
-            optimiser.step()
+            optimizer.step()
     return net.eval()
 
 
@@ -72,7 +72,7 @@ def test_success_rates_are_arts(name: str, norm: str, model, digits) -> None:
     own = KeyedGenerator(StreamKeys("test", "1", "", "", "", 0.0))
     for size in SIZES[norm]:
         ball = Ball(x, torch.full((len(x),), size, dtype=torch.float64), norm)
-        ours = attack(name, RandomisedClassifier(model), ball, y, range(len(x)), own, steps=STEPS)  # type: ignore[arg-type]
+        ours = attack(name, RandomizedClassifier(model), ball, y, range(len(x)), own, steps=STEPS)  # type: ignore[arg-type]
         other = theirs(model, name, norm, size, x, y)
         with torch.no_grad():
             wrong = [

@@ -19,7 +19,7 @@ from dpdist.certification.noise import norm_equivalence_factor
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
 from dpdist.reports.charts import attack_outcome_table
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
@@ -88,7 +88,7 @@ def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) 
     path = folder / "attacks/l2-sigma-0.3-steps-4-first-20/attacks.parquet"
     assert str(path) in output and "smoothed, sigma 0.3" in output
     table = read_attack(path)
-    shown = attack_outcome_table(table, read_facts(RunFolder(folder)).tables)
+    shown = attack_outcome_table(table, load_results(RunFolder(folder)).tables)
     assert shown.header == [
         "l2 size", "attack", "right", "abstained", "wrong", "certified sigma-0.3-fixed-n-1000"
     ]  # fmt: skip
@@ -127,7 +127,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     )  # fmt: skip
     assert "the network itself" in output and "another classifier than the attacked" in output
     assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
-    facts = read_facts(RunFolder(runs / "small"))
+    facts = load_results(RunFolder(runs / "small"))
     assert len(facts.attacks) == len(list((runs / "small/attacks").glob("*/attacks.parquet"))) == 2
     page = (runs / "small/report/index.html").read_text()
     for norm, name in (
@@ -155,7 +155,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
         *sets("certificates='false'", "step_scale=5"),
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
-    facts = read_facts(RunFolder(runs / "small"))
+    facts = load_results(RunFolder(runs / "small"))
     assert [check["plausible"] for check in facts.certificate_checks] == [False, True]
     assert "IMPLAUSIBLE" in check_line(facts.certificate_checks[0])
     page = (runs / "small/report/index.html").read_text()

@@ -36,7 +36,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SETTINGS = AttackSettings(
     norm="l2", sizes=(0.2, 1.0), attacks=("fgsm", "pgd"), steps=3, batch=5, seed="5", n=200,
-    draws=4, restarts=2,
+    samples=4, restarts=2,
 )  # fmt: skip
 KINDS = {"deterministic": SETTINGS, "smoothed": replace(SETTINGS, sigma=0.25)}
 
@@ -273,7 +273,7 @@ def test_mean_scores_name_another_class_no_more_often_than_allowed() -> None:
 def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path) -> None:
     """Of two classes the hits say whether PREDICT may answer."""
     spec = models.ModelSpec("linear", (4,), 2)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     with torch.no_grad():
         layer.weight.zero_()

@@ -16,7 +16,7 @@ from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.training.records import data_source, load_test_records
 
 pytestmark = pytest.mark.whole
@@ -42,7 +42,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
     out = shown(*(word for each in asked for word in ("--set", each)))
     assert DISCLAIMER in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
     (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
-    attacked, (clean,) = table_reader.read(path), read_facts(folder).tables
+    attacked, (clean,) = table_reader.read(path), load_results(folder).tables
     assert clean.job_record["data"] != attacked.job_record["data"]
     assert attacked.certified_accuracy(1e-9) < clean.certified_accuracy(1e-9)
     for table, of in ((attacked, "attacked"), (clean, "clean")):

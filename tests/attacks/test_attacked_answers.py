@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpdist.attacks import job
 from dpdist.attacks.gradient_attacks import (
-    RandomisedClassifier,
+    RandomizedClassifier,
     _best,
     loss_gradient,
     success_score,
@@ -31,7 +31,15 @@ from dpdist.models import find_batch_dependence
 pytestmark = pytest.mark.slow
 
 SETTINGS = AttackSettings(
-    norm="l2", sizes=(0.2,), attacks=("pgd",), steps=2, batch=4, seed="5", n=50, draws=2, restarts=2
+    norm="l2",
+    sizes=(0.2,),
+    attacks=("pgd",),
+    steps=2,
+    batch=4,
+    seed="5",
+    n=50,
+    samples=2,
+    restarts=2,
 )
 SMOOTHED = replace(SETTINGS, sigma=0.1)
 DATA = Inputs(72, marked=True)
@@ -85,13 +93,13 @@ class Half(nn.Module):
 
 def test_a_gradient_that_is_no_number_leads_nowhere() -> None:
     x, targets = torch.tensor([[0.6, 0.1], [0.3, 0.1]]), torch.tensor([1, 1])
-    found = loss_gradient(RandomisedClassifier(Half()), x, targets, None)
+    found = loss_gradient(RandomizedClassifier(Half()), x, targets, None)
     assert (found[0] == 0).all() and found[1, 0] != 0 and found.isfinite().all()
 
 
 def test_a_point_without_an_answer_is_no_success() -> None:
     x, targets = torch.tensor([[0.6], [0.1], [0.3]]), torch.tensor([1, 1, 1])
-    classifier = RandomisedClassifier(Half())
+    classifier = RandomizedClassifier(Half())
     scores = success_score(classifier, x, targets, None)
     assert scores[0] == 0 and scores[1] >= 1 and 0 < scores[2] < 1
     # Nor does it keep a later restart from being one.

@@ -25,7 +25,7 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
-ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
+ATTACK = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=20)
 
 
 POINTS = Points(8, count=40, near=0.05, far=0.6)
@@ -36,7 +36,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plane: the true certified radius is the distance to it."""
     folder = tmp_path_factory.mktemp("model")
     spec = models.ModelSpec("linear", (8,), 2)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     with torch.no_grad():
         layer.weight.zero_()
@@ -109,7 +109,7 @@ def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     for norm in ("l2", "linf"):
         folder = tmp_path_factory.mktemp(norm)
         spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
-        model = models.initialise(spec, 0)
+        model = models.initialize(spec, 0)
         layer = models.require_split(model).layer
         with torch.no_grad():
             layer.weight.zero_()

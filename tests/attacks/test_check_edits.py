@@ -31,13 +31,13 @@ from dpdist.core.errors import UserError
 pytestmark = pytest.mark.whole
 
 CERTIFY = Cohen(sigma=0.25, n0=50, n=500, batch=250, seed="1")
-ATTACK = AttackSettings(attacks=("fgsm",), draws=2, seed="2", batch=20)
+ATTACK = AttackSettings(attacks=("fgsm",), samples=2, seed="2", batch=20)
 POINTS = Points(8, count=12, near=0.05, far=0.6)
 # What a table says and nobody else knows. The check attacks what is then claimed.
 OWN_WORD = {
     "about.classifier.batch", "about.classifier.check", "about.classifier.machine",
     "about.classifier.notes", "about.classifier.torch_version",  # how it was counted
-    "about.seed", "about.settings.batch", "about.settings.form",
+    "about.seed", "about.settings.batch", "about.settings.backend",
     "about.settings.radii",  # what is shown
     "about.clean_wrong", "about.input_range", "about.input_range.*", "about.input_shape",
     "about.input_shape.*",  # of the data, which is not asked again
@@ -49,7 +49,7 @@ def place(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plane as model/, its certificates/, and the check/ of these."""
     folder = tmp_path_factory.mktemp("place")
     spec = models.ModelSpec("linear", (8,), 2)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     with torch.no_grad():
         layer.weight.zero_()
@@ -144,7 +144,7 @@ def test_tables_of_something_else_are_refused(place, tmp_path, kind):
     shutil.copy(place / "certificates" / job.TABLE, path)
     if kind == "model":
         spec = models.ModelSpec("linear", (8,), 2)
-        models.save(models.initialise(spec, 7), spec, model := tmp_path / "model")
+        models.save(models.initialize(spec, 7), spec, model := tmp_path / "model")
     elif kind == "data":
         data = replace(POINTS, fingerprint="others")
     elif kind == "fewer inputs":

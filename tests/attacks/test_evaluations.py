@@ -1,4 +1,4 @@
-"""A kind of evaluation is its class and a line in the catalogue; private results stay private."""
+"""A kind of evaluation is its class and a line in the catalog; private results stay private."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpdist.cluster.resumable_job import JobSpec, WorkItems
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_table
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
@@ -117,7 +117,7 @@ def names(folder: Path) -> list[str]:
 def test_public_results_are_reported(run: tuple[Any, RunFolder]) -> None:
     _, folder = run
     assert (folder.path / "attacks/toy-3/toy.parquet").exists()
-    assert ("toy evaluation", "largest score 9") in read_facts(folder).summary()
+    assert ("toy evaluation", "largest score 9") in load_results(folder).summary()
     assert "largest score 9" in folder.report_file.read_text()
 
 
@@ -126,7 +126,7 @@ def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: 
     assert (folder.private / "attacks/membership-3/membership.parquet").exists()
     assert not [name for name in names(folder.path) if "membership" in name
                 and not name.startswith("private/")]  # fmt: skip
-    assert all(name != Membership.name for name, _ in read_facts(folder).summary())
+    assert all(name != Membership.name for name, _ in load_results(folder).summary())
     assert "membership" not in folder.report_file.read_text()
     released = write_release(folder)
     assert released and "membership" not in "".join(names(folder.release_folder))

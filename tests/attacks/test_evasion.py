@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import (
     Ball,
-    RandomisedClassifier,
+    RandomizedClassifier,
     attack,
     distance,
     loss_gradient,
@@ -42,7 +42,7 @@ def inputs(count: int, numbers: int, seed: int = 3) -> Tensor:
 
 def run(name, model, x, size, targets, norm, *, noise=None, seed="1", box=(0.0, 1.0), **options):
     ball = Ball(x, torch.as_tensor(size, dtype=torch.float64).expand(len(x)), norm, box)
-    classifier = RandomisedClassifier(model, noise)
+    classifier = RandomizedClassifier(model, noise)
     return attack(name, classifier, ball, targets, range(len(x)), randomness(seed), **options)
 
 
@@ -63,7 +63,7 @@ def test_linear_models_are_attacked_optimally(name: str, norm: str) -> None:
     dual = w.abs().sum() if norm == "linf" else w.norm()
     least = (margin(model, x, targets) / dual).detach()
     for factor, fooled in ((1 - 1e-3, False), (1 + 1e-3, True)):
-        # Large steps, because projected ascent turns towards the best point of a sphere slowly.
+        # Large steps, because projected ascent turns toward the best point of a sphere slowly.
         found = run(
             name, model, x, least * factor, targets, norm, box=None, steps=40, step_scale=20
         )
@@ -160,10 +160,10 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
     targets = torch.tensor([0, 1])
     std = np.array([0.8, 0.4]) if where == "hidden" else np.array([0.5, 0.5])
     noise = InputNoise(0.5) if where == "input" else HiddenNoise("first", torch.tensor([0.8, 0.4]))
-    classifier = RandomisedClassifier(Curved(), noise)
+    classifier = RandomizedClassifier(Curved(), noise)
     normals = randomness().normals((0, 1), "eot", 0, 40_000, (2,))
     found = loss_gradient(classifier, x, targets, normals).double().numpy()
-    plain = loss_gradient(RandomisedClassifier(Curved()), x, targets, None).double().numpy()
+    plain = loss_gradient(RandomizedClassifier(Curved()), x, targets, None).double().numpy()
 
     def angle(gradient: np.ndarray) -> float:
         return float(np.arctan2(gradient[1], gradient[0]))
@@ -176,7 +176,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
 
 def test_hidden_noise_leaves_no_hook_behind() -> None:
     model = Curved()
-    classifier = RandomisedClassifier(model, HiddenNoise("first", torch.ones(2)))
+    classifier = RandomizedClassifier(model, HiddenNoise("first", torch.ones(2)))
     x = torch.rand(4, 2)
     before = model(x)
     classifier.logits(x, torch.randn(4, 2))
@@ -184,7 +184,7 @@ def test_hidden_noise_leaves_no_hook_behind() -> None:
     assert torch.equal(model(x), before)
 
 
-def test_eot_beats_the_noise_free_gradient_on_a_randomised_model() -> None:
+def test_eot_beats_the_noise_free_gradient_on_a_randomized_model() -> None:
     # A narrow bump of the opposite slope at the input: without noise the gradient points the wrong
     # way, under the noise it hardly counts.
     class Bump(nn.Module):
@@ -193,7 +193,7 @@ def test_eot_beats_the_noise_free_gradient_on_a_randomised_model() -> None:
             return torch.cat([-score, score], 1) * 5
 
     x, targets = torch.tensor([[0.6]]), torch.tensor([1])
-    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), draws=200)
+    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), samples=200)
     plain = run("fgsm", Bump(), x, 0.2, targets, "linf")
     assert float(with_noise) < 0.45 and float(plain) > 0.7
 
@@ -216,7 +216,7 @@ def test_restarts_keep_the_best_of_each_input() -> None:
 def test_scores_put_success_before_loss() -> None:
     model = linear()
     x = inputs(10, 50)
-    classifier = RandomisedClassifier(model)
+    classifier = RandomizedClassifier(model)
     answers = model(x).argmax(1)
     kept = success_score(classifier, x, answers, None)
     fooled = success_score(classifier, x, 1 - answers, None)
@@ -233,7 +233,7 @@ def test_by_mean_scores_the_target_is_to_score_less_than_another() -> None:
     x, targets = torch.tensor([[0.0], [0.2]]), torch.tensor([0, 0])
     normals = torch.tensor([[-0.1], [-0.1], [9.0], [0.01], [0.01], [-9.0]])
     votes, scores = (
-        success_score(RandomisedClassifier(model, InputNoise(1.0), by), x, targets, normals)
+        success_score(RandomizedClassifier(model, InputNoise(1.0), by), x, targets, normals)
         for by in (None, False)
     )
     p = torch.softmax(model(x.repeat_interleave(3, 0) + normals).double(), 1).view(2, 3, 2).mean(1)
@@ -247,16 +247,16 @@ def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
     # In two dimensions, on a curved model: a linear one has the same gradient under any noise.
     model, x = Curved(), inputs(8, 2)
     targets = model(x).argmax(1)
-    options = {"noise": noise, "draws": 4, "restarts": 2}
+    options = {"noise": noise, "samples": 4, "restarts": 2}
     whole = run(name, model, x, 0.1, targets, "l2", **options)
     part = attack(
         name,  # type: ignore[arg-type]
-        RandomisedClassifier(model, noise),
+        RandomizedClassifier(model, noise),
         Ball(x[5:], torch.full((3,), 0.1, dtype=torch.float64), "l2"),
         targets[5:],
         (5, 6, 7),
         randomness(),
-        draws=4,
+        samples=4,
         restarts=2,
     )
     assert part.numpy() == pytest.approx(whole[5:].numpy(), abs=1e-6)

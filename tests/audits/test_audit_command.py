@@ -16,7 +16,7 @@ from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports import compare, facts
-from dpdist.reports.facts import Facts, read_facts
+from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
 from dpdist.training.private_step import PrivateStep
@@ -51,7 +51,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW)
     assert done.code == 0, done.err
     assert "claimed nothing, proved" in done.out and "consistent" in done.out
-    facts = read_facts(run)
+    facts = load_results(run)
     (audited,) = facts.audits
     assert audited.path == run.path / "audit" / "mechanism" / "audit.json"
     assert 0 < audited.epsilon < audited.proved == facts.guarantee.epsilon
@@ -73,23 +73,23 @@ def test_of_a_run(run, dpdist, monkeypatch):
 
 @pytest.mark.long
 def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
-    def searched(folder: RunFolder) -> Facts:
-        found = read_facts(folder)
+    def searched(folder: RunFolder) -> RunResults:
+        found = load_results(folder)
         larger = replace(found.guarantee, epsilon=99.0)
         return replace(found, account=replace(found.account, guarantee=larger))
 
-    monkeypatch.setattr(facts, "read_facts", searched)
+    monkeypatch.setattr(facts, "load_results", searched)
     assert dpdist("audit", "x", "--runs", run.path.parent, *FEW).code == 0
-    assert read_facts(run).audits[0].proved == 99.0
+    assert load_results(run).audits[0].proved == 99.0
 
 
 def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypatch):
     recipe = load_recipe(find_recipe("digits"))
-    for delta, neighbours, claimed in (
+    for delta, adjacency, claimed in (
         (1e-6, "add-or-remove-one", 0.1), (1e-5, "add-or-remove-one", 0.1),
         (1e-4, "add-or-remove-one", None), (1e-5, "replace-one", None),
     ):  # fmt: skip
-        own = Guarantee(0.1, delta, neighbours, "claimed", "a paper")
+        own = Guarantee(0.1, delta, adjacency, "claimed", "a paper")
         claim = Claim("paper", "", None, own, own, "not sound", "")
         monkeypatch.setattr(type(recipe.method), "claim", lambda *_, claim=claim: claim)
         plan = PrivacyPlan.dp_sgd(
@@ -97,7 +97,7 @@ def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypa
         )
         assert Target(recipe, plan, plan.guarantee()).claimed_epsilon == claimed, (
             delta,
-            neighbours,
+            adjacency,
         )
 
 

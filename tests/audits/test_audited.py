@@ -13,7 +13,7 @@ from dpdist.privacy.card import CONSISTENT, EXCEEDS_PROVED, REFUTED, AuditFindin
 
 FOUND = AuditFinding(
     kind="mechanism", method="by a theorem", epsilon=1.23456, delta=1e-5, alpha=0.05,
-    view="single releases", neighbours="add-or-remove-one", trials=2000, rule="above 1",
+    view="single releases", adjacency="add-or-remove-one", trials=2000, rule="above 1",
     proved=2.0, assumptions=("it is Gaussian",), details={"sigma": 1.0},
 )  # fmt: skip
 

@@ -105,12 +105,12 @@ def scores_of(job: TrainJob) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("neighbours", ["add-or-remove-one", "replace-one"])
+@pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, neighbours):
+def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, adjacency):
     """Sampled at the plan's rate over N + m positions, each adds the clip along its coordinate
     when it is in, and nothing (its opposite, under replace-one) when it is out."""
-    job = job_of(tmp_path, privacy={**PRIVACY, "neighbours": neighbours})
+    job = job_of(tmp_path, privacy={**PRIVACY, "adjacency": adjacency})
     records = len(training_records(job.recipe, job.source))
     assert job.plan.records == records + CANARIES
     watched = Watched(job, monkeypatch, workers)
@@ -123,12 +123,12 @@ def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, ne
         assert ids == set(members[members < records].tolist())
         sampled = members[members >= records] - records
         added = np.zeros(650)
-        signs = np.where(present, 1.0, -1.0 if neighbours == "replace-one" else 0.0)
+        signs = np.where(present, 1.0, -1.0 if adjacency == "replace-one" else 0.0)
         added[where[sampled]] = CLIP * signs[sampled]
         assert np.allclose(before - own, added, atol=1e-12)
         left, noise = (noisy - own)[where] / CLIP, NOISE_STD / CLIP
         scores += log_likelihood_ratio(left, noise, job.plan.step(0).sample_rate)
-        if neighbours == "replace-one":
+        if adjacency == "replace-one":
             scores -= log_likelihood_ratio(-left, noise, job.plan.step(0).sample_rate)
         joined += len(sampled)
     assert np.allclose(scores_of(job), scores, atol=1e-9)
@@ -136,7 +136,7 @@ def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, ne
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("canary", ["mislabelled", "blank"])
+@pytest.mark.parametrize("canary", ["mislabeled", "blank"])
 def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
     """Those that are in train the model; those that are out are dropped once sampled."""
     job = job_of(tmp_path, canary=canary, training__reproducible=True)
@@ -301,7 +301,7 @@ def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
         tmp_path, data={"name": "digits", "max_train": 200}, training__momentum=0.0,
         model={"name": "mlp", "options": {"hidden": [256]}}, privacy__noise_multiplier=0.2,
         training__batch_size=200, training__steps=60, training__learning_rate=8.0,
-        audit={"kind": "canaries", "canary": "mislabelled", "canaries": 60},
+        audit={"kind": "canaries", "canary": "mislabeled", "canaries": 60},
     )  # fmt: skip
     train(recipe, folder)
     seen = _scores_of_final_model(recipe.canary_audit, recipe, folder)

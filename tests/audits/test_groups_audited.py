@@ -14,18 +14,18 @@ from torch import Tensor
 
 from dpdist.audits.mechanism import run_scenarios
 from dpdist.audits.registry import run_audit
-from dpdist.audits.step_harness import WIDTH, StepHarness, probe_groups
+from dpdist.audits.step_harness import WIDTH, StepHarness, probe_users
 from dpdist.audits.target import target_of_recipe, target_of_run
 from dpdist.config.sections import MechanismAudit
-from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.data.protocol import Groups, UserRecords
 from dpdist.gradients.clipping import make_clipping
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training.canaries import (
     GradientCanaries,
-    GroupsWithCanaries,
+    UsersWithCanaries,
     canary_coordinates,
     draw_coins,
 )
@@ -55,8 +55,8 @@ def found(pieces: type[StepHarness], scenarios: list[str], clipping: str = "flat
 
 
 def test_a_canary_is_a_group_of_more_records_than_count():
-    groups = probe_groups(np.array([5, -1, 7]), MOST)
-    assert isinstance(groups, GroupedRecords) and len(groups) == 3
+    groups = probe_users(np.array([5, -1, 7]), MOST)
+    assert isinstance(groups, UserRecords) and len(groups) == 3
     assert len(groups.records) == 3 * (MOST + 1)
     inputs = groups.for_step(bytes(32)).batch(np.arange(3))
     assert inputs.shape == (3, MOST, WIDTH)
@@ -87,10 +87,10 @@ class ClipsEachRecord(StepHarness):
 
     def records(self, coordinates: np.ndarray) -> Any:
         grouped = super().records(coordinates)
-        assert isinstance(grouped, GroupedRecords)
+        assert isinstance(grouped, UserRecords)
         codes, first = np.unique(grouped.groups.codes, return_index=True)
         assert len(codes) == len(coordinates) == len(first)
-        return GroupedRecords(grouped.records, Groups(np.arange(len(grouped.records)), MOST))
+        return UserRecords(grouped.records, Groups(np.arange(len(grouped.records)), MOST))
 
 
 class AddsClippedRecords(StepHarness):
@@ -123,7 +123,7 @@ class DividesByJoined(StepHarness):
     ("pieces", "by"),
     [
         (ClipsEachRecord, "canaries"), (AddsClippedRecords, "canaries"), (LessNoise, "canaries"),
-        (DividesByJoined, "neighbour"),
+        (DividesByJoined, "neighbor"),
     ],
 )  # fmt: skip
 def test_every_fault_is_found(pieces, by):
@@ -133,7 +133,7 @@ def test_every_fault_is_found(pieces, by):
 @pytest.mark.long
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_sound_pieces_are_not_accused(clipping):
-    scenes = ["canaries", "neighbour", "witness", "alone"]
+    scenes = ["canaries", "neighbor", "witness", "alone"]
     assert found(StepHarness, scenes[: 4 if clipping == "flat" else 1], clipping) == []
 
 
@@ -150,24 +150,24 @@ def scans(root: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups(tmp_path):
+def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), audit=FEW.model_dump(mode="json"))
     target = target_of_recipe(recipe, "test")
     assert target.plan.records == GROUPS
     audited = run_audit(FEW, target, tmp_path / "audit", lambda done, total: None)
-    assert audited.neighbours == target.proved.relation
-    assert audited.neighbours.startswith("zero-out of a whole group")
-    assert audited.details["records_of_a_group"] == MOST and audited.verdict == "consistent"
+    assert audited.adjacency == target.proved.relation
+    assert audited.adjacency.startswith("zero-out of a whole group")
+    assert audited.details["records_of_a_user"] == MOST and audited.verdict == "consistent"
     assert 0 < audited.epsilon < audited.proved == target.proved.epsilon
 
 
 @pytest.mark.long
 def test_a_large_group_is_audited_by_a_small_one(tmp_path):
-    recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_group=500)
+    recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_user=500)
     target = target_of_recipe(recipe, "test")
     few = MechanismAudit(releases=100, workers=1)
     audited = run_audit(few, target, tmp_path / "audit", lambda done, total: None)
-    assert audited.details["records_of_a_group"] == 4
+    assert audited.details["records_of_a_user"] == 4
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def test_of_a_run(tmp_path, dpdist, monkeypatch):
     words = ("audit", "x", "--runs", tmp_path / "runs", "--set", "workers=1")
     done = dpdist(*words, "--set", "releases=400")
     assert done.code == 0, done.err
-    (audited,) = read_facts(run).audits
+    (audited,) = load_results(run).audits
     assert "zero-out of a whole group" in audited.summary_line
     refused = dpdist(*words[:4], "--kind", "many-runs")
     assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
@@ -204,7 +204,7 @@ def test_canary_groups_lie_behind_the_groups_and_are_counted(tmp_path):
     plain = recipe.model_copy(update={"audit": None})
     source = data_source(recipe)
     whole, groups = (records_with_canaries(each, source) for each in (recipe, plain))
-    assert isinstance(whole, GroupsWithCanaries) and len(whole) == GROUPS + 40
+    assert isinstance(whole, UsersWithCanaries) and len(whole) == GROUPS + 40
     assert whole.num_records == len(groups) == GROUPS
     assert whole.fingerprint != groups.fingerprint
     assert target_of_recipe(recipe, "test").plan.records == GROUPS + 40
@@ -232,9 +232,9 @@ def test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate(tmp_path, 
         expected = np.zeros(len(added))
         expected[canary_coordinates(40, len(added))[joined[coins[joined]]]] = 1.0
         np.testing.assert_allclose(added, expected, atol=1e-9)
-    facts = read_facts(run)
+    facts = load_results(run)
     target = target_of_run(run, facts.guarantee)
     audited = run_audit(recipe.audit, target, tmp_path / "audit", lambda done, total: None)
-    assert audited.neighbours.startswith("zero-out of a whole group")
+    assert audited.adjacency.startswith("zero-out of a whole group")
     assert audited.verdict == "consistent" and 0 <= audited.epsilon < audited.proved
     assert "40 of its 100 groups are gradient canaries" in str(facts.canary_notice)

@@ -13,7 +13,7 @@ import torch
 from support.local_execution import command, run_without_ray
 from support.training import KEY, make, parameters, train
 
-from dpdist.audits import trainings as vectorised
+from dpdist.audits import trainings as vectorized
 from dpdist.audits.canaries import audit_many_runs, simulate_trials
 from dpdist.audits.target import Target, target_of_recipe
 from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
@@ -31,7 +31,7 @@ from dpdist.privacy.audit_bounds import (
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
@@ -101,7 +101,7 @@ def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     assert audit_many_runs(options, target, tmp_path / "audit", quiet) == found
     assert (tmp_path / "audit/trainings.parquet").read_bytes() == before
     # Noise that was forgotten in the steps is found.
-    monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: real(total, key, std / 4))
+    monkeypatch.setattr(vectorized, "add_noise", lambda total, key, std: real(total, key, std / 4))
     fewer = options.model_copy(update={"trainings": 200})
     assert audit_many_runs(fewer, target, tmp_path / "less", quiet).exceeds_proved
 
@@ -110,7 +110,7 @@ def test_the_records_part_of_a_sum_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of a sum without noise is the canary alone, wherever records move it."""
-    monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: total)
+    monkeypatch.setattr(vectorized, "add_noise", lambda total, key, std: total)
     target = target_of(tmp_path)
     trainings = VectorizedTrainings(
         target.recipe, target.plan, records_with_canaries(target.recipe, data_source(target.recipe))
@@ -200,7 +200,7 @@ def test_the_command_asks_for_it(
     done = command(monkeypatch, capsys, tmp_path, *asked)
     assert done.code == 0 and "stays private" in done.out, done.err
     (kept,) = folder.path.rglob("audit.json")
-    assert kept.is_relative_to(folder.private) and not read_facts(folder).audits
+    assert kept.is_relative_to(folder.private) and not load_results(folder).audits
     assert not [path for path in publishable_files(folder) if path.parts[0] == "audit"]
     refused = command(monkeypatch, capsys, tmp_path, *asked, "--output", folder.path / "audit/x")
     assert refused.code == 2 and "says something of training records" in refused.err

@@ -20,7 +20,7 @@ from dpdist.audits.trainings import ShadowTrainer
 from dpdist.core.errors import UserError
 from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
@@ -165,7 +165,7 @@ def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Pat
     pipeline.evaluation_stage(recipe, folder, Membership(models=2, seed=SEED))
     pipeline.report_stage(folder)
     assert "membership" not in folder.report_file.read_text()
-    assert all("membership" not in name for name, _ in read_facts(folder).summary())
+    assert all("membership" not in name for name, _ in load_results(folder).summary())
     assert write_release(folder) and "membership" not in "".join(contents(folder.release_folder))
     unpack_export(export_text(folder), tmp_path / "fetched")
     assert "membership" not in "".join(contents(tmp_path / "fetched"))

@@ -148,7 +148,7 @@ def test_a_claim_is_a_ceiling_under_its_own_relation() -> None:
     assert ceiling is not None and "not sound" in ceiling.description
     assert ceiling.max_true_positive_rates(0.1) == pytest.approx(0.1 * math.e + 1e-5)
     assert claimed_ceiling(claim, "add-or-remove-one") is None
-    one = replace(claim, claimed=replace(guarantee, neighbours="add-or-remove-one"))
+    one = replace(claim, claimed=replace(guarantee, adjacency="add-or-remove-one"))
     both = claimed_ceiling(one, "replace-one")
     assert both is not None
     assert both.max_true_positive_rates(0.05) == pytest.approx(

@@ -21,8 +21,8 @@ BY = {
     "empty batches skipped": "alone",
     "one seed for all ranks": "witness",
     "another sampler": "witness",
-    "realised divisor": "neighbour",
-    "divisor of N": "neighbour",
+    "realized divisor": "neighbor",
+    "divisor of N": "neighbor",
     "batch statistic": "crowd",
 }
 

@@ -109,7 +109,7 @@ class SkipsEmpty(StepHarness):
         return None
 
 
-class RealisedDivisor(SkipsEmpty):
+class RealizedDivisor(SkipsEmpty):
     """Divides by the number of records that joined."""
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
@@ -129,16 +129,16 @@ class DivisorOfRecords(StepHarness):
 
 
 class BatchStatistic(StepHarness):
-    """Normalises inputs by their mean over the batch."""
+    """Normalizes inputs by their mean over the batch."""
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         real = self.step.engine.clipped_sum
 
-        def centred(inputs: Tensor, targets: Tensor, **more: Any) -> ClippedSum:
+        def centered(inputs: Tensor, targets: Tensor, **more: Any) -> ClippedSum:
             middle = inputs.mean(0) if len(inputs) else 0.0
             return real(inputs - middle, targets, **more)
 
-        self.step.engine.clipped_sum = centred  # type: ignore[method-assign]
+        self.step.engine.clipped_sum = centered  # type: ignore[method-assign]
         try:
             return super().run_step(coordinates, step)
         finally:
@@ -224,7 +224,7 @@ SOUND = (
     Fault("none, 1 worker", "the pieces as they are", "here", workers=1),
     Fault("none, 2 workers", "the pieces as they are", "here"),
     Fault("none: keys", "no noise twice, in steps or attempts", "here", replay=_noise(StepHarness)),
-    Fault("none: ledger", "superseded attempts are charged", "here", replay=_ledger(Ledger)),
+    Fault("none: ledger", "re-executed steps are charged", "here", replay=_ledger(Ledger)),
 )
 FAULTS = (
     Fault("noise x 0.9", "a tenth of the noise is missing", "any", LessNoise,
@@ -240,8 +240,8 @@ FAULTS = (
           "samplers seeded alike", OneSeed),
     Fault("another sampler", "records join more often than accounted",
           "weighted samplers; reverse of Opacus #813", Weighted),
-    Fault("realised divisor", "the size of the noise tells the batch",
-          "asked for in Opacus #420 (ASGM)", RealisedDivisor),
+    Fault("realized divisor", "the size of the noise tells the batch",
+          "asked for in Opacus #420 (ASGM)", RealizedDivisor),
     Fault("divisor of N", "the size of the noise tells the number of records",
           "Opacus #571, #819 (FEASGM)", DivisorOfRecords),
     Fault("batch statistic", "a record moves the others' gradients", "BatchNorm", BatchStatistic,

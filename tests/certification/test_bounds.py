@@ -99,7 +99,7 @@ def test_edges_have_their_closed_forms(draws: int) -> None:
     )
 
 
-def test_vectorised_equals_scalar_and_scipy() -> None:
+def test_vectorized_equals_scalar_and_scipy() -> None:
     hits = np.array([0, 1, 50, 99, 100])
     got = binomial.clopper_pearson_lower(hits, 100, 0.001)
     expected = [0.0, *stats.beta.ppf(0.001, hits[1:], 100 - hits[1:] + 1)]

@@ -16,7 +16,7 @@ OPTIONS = {"mode": "fixed", "noise": "gaussian", "bound": "hoeffding",
            "norm": "l2", "one_sided": False}  # fmt: skip
 SECTIONS = {
     Cohen: {"sigma": 0.5},
-    TargetRadius: {"sigma": 0.5, "mode": "target", "radii": [0.1]},
+    TargetRadius: {"sigma": 0.5, "mode": "target-radius", "radii": [0.1]},
     Anytime: {"sigma": 0.5, "mode": "anytime"},
     TwoClass: {"sigma": 0.5, "mode": "two-class"},
     HoeffdingVotes: {"sigma": 0.5, "bound": "hoeffding"},

@@ -128,9 +128,9 @@ def test_one_load_one_hash_one_read(here: None, runs: Path, monkeypatch) -> None
 
 def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
     words = ("--set", "certify.max_inputs=2", "--output", runs / "half")
-    good("certify", "small", "--runs", runs, *words, "--set", "certify.form=bf16")
+    good("certify", "small", "--runs", runs, *words, "--set", "certify.backend=bf16")
     classifier = tables.read_job_record(tables.read(runs / "half/certificates.parquet"))
-    assert classifier["classifier"]["form"] == "bf16"
+    assert classifier["classifier"]["backend"] == "bf16"
 
 
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
@@ -138,7 +138,7 @@ def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -
     folder = runs / "small/certificates/sigma-0.3-fixed-n-1000"
     model = runs / "small/private/model"
     spec = models.read_spec(model)
-    models.save(models.initialise(spec, 7), spec, model)  # model B
+    models.save(models.initialize(spec, 7), spec, model)  # model B
     finish(RunFolder(runs / "small"))
     (folder / "settings.json").unlink()
     result = call("certify", "small", "--runs", runs)
@@ -161,7 +161,7 @@ def test_a_run_that_never_finished_is_refused(here: None, runs: Path) -> None:
 
 
 def test_early_stopping_by_command(here: None, runs: Path) -> None:
-    good("certify", "small", "--runs", runs, "--set", "certify.mode=target", "--n", 20000)
+    good("certify", "small", "--runs", runs, "--set", "certify.mode=target-radius", "--n", 20000)
     folder = runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000"
     table = tables.read(folder / "certificates.parquet")
     assert set(table["radius"].to_pylist()) <= {0.0, 0.1, 0.2}

@@ -20,7 +20,7 @@ from support.threads import new_settings_after
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack
+from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack
 from dpdist.certification import inference, job, table
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.cohen import Cohen
@@ -32,7 +32,7 @@ from dpdist.certification.inference import (
     STREAMS,
     Aes,
     Philox,
-    choose_inference_form,
+    choose_backend,
 )
 from dpdist.certification.noise import NOISES, Gaussian
 from dpdist.certification.predict import Predictor
@@ -102,7 +102,7 @@ def test_every_bit_of_a_key_counts_and_words_are_even() -> None:
         assert max(abs(s - 0.5) for s in share) < 6 * 0.5 / np.sqrt(2000)
     words = torch.cat(device_generators.philox_words(KEY, 0, 250_000, CPU)).numpy()
     assert words.min() >= 0 and words.max() < 1 << 32
-    for shift in (0, 12, 24):  # each byte, and pairs of neighbours; false failure 1e-5 each
+    for shift in (0, 12, 24):  # each byte, and pairs of neighbors; false failure 1e-5 each
         bytes_ = words >> shift & 255
         assert stats.chisquare(np.bincount(bytes_, minlength=256)).pvalue > 1e-5
         pairs = np.bincount((bytes_[:-1] >> 4 << 4) + (bytes_[1:] >> 4), minlength=256)
@@ -162,7 +162,7 @@ def test_a_tensor_is_filled_alike_on_both_devices(noise: type[Gaussian]) -> None
 
 def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model with noise in that place, and settings that certify it."""
-    model = models.initialise(models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4}), 3)
+    model = models.initialize(models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4}), 3)
     if noise == "hidden":
         split = models.require_split(model)
         models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
@@ -172,8 +172,8 @@ def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
         models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
     if noise == "several":
         ModuleNoise({"0": 0.2, "3": 0.1}, input_std=0.5).attach(model)
-    law = {"noise": noise} if noise in NOISES else {}
-    return model, {"sigma": 0.5, **law}
+    num_trials = {"noise": noise} if noise in NOISES else {}
+    return model, {"sigma": 0.5, **num_trials}
 
 
 def assignment(
@@ -189,7 +189,7 @@ def assignment(
 
 
 NOISY = (*NOISES, "hidden", "both", "several")
-MODES = ({}, {"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)})
+MODES = ({}, {"mode": "target-radius", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, 
             "n": 90,
             "batch": 50,
             "generator": "philox",
-            "form": "eager",
+            "backend": "eager",
         }
     )
     rows, blocks = [], settings.num_units(50)
@@ -239,7 +239,7 @@ def test_aes_gives_its_own_numbers_there_too() -> None:
     settings = settings_of({**section, "n0": 10, "n": 90, "batch": 50, "generator": "aes"})
     x, verdicts = np.full(SHAPE, 0.4, np.float32), []
     for device in (CPU, simulated_device()):
-        made = assignment(with_changes(settings, form="eager"), model, device)
+        made = assignment(with_changes(settings, backend="eager"), model, device)
         assert made.executed_spec.generator == "aes" and isinstance(made.stream, Aes)
         verdicts.append(Worker(made).certify(x, 5))
     assert verdicts[0] == verdicts[1]
@@ -249,7 +249,7 @@ def test_batch_and_generator_are_chosen_once_for_the_device(monkeypatch) -> None
     """By its memory, and so that the last block is about full; a CPU's are as they were."""
     model, section = network("gaussian")
     module = torch.get_device_module(simulated_device())
-    settings = settings_of({**section, "n": 100_000, "form": "eager"})
+    settings = settings_of({**section, "n": 100_000, "backend": "eager"})
     chosen = []
     for free in (1 << 16, 1 << 18):
         monkeypatch.setattr(type(module), "free", free)
@@ -271,7 +271,7 @@ def test_batch_and_generator_are_chosen_once_for_the_device(monkeypatch) -> None
 
 def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
     model, section = network("gaussian")
-    settings = settings_of({**section, "n": 100, "form": "eager"})
+    settings = settings_of({**section, "n": 100, "backend": "eager"})
     made = assignment(settings, model, simulated_device())
     module = torch.get_device_module(simulated_device())
     monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
@@ -283,8 +283,8 @@ def test_another_number_format_is_a_classifier_of_its_own() -> None:
     model, _ = network("gaussian")
     batch = torch.rand(50, *SHAPE)
     for device in (CPU, simulated_device()):
-        spec, classify = choose_inference_form(model.to(device).eval(), batch.to(device), "bf16")
-        assert spec.form == "bf16" and classify.logits(batch.to(device)).dtype == torch.float32
+        spec, classify = choose_backend(model.to(device).eval(), batch.to(device), "bf16")
+        assert spec.backend == "bf16" and classify.logits(batch.to(device)).dtype == torch.float32
         want = model.bfloat16()(batch.to(device).bfloat16()).argmax(1)
         assert torch.equal(classify(batch.to(device)), want)
         model = model.float()
@@ -316,8 +316,8 @@ def certify(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "GPU", NAME)
     monkeypatch.setattr(inference, "make_deterministic", lambda device: None)
     spec = models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
-    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    settings = Cohen(sigma=0.5, n0=10, n=90, batch=50, seed="5", form="eager")
+    models.save(models.initialize(spec, 3), spec, tmp_path / "model")
+    settings = Cohen(sigma=0.5, n0=10, n=90, batch=50, seed="5", backend="eager")
 
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
         monkeypatch.setattr(TestExecutor, "gpus", have)
@@ -369,7 +369,9 @@ def test_a_gpu_is_made_repeatable(monkeypatch) -> None:
 def test_predictions_never_take_the_generator_of_a_table() -> None:
     """Their noise is secret: who could work it out could choose the input."""
     model, section = network("gaussian")
-    settings = settings_of({**section, "n": 50, "n0": 10, "generator": "philox", "form": "eager"})
+    settings = settings_of(
+        {**section, "n": 50, "n0": 10, "generator": "philox", "backend": "eager"}
+    )
     predictor = Predictor(model, settings, 3, SHAPE)
     assert isinstance(predictor._worker._assignment.stream, Aes)
 
@@ -394,7 +396,7 @@ def test_attacks_work_where_the_model_is(name, norm) -> None:
         for place in (find_noise_location(model), InputNoise(0.2)):
             found.append(
                 attack(
-                    name, RandomisedClassifier(model, place),
+                    name, RandomizedClassifier(model, place),
                     Ball(x.to(device), size.to(device), norm), targets.to(device), range(5),
                     KeyedGenerator(SOURCE), steps=2, draws=3, restarts=2,
                 ).cpu()

@@ -27,14 +27,14 @@ from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.slow
 
-COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
+COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"sigma": 0.5},
     "laplace": {"sigma": 0.5, "noise": "laplace"},
     "two-class": {"sigma": 0.5, "mode": "two-class"},
     "hoeffding": {"sigma": 0.5, "bound": "hoeffding"},
     "anytime": {"sigma": 0.5, "mode": "anytime", "radii": [0.1, 0.3]},
-    "target": {"sigma": 0.5, "mode": "target", "radii": [0.1, 0.2, 0.3]},
+    "target": {"sigma": 0.5, "mode": "target-radius", "radii": [0.1, 0.2, 0.3]},
     "scores": {},
     "bernstein": {"bound": "bernstein"},
     "counts": {"bound": "counts"},

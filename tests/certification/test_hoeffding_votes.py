@@ -94,9 +94,9 @@ def test_options_and_a_recipe_go_together() -> None:
     usual, hoeffding = Cohen(sigma=0.5, n=77), HoeffdingVotes(sigma=0.5, n=77)
     assert dpdist.settings_of({"bound": "hoeffding"}, usual) == hoeffding
     assert dpdist.settings_of({"bound": "clopper-pearson"}, hoeffding) == usual
-    assert dpdist.settings_of({"mode": "target", "radii": (0.1,)}, hoeffding).n == 77
+    assert dpdist.settings_of({"mode": "target-radius", "radii": (0.1,)}, hoeffding).n == 77
     assert hoeffding.folder_name == "sigma-0.5-hoeffding-n-77"
-    for wrong in ({"mode": "target", "radii": (0.1,)}, {"mode": "two-class"}):
+    for wrong in ({"mode": "target-radius", "radii": (0.1,)}, {"mode": "two-class"}):
         with pytest.raises(UserError, match="bound"):
             dpdist.settings_of({"sigma": 0.5, "bound": "hoeffding", **wrong})
 
@@ -132,7 +132,7 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
 
 def test_the_command(here: None, tmp_path: Path) -> None:
     spec = ModelSpec("linear", (1, 8, 8), 10, {})
-    models.save(models.initialise(spec, 0), spec, tmp_path / "model")
+    models.save(models.initialize(spec, 0), spec, tmp_path / "model")
     words = ("certify", "--model", "linear", "--weights", tmp_path / "model" / "model.safetensors",
              "--data", "digits", "--sigma", "0.25", "--n", "100", "--runs", tmp_path / "r",
              "--set", "certify.max_inputs=2")  # fmt: skip

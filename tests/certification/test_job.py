@@ -122,7 +122,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
             seen.append(arguments[-1])
 
     monkeypatch.setattr(job, "_read_rate", lambda _: 1000.0)
-    settings = with_changes(SETTINGS, n=100_000, mode="target", radii=(0.25,))
+    settings = with_changes(SETTINGS, n=100_000, mode="target-radius", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
         with use_executor(Idle()), pytest.raises(KeyError):  # nothing was computed
             certificates.certify(model_folder, FakeData(), settings, tmp_path)
@@ -271,7 +271,7 @@ def test_sequential_modes_are_independent_of_workers_too(
     for row in rows:
         assert row["k"] <= row["n"] <= 3000 == row["cap"]
         assert (row["prediction"] == -1) == (row["radius"] == 0.0 and row["p_lower"] <= 0.5)
-        if mode == "target" and row["prediction"] >= 0:
+        if mode == "target-radius" and row["prediction"] >= 0:
             assert row["radius"] in settings.radii and row["radius"] == row["target"]
             assert row["p_lower"] == pytest.approx(stats.norm.cdf(row["radius"] / 0.5))
         if mode == "anytime" and row["n"] < 3000 and row["k"] > 0.95 * row["n"]:
@@ -286,7 +286,7 @@ def test_models_that_cannot_be_certified_are_refused(
 ) -> None:
     # The argmax of NaN is always the same class: it would be certified with the largest radius.
     spec = models.ModelSpec("linear", (1, 6, 6), 3)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     with torch.no_grad():
         model[1].bias += weight  # type: ignore[index, operator]
     models.save(model, spec, tmp_path / "model")

@@ -31,7 +31,7 @@ from dpdist.randomness.keys import StreamKeys
 
 SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 SETTINGS: dict[str, Any] = {
-    "sigma": 0.1, "n0": 20, "n": 200, "batch": 25, "seed": "1", "form": "eager"
+    "sigma": 0.1, "n0": 20, "n": 200, "batch": 25, "seed": "1", "backend": "eager"
 }  # fmt: skip
 ROWS = [
     [torch.nan, 1.0, 2.0], [0.0, torch.nan, -1.0], [torch.inf, 0.0, 0.0], [-torch.inf, 0.0, 1.0],
@@ -56,7 +56,7 @@ def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "mode",
     [{}, {"mode": "two-class"}, {"mode": "anytime", "radii": (0.01,)},
-     {"mode": "target", "radii": (0.01, 0.05)}],
+     {"mode": "target-radius", "radii": (0.01, 0.05)}],
     ids=lambda mode: mode.get("mode", "fixed"),
 )  # fmt: skip
 def test_what_no_check_input_shows_is_certified_as_nothing(

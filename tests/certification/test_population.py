@@ -89,7 +89,7 @@ def test_other_alphas_and_kinds() -> None:
     assert each.accuracy_lower_bound == pytest.approx(
         (stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9
     )
-    early = make(HISTOGRAMS, LABELS, mode="target")  # keeps no counts of all classes
+    early = make(HISTOGRAMS, LABELS, mode="target-radius")  # keeps no counts of all classes
     (each,) = population_bounds(table_reader.from_arrow(early), [0.25])
     assert each.certifiable_upper_bound is None
 

@@ -80,7 +80,7 @@ class OwnRows(Threshold):
 @pytest.mark.parametrize("n0", [1, 100, 250, 1000])
 def test_a_form_is_chosen_for_all_rows_that_are_executed(n0: int) -> None:
     # A trace holds the number of rows that it was made at.
-    it = Predictor(OwnRows(), Cohen(sigma=0.25, n=2000, n0=n0, form="frozen"), 2, (1, 2, 2))
+    it = Predictor(OwnRows(), Cohen(sigma=0.25, n=2000, n0=n0, backend="frozen"), 2, (1, 2, 2))
     assert it.certify(torch.full((1, 2, 2), 0.75)).prediction == 1
 
 

@@ -35,7 +35,7 @@ from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
 from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.certification.worker import combined_noise_of_model
 from dpdist.core.errors import UserError
-from dpdist.models.zoo import NormalisedNetwork
+from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness.noise_location import (
     HiddenNoise,
     InputNoise,
@@ -219,7 +219,7 @@ def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) ->
 @pytest.mark.slow
 def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> None:
     def contradictions(claim: str | None) -> int:
-        attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
+        attack = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=30)
         output = certified.parent.parent / f"check-{claim}"
         model = certified.parent.parent / "model"
         _, verdict = check_certificates(
@@ -288,8 +288,8 @@ def test_only_affine_additive_noise_everywhere_counts() -> None:
         combined_noise_of_model(ModuleNoise({"1": 0.5}, input_std=SIGMA), squared, (3,), SIGMA)
         is None
     )
-    # In input units, whatever normalises before the layer.
-    scaled = NormalisedNetwork(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
+    # In input units, whatever normalizes before the layer.
+    scaled = NormalizedNetwork(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
     name = models.require_split(scaled).name
     two = combined_noise_of_model(ModuleNoise({name: 0.5}, input_std=SIGMA), scaled, (3,), SIGMA)
     assert two is not None and two.sensitivity == pytest.approx(2 * norm)
@@ -297,7 +297,7 @@ def test_only_affine_additive_noise_everywhere_counts() -> None:
 
 def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
     spec = SMALL_CNN
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     place = ModuleNoise({models.require_split(model).name: 0.3}, input_std=0.5)
     place.attach(model)
     models.save(model, replace(spec, block_noise=models.BlockNoise(("0",))), tmp_path)
@@ -309,7 +309,7 @@ def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
     assert both is not None and both.hidden_std == pytest.approx(0.3)
     with pytest.raises(UserError, match="one number for each module"):
         replace(place, stds={"0": torch.ones(4, 4, 4)}).attach(model)
-    alone = models.initialise(spec, 0)
+    alone = models.initialize(spec, 0)
     InputNoise(0.5).attach(alone)
     assert find_noise_location(alone) == InputNoise(0.5)
     for bad in (torch.tensor([0.1, -0.1]), torch.tensor([0.1, float("nan")])):

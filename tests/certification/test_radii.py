@@ -102,7 +102,7 @@ def test_printing_never_enlarges() -> None:
 
 
 # The largest radii of two per-image tables published with Cohen et al. (CIFAR-10, ResNet-110, three
-# significant digits, n = 100,000). Up there neighbouring counts differ in the printed digits, so
+# significant digits, n = 100,000). Up there neighboring counts differ in the printed digits, so
 # the numbers tell which alpha was used: 0.01 in the first table, 0.001 in the second.
 PUBLISHED = {
     (0.25, 0.01): "0.863 0.866 0.873 0.88 0.889 0.894 0.906 0.92 0.929 0.941 0.955 0.978",

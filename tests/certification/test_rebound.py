@@ -19,7 +19,7 @@ from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
-CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c", "notes": []}
+CLASSIFIER = {"backend": "frozen", "batch": 100, "check": "c", "notes": []}
 
 
 def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> pa.Table:
@@ -73,7 +73,7 @@ def test_rebound_of_anytime_results_is_a_confidence_sequence() -> None:
 
 def test_early_stopped_results_cannot_be_rebounded() -> None:
     with pytest.raises(UserError, match="early stopping"):
-        recertify(make(HISTOGRAMS, LABELS, mode="target"), 0.05)
+        recertify(make(HISTOGRAMS, LABELS, mode="target-radius"), 0.05)
 
 
 def test_certified_accuracy_is_of_all_inputs() -> None:

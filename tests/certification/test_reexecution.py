@@ -33,7 +33,7 @@ from dpdist.randomness.keys import ESTIMATE, SELECT
 
 KEY = b"k" * 32
 SETTINGS: dict[str, Any] = {
-    "sigma": 0.1, "n0": 16, "n": 64, "batch": 16, "seed": "1", "form": "eager"
+    "sigma": 0.1, "n0": 16, "n": 64, "batch": 16, "seed": "1", "backend": "eager"
 }  # fmt: skip
 LOOKS = sorted(set(MODELS) - {"Honest", "Experts", "Overflows", "Flickers"})
 
@@ -106,7 +106,7 @@ def test_copies_have_the_noise_that_is_executed(
     seen: list[Any] = []
     monkeypatch.setattr(worker, "find_batch_dependence", lambda *given, **_: seen.append(given))
     spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=noise == "hidden")
-    model = models.initialise(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
+    model = models.initialize(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
     section = {**SETTINGS, "batch": 64, "sigma": 0.2}
     first, std = nn.Identity(), 0.2
     if noise == "hidden":
@@ -162,13 +162,13 @@ def test_without_it_each_of_them_is_certified(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["eager", "frozen", "bf16"])
+@pytest.mark.parametrize("backend", ["eager", "frozen", "bf16"])
 def test_no_byte_depends_on_the_rows_that_are_executed_again(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    tables = [(certify("Honest", tmp_path, f"{i}", form=form) / job.TABLE) for i in range(2)]
+    tables = [(certify("Honest", tmp_path, f"{i}", backend=backend) / job.TABLE) for i in range(2)]
     monkeypatch.setattr(worker.Assignment, "build_reexecution", lambda *_: None)
-    tables.append(certify("Honest", tmp_path, "2", form=form) / job.TABLE)
+    tables.append(certify("Honest", tmp_path, "2", backend=backend) / job.TABLE)
     assert len({table.read_bytes() for table in tables}) == 1
 
 
@@ -189,13 +189,13 @@ def test_every_sampler_is_looked_at(
 
     monkeypatch.setattr(Reexecution, "__call__", look)
     spec = models.ModelSpec("mlp", SHAPE, CLASSES)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     section = {**SETTINGS, "n": 40, "seed": "1"}
     if not votes:
         width = models.require_split(model).hidden_shape(SHAPE)
         models.attach_noise(model, torch.ones(width))
         spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=True)
-        section = {"n0": 16, "n": 40, "batch": 16, "seed": "1", "form": "eager"}
+        section = {"n0": 16, "n": 40, "batch": 16, "seed": "1", "backend": "eager"}
     models.save(model, spec, tmp_path / "model")
     certificates.certify(
         tmp_path / "model", Inputs(2), settings_of(section), tmp_path / "out", actors=1
@@ -338,11 +338,11 @@ def test_two_classes_that_tie_within_rounding_are_no_difference() -> None:
 
 def test_another_number_format_has_its_own_rounding() -> None:
     near = torch.tensor([[1.0, 1.01, 0.0]] * 4)
-    compared(near, Constant(1.0, 1.0, 0.0), form="bf16")
+    compared(near, Constant(1.0, 1.0, 0.0), backend="bf16")
     with pytest.raises(InvalidResultsError):
         compared(near, Constant(1.0, 1.0, 0.0))
     with pytest.raises(InvalidResultsError):
-        compared(torch.tensor([[1.0, 1.2, 0.0]] * 4), Constant(1.0, 1.0, 0.0), form="bf16")
+        compared(torch.tensor([[1.0, 1.2, 0.0]] * 4), Constant(1.0, 1.0, 0.0), backend="bf16")
 
 
 def test_no_class_is_an_answer_like_any_other() -> None:

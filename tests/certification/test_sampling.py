@@ -12,10 +12,10 @@ from torch import nn
 
 from dpdist import models
 from dpdist.certification import inference, job, worker
-from dpdist.certification.certificate import FormName
+from dpdist.certification.certificate import BackendName
 from dpdist.certification.inference import (
     ExecutedClassifier,
-    choose_inference_form,
+    choose_backend,
     differing_rows,
     digest_classes,
 )
@@ -175,8 +175,8 @@ def test_the_fast_form_says_the_same_as_the_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     batch = torch.randn(200, 1, 8, 8)
-    spec, classify = choose_inference_form(model.eval(), batch)
-    assert spec.form == "frozen" and not spec.notes
+    spec, classify = choose_backend(model.eval(), batch)
+    assert spec.backend == "frozen" and not spec.notes
     assert (classify(batch) == model(batch).argmax(1)).all()
 
 
@@ -189,8 +189,8 @@ class Moody(nn.Module):
 
 
 def test_a_form_that_disagrees_is_refused_and_named() -> None:
-    spec, classify = choose_inference_form(Moody(), torch.randn(64, 1, 2, 2))
-    assert spec.form != "frozen"
+    spec, classify = choose_backend(Moody(), torch.randn(64, 1, 2, 2))
+    assert spec.backend != "frozen"
     assert any(note.startswith("frozen: argmax differs") for note in spec.notes)
     batch = torch.randn(10, 1, 2, 2)
     assert (classify(batch) == batch.flatten(1)[:, :3].argmax(1)).all()
@@ -219,15 +219,15 @@ def with_zeros(count: int) -> torch.Tensor:
 def test_what_rounding_decides_refuses_no_form() -> None:
     """Else the luck of the noise chose the form, and with it which shares can be merged."""
     batch = with_zeros(1)
-    spec, classify = choose_inference_form(Close(1e-5), batch)
-    assert (spec.form, spec.notes) == ("frozen", ())
+    spec, classify = choose_backend(Close(1e-5), batch)
+    assert (spec.backend, spec.notes) == ("frozen", ())
     assert classify(batch)[0] == 0 and Close(1e-5)(batch).argmax(1).all()
-    # Workers execute the form: the digest is of its answers.
+    # Workers execute the backend: the digest is of its answers.
     assert spec.check == digest_classes(classify(batch)) != digest_classes(torch.ones(200))
     # More than rounding, or more often than by luck.
     for model, count in ((Close(1e-3), 1), (Close(1e-5), 3)):
-        spec, _ = choose_inference_form(model, with_zeros(count))
-        assert spec.form != "frozen"
+        spec, _ = choose_backend(model, with_zeros(count))
+        assert spec.backend != "frozen"
         assert spec.notes == (f"frozen: argmax differs on {count} of 200 check inputs",)
 
 
@@ -259,38 +259,38 @@ class OwnRows(nn.Module):
 @pytest.mark.parametrize("ones", [False, True])
 def test_a_trace_of_one_batch_size_is_refused(ones: bool) -> None:
     model, batch = OwnRows(ones), torch.randn(64, 1, 2, 2)
-    assert choose_inference_form(model, batch)[0].form == "frozen"
+    assert choose_backend(model, batch)[0].backend == "frozen"
     for rows in ((64, 16), (64, 256), (64, 1)):
         for asked in (None, "frozen"):
-            spec, classify = choose_inference_form(model, batch, asked, rows)
-            assert spec.form != "frozen" and spec.notes[0].startswith("frozen: cannot be built")
+            spec, classify = choose_backend(model, batch, asked, rows)
+            assert spec.backend != "frozen" and spec.notes[0].startswith("frozen: cannot be built")
             for count in rows:
                 inputs = torch.randn(count, 1, 2, 2)
                 assert torch.equal(classify(inputs), model(inputs).argmax(1))
 
 
 def test_forms_have_one_list_of_names() -> None:
-    assert set(get_args(FormName)) == set(inference.FORMS)
-    with pytest.raises(UserError, match=r"form: .*'frozen'"):
-        settings_of({"sigma": 0.5, "form": "frozn"})
+    assert set(get_args(BackendName)) == set(inference.FORMS)
+    with pytest.raises(UserError, match=r"backend: .*'frozen'"):
+        settings_of({"sigma": 0.5, "backend": "frozn"})
 
 
 def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
     slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
     monkeypatch.setattr(
-        inference, "_time_forms", lambda forms, _, rounds: {form: slow[form] for form in forms}
+        inference,
+        "_time_forms",
+        lambda forms, _, rounds: {backend: slow[backend] for backend in forms},
     )
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-    forms = [
-        choose_inference_form(model, batch, asked)[0].form for asked in (None, "frozen", "eager")
-    ]
+    forms = [choose_backend(model, batch, asked)[0].backend for asked in (None, "frozen", "eager")]
     assert forms == ["eager", "frozen", "eager"]
 
 
 def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-    assert choose_inference_form(model, batch, seconds=0.0)[0].form == "eager"
-    assert choose_inference_form(model, batch, "frozen", seconds=0.0)[0].form == "frozen"
+    assert choose_backend(model, batch, seconds=0.0)[0].backend == "eager"
+    assert choose_backend(model, batch, "frozen", seconds=0.0)[0].backend == "frozen"
 
 
 class Slow(nn.Module):
@@ -318,7 +318,7 @@ class Slow(nn.Module):
 def test_the_first_pass_says_what_else_may_be_tried(monkeypatch, seconds, tried) -> None:
     monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
     Slow.rows.clear()
-    choose_inference_form(Slow(), torch.rand(4, 3, 2, 2), None, (100,), seconds)
+    choose_backend(Slow(), torch.rand(4, 3, 2, 2), None, (100,), seconds)
     if tried:
         assert 100 in Slow.rows and len(Slow.rows) > 4
     else:  # not even the other batch size, which only a rival is compared on
@@ -394,13 +394,13 @@ def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:
-    spec, _ = choose_inference_form(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
-    assert spec.form == "eager"
+    spec, _ = choose_backend(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
+    assert spec.backend == "eager"
     assert spec.notes == ("channels-last: cannot be built (ValueError)",)
 
 
 def test_a_form_of_images_is_not_tried_on_anything_else() -> None:
-    spec, _ = choose_inference_form(nn.Linear(5, 3), torch.randn(16, 5))
+    spec, _ = choose_backend(nn.Linear(5, 3), torch.randn(16, 5))
     assert spec.notes == ()
 
 
@@ -418,12 +418,15 @@ def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
     it = HiddenNoiseCounter(nn.Identity(), Soft(), scale, SOURCE, laplace=laplace)
     x = torch.tensor([1.4, 0.0])
     got = it.sample_block(x, 0, 0, 21_000, 20_050)
-    law = stats.laplace if laplace else stats.norm
+    num_trials = stats.laplace if laplace else stats.norm
     assert got.histogram.sum() == got.draws == 20_050
     # Two-sided exact test, false failure 1e-4; scales wrong by 10 % are rejected.
-    assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / 0.5)).pvalue > 1e-4
+    assert stats.binomtest(int(got.histogram[1]), 20_050, num_trials.cdf(0.4 / 0.5)).pvalue > 1e-4
     for wrong in (0.45, 0.55):
-        assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / wrong)).pvalue < 1e-4
+        assert (
+            stats.binomtest(int(got.histogram[1]), 20_050, num_trials.cdf(0.4 / wrong)).pvalue
+            < 1e-4
+        )
     assert got.sums / SCORE_UNIT == pytest.approx(got.histogram, abs=25)
     assert got.squares / SCORE_UNIT**2 == pytest.approx(got.histogram, abs=25)
     again = it.sample_block(x, 0, 0, 21_000, 20_050)

@@ -20,7 +20,7 @@ from dpdist.core.errors import UserError
 from dpdist.publishing import write_release
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
@@ -96,11 +96,11 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     assert both.mode == "fixed" and both.job_record["hidden"] > 0
     assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
     with pytest.raises(UserError, match=r"certify\.sigma: is required"):
-        call("certify", "noisy", "--runs", runs, "--set", "certify.mode=target")
+        call("certify", "noisy", "--runs", runs, "--set", "certify.mode=target-radius")
 
     pipeline.report_stage(RunFolder(runs / "noisy"))
     assert "clipping: none" in (runs / "noisy/report/index.html").read_text()
-    facts = read_facts(RunFolder(runs / "noisy"))
+    facts = load_results(RunFolder(runs / "noisy"))
     summary = dict(facts.summary())
     assert summary["privacy"].startswith("NOT PRIVATE")
     assert "draws of its noise" in summary["clean accuracy"] and "no clip" in summary["training"]

@@ -50,7 +50,7 @@ FakeData = partial(Data, count=9)
 
 
 def noisy_model() -> nn.Module:
-    model = models.initialise(replace(SPEC, hidden_noise=False), 3)
+    model = models.initialize(replace(SPEC, hidden_noise=False), 3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)  # so that the scores say something
@@ -269,7 +269,7 @@ def test_another_certification_in_the_folder_is_refused(
 
 def test_a_model_without_noise_has_no_such_certificate(tmp_path: Path) -> None:
     spec = replace(SPEC, hidden_noise=False)
-    models.save(models.initialise(spec, 0), spec, tmp_path)
+    models.save(models.initialize(spec, 0), spec, tmp_path)
     with pytest.raises(UserError, match="no noise of its own; give the sigma"):
         certificates.certify(tmp_path, FakeData(), SETTINGS, tmp_path / "out")
 
@@ -303,7 +303,7 @@ def test_settings_are_chosen_by_sigma_and_foreign_ones_refused() -> None:
     assert isinstance(settings_of({"sigma": 0.5, "bound": None}), Cohen)
     assert isinstance(settings_of({"sigma": None, "n": 10}), ExpectedScores)
     with pytest.raises(UserError, match=r"certify\.sigma: is required"):
-        settings_of({"mode": "target", "radii": (0.1,)})
+        settings_of({"mode": "target-radius", "radii": (0.1,)})
     with pytest.raises(UserError, match=r"certify\.norm: unknown key"):
         settings_of({"sigma": 1.0, "norm": "linf"})
     with pytest.raises(UserError, match=r"certify\.bound"):

@@ -137,7 +137,7 @@ def test_radii_pass_in_their_order_and_hopeless_ones_end_it() -> None:
 # ---- in bulk
 
 
-SECTION = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
+SECTION = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 @pytest.mark.long
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
-    section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
+    section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
     plain = certificates.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):
         settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})

@@ -92,7 +92,7 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
 @pytest.mark.slow
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model")
-    section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
+    section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "backend": "eager"}
     plain = certificates.certify(
         tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1
     )

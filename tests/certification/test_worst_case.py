@@ -36,7 +36,7 @@ from dpdist.certification.worker import (
     Worker,
     probe,
 )
-from dpdist.models.zoo import NormalisedNetwork
+from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness import keys as units
 
 pytestmark = pytest.mark.guarantee
@@ -91,22 +91,22 @@ def test_anytime_certifies_the_distance_and_no_more(noise: str) -> None:
 @pytest.mark.parametrize("noise", NOISES)
 def test_target_certifies_radii_up_to_the_distance(noise: str) -> None:
     radii = (0.25, 0.46, 0.51, 0.6)
-    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target", radii=radii)
+    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target-radius", radii=radii)
     assert (verdict.prediction, verdict.radius) == (1, 0.46)
-    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target", radii=(0.51,))
+    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target-radius", radii=(0.51,))
     assert (verdict.prediction, verdict.radius) == (ABSTAIN, 0.0)
 
 
 @pytest.mark.parametrize("std", [0.05, 4.0])
-def test_a_normalised_first_layer_is_certified_in_input_units(std: float) -> None:
-    # Class 1 where 3 x0 + 4 x1 > 0: the distance is known whatever the normalisation before it.
+def test_a_normalized_first_layer_is_certified_in_input_units(std: float) -> None:
+    # Class 1 where 3 x0 + 4 x1 > 0: the distance is known whatever the normalization before it.
     layer = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    inner = NormalisedNetwork(
+    inner = NormalizedNetwork(
         nn.Sequential(layer, Threshold()), torch.zeros(2), torch.tensor([std])
     )
-    model = NormalisedNetwork(inner, torch.zeros(2), torch.tensor([0.5])).eval()
+    model = NormalizedNetwork(inner, torch.zeros(2), torch.tensor([0.5])).eval()
     x = torch.tensor([0.03, 0.04])
     distance = 0.05
     models.attach_noise(model, torch.tensor([5 * distance / (0.5 * std)]))

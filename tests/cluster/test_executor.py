@@ -440,14 +440,14 @@ def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
 
 def test_an_open_session_of_ray_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "describe_session", lambda: Session(None, 4, 0, 1))
-    monkeypatch.setitem(sys.modules, "ray", Initialised)
+    monkeypatch.setitem(sys.modules, "ray", Initialized)
     with open_executor() as found:
         assert isinstance(found, RayExecutor) and str(found) == "this machine: 1 node, 4 CPUs"
     with open_executor("local") as found:
         assert isinstance(found, LocalExecutor)
 
 
-class Initialised:
+class Initialized:
     @staticmethod
     def is_initialized() -> bool:
         return True
@@ -601,7 +601,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(place, raw, "new.yaml")
     search = {
         "space": {"training.learning_rate": {"choice": [0.5]}},
-        "law": {"name": "fixed", "runs": 2},
+        "num_trials": {"name": "fixed", "runs": 2},
     }
     write_recipe(place, raw | {"name": "searched", "tune": search}, "searched.yaml")
     return place

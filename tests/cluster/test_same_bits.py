@@ -26,7 +26,7 @@ RECIPE = {
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
     "training": {"batch_size": 40, "steps": 4, "learning_rate": 0.5, "momentum": 0.5},
     "certify": {"sigma": 0.25, "n": 300, "n0": 20, "seed": SEED[:32], "max_inputs": 6,
-                "form": "eager", "batch": 100},
+                "backend": "eager", "batch": 100},
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path)
         **{key: value for key, value in RECIPE.items() if key != "certify"},
         "tune": {
             "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-            "law": {"name": "fixed", "runs": 2},
+            "num_trials": {"name": "fixed", "runs": 2},
         },
     }
     found = []

@@ -116,10 +116,10 @@ def test_columns_and_order_tell_records_apart():
 def test_evaluation_data_among_augmented_private_records_are_refused(private, tmp_path):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIDE * SIDE, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="held_out: must share no record with data, got 3"):
+    with pytest.raises(UserError, match="eval_data: must share no record with data, got 3"):
         PrivateTraining(
             model, optimizer, PRIVATE[private](tmp_path), loss="cross-entropy",
             privacy=Privacy(noise_multiplier=1.0, delta=1e-3), batch_size=6, steps=2,
-            held_out=(FLOATS[:3], torch.from_numpy(LABELS[:3])), folder=tmp_path / "run",
+            eval_data=(FLOATS[:3], torch.from_numpy(LABELS[:3])), folder=tmp_path / "run",
         )  # fmt: skip
     assert not (tmp_path / "run").exists()

@@ -20,7 +20,7 @@ import dpdist
 from dpdist import models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.privacy.plan import GroupUnit
+from dpdist.privacy.plan import UserUnit
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, resolve_recipe
@@ -99,12 +99,12 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
 
 def test_named_features_and_a_group():
     write_csv()
-    said("scans", "--label", "ill", "--features", "number,pulse", "--group", "patient_id")
+    said("scans", "--label", "ill", "--features", "number,pulse", "--user", "patient_id")
     recipe = load_recipe(Path("scans.yaml"))
     columns = recipe.data.columns
-    assert (columns.features, columns.group) == (["number", "pulse"], "patient_id")
-    assert records_with_canaries(recipe, data_source(recipe)).largest_group == 4
-    assert recipe.group_unit == GroupUnit("patient_id", 4)
+    assert (columns.features, columns.user) == (["number", "pulse"], "patient_id")
+    assert records_with_canaries(recipe, data_source(recipe)).largest_user == 4
+    assert recipe.user_unit == UserUnit("patient_id", 4)
     assert (recipe.privacy.delta, recipe.training.batch_size) == (0.01, 4)  # of 50 persons
     assert "50 groups" in checked("scans.yaml")
 
@@ -144,7 +144,7 @@ LINES = [f"SPLIT text {n}" for n in range(48)]
 def trained(recipe: str, **more: Any) -> RunFolder:
     """One step of the recipe, by its data, model and unit."""
     raw = load_recipe(Path(recipe)).model_dump(mode="json")
-    unit = ("unit", "max_records_per_group")
+    unit = ("unit", "max_records_per_user")
     more = {
         f"privacy__{key}": raw["privacy"].get(key) for key in unit if key in raw["privacy"]
     } | more
@@ -176,19 +176,25 @@ def test_chats_become_adapters_on_a_model_of_ones_own():
     assert "\n" not in str(caught.value)
     lm.save_model(Path("base"))
     for options, rule in (
-        (["--base", "base"], "--saw: must say what public data the base was trained on"),
-        (["--base", "base", "--saw", " "], "--saw: must say what public data"),
-        (["--base", "none", "--saw", "books"], r"config\.json: no such file"),
+        (
+            ["--base", "base"],
+            "--pretraining-data: must say what public data the base was trained on",
+        ),
+        (
+            ["--base", "base", "--pretraining-data", " "],
+            "--pretraining-data: must say what public data",
+        ),
+        (["--base", "none", "--pretraining-data", "books"], r"config\.json: no such file"),
     ):
         with pytest.raises(UserError, match=rule):
             said("chats", *options)
     assert not Path("chats.yaml").exists() and not list(Path("chats").glob("*.parquet"))
-    out = said("chats", "--base", "base", "--saw", "books", "--group", "who")
+    out = said("chats", "--base", "base", "--pretraining-data", "books", "--user", "who")
     assert "chats of column messages, next tokens" in out
     recipe = load_recipe(Path("chats.yaml"))
     text = recipe.data.text
     assert (text.messages, text.tokenizer, text.length) == ("messages", Path("base").resolve(), 128)
-    assert recipe.data.columns.group == "who" and recipe.model.initial.saw == "books"
+    assert recipe.data.columns.user == "who" and recipe.model.initial.pretraining_data == "books"
     assert trained("chats.yaml").model_folder.is_dir()
 
 
@@ -203,7 +209,7 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     with pytest.raises(UserError, match=alone):
         said("pairs")
     lm.save_model(Path("base"))
-    out = said("pairs", "--base", "base", "--saw", "books", "--group", "who")
+    out = said("pairs", "--base", "base", "--pretraining-data", "books", "--user", "who")
     assert f"prompts of column {prompt}, answers of column {answer}, next tokens" in out
     assert f"left out: input: beside {prompt} and {answer}; what belongs to a prompt must" in out
     recipe = load_recipe(Path("pairs.yaml"))
@@ -288,7 +294,7 @@ def test_a_run_on_records_that_changed_does_not_go_on():
 
 def test_a_person_whose_name_has_a_blank_behind_it_is_not_two():
     write_rows("st", "pid,age,ill", "pN,N.5,1", train={3: "p4 ,7.75,0"})
-    said("st", "--label", "ill", "--group", "pid")
+    said("st", "--label", "ill", "--user", "pid")
     with pytest.raises(UserError, match=r"'pid' must name each group in one way, has 1 that"):
         checked("st.yaml")
 
@@ -303,10 +309,10 @@ def test_an_id_that_repeats_is_told_by_init_and_by_data_check():
     write_csv()
     out = said("scans", "--label", "ill")
     told = "patient_id repeats: 200 rows of 50 values: a person?"
-    assert told in out and "--group patient_id" in out
-    assert f"# {told} Then: dpdist init --group patient_id" in Path("scans.yaml").read_text()
+    assert told in out and "--user patient_id" in out
+    assert f"# {told} Then: dpdist init --user patient_id" in Path("scans.yaml").read_text()
     assert told in checked("scans.yaml")
-    said("scans", "--label", "ill", "--group", "patient_id", "--output", "persons.yaml")
+    said("scans", "--label", "ill", "--user", "patient_id", "--output", "persons.yaml")
     assert "repeats" not in checked("persons.yaml").replace("visit_id repeats", "")
     assert checked("persons.yaml") and trained("persons.yaml").path.is_dir()
 
@@ -315,6 +321,6 @@ def test_persons_in_both_splits_are_refused_before_a_recipe_is_written():
     rows = {"age": [float(n) for n in range(30)], "pid": [n // 2 for n in range(30)]}
     for split in ("train", "test"):
         write_split(Path("st"), split, **rows, label=[0, 1] * 15)
-    with pytest.raises(UserError, match="--group: no pid may have records in training and test"):
-        said("st", "--group", "pid")
+    with pytest.raises(UserError, match="--user: no pid may have records in training and test"):
+        said("st", "--user", "pid")
     assert not Path("st.yaml").exists()

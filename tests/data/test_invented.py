@@ -46,14 +46,14 @@ def test_strokes_are_neither_dots_nor_blots():
     assert 0.05 < (images > 127).mean() < 0.3
 
 
-def test_scenes_have_colours_and_use_the_whole_range():
+def test_scenes_have_colors_and_use_the_whole_range():
     images, _ = synthetic.draw_scenes(300, seed=0)
     values = images / 255
     assert 0.4 < values.mean() < 0.6 and 0.2 < values.std() < 0.3
-    colour = np.abs(values - values.mean(1, keepdims=True)).mean((1, 2, 3))
-    assert colour.mean() > 0.05 and colour.min() < 0.01  # some are grey
+    color = np.abs(values - values.mean(1, keepdims=True)).mean((1, 2, 3))
+    assert color.mean() > 0.05 and color.min() < 0.01  # some are gray
     assert (images.min() == 0) and (images.max() == 255)
-    # Neighbours are alike, as in a photograph: noise would have a difference of 0.25 and more.
+    # Neighbors are alike, as in a photograph: noise would have a difference of 0.25 and more.
     assert 0.02 < np.abs(np.diff(values, axis=3)).mean() < 0.1
 
 

@@ -17,7 +17,7 @@ from dpdist.data import Dataset, DataSource, load, refuse_common_records
 from dpdist.data.overlap import count_common
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
@@ -68,7 +68,7 @@ def test_neither_order_nor_label_nor_encoding_hides_a_record(root):
     write_images(root / "some", "train", np.concatenate([pixels(7, 30), pixels(0, 80)[40:45]]))
     assert count_common(records, whole(root, "some")) == 5
     assert count_common(whole(root, "some"), records) == 5
-    deeper = pixels(0, 80).astype(np.uint16) * 257  # the same grey values in 16 bits
+    deeper = pixels(0, 80).astype(np.uint16) * 257  # the same gray values in 16 bits
     write_images(root / "deeper", "train", deeper)
     assert count_common(records, whole(root, "deeper")) == 80
     one = pixels(0, 80)
@@ -94,7 +94,7 @@ def test_inputs_of_another_shape_are_not_said_to_differ(root):
         (np.concatenate([pixels(1, 20), pixels(0, 80)[3:4]]), None),  # one of them
     ],
 )
-@pytest.mark.parametrize("part", [{}, {"hold_out": 0.5}, {"max_train": 20}])
+@pytest.mark.parametrize("part", [{}, {"private_eval_fraction": 0.5}, {"max_train": 20}])
 def test_a_test_split_with_private_records_is_refused(root, images, labels, part):
     write_images(root / "mine", "test", images, labels)
     with pytest.raises(UserError, match=r"data\.test: \d+ of the 80 private records .*mine/test"):
@@ -133,7 +133,7 @@ def test_scoring_records_must_not_be_private(root):
     write_images(root / "other", "test", np.concatenate([pixels(9, 10), pixels(0, 80)[:4][::-1]]))
     tune = {
         "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
-        "law": {"name": "geometric", "mean": 2},
+        "num_trials": {"name": "geometric", "mean": 2},
         "score": {"public": {"name": "other"}},
     }
     with pytest.raises(UserError, match=r"tune\.score\.public: 4 of the 80 private records"):
@@ -145,7 +145,7 @@ def test_a_search_is_not_scored_on_a_test_split_with_private_records(root):
     write_images(root / "mine", "test", pixels(0, 80)[::-1])
     tune = {
         "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
-        "law": {"name": "geometric", "mean": 2},
+        "num_trials": {"name": "geometric", "mean": 2},
     }
     with pytest.raises(UserError, match=r"data\.test: 80 of the 80 private"):
         prepare_search(recipe(root, tune=tune), RunFolder(root / "run"), "test")
@@ -193,7 +193,7 @@ def test_what_could_not_be_compared_is_assumed_on_the_card(root):
 def trained(described: Recipe, path: Path):
     folder = RunFolder(path)
     worker.run_training(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
-    return read_facts(folder)
+    return load_results(folder)
 
 
 # --- a model that another run trained on private records
@@ -252,7 +252,7 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
 
 def test_max_train_chooses_by_hash_and_a_record_less_moves_no_other(root):
     """Every record keeps its side whatever one is removed, in every part of the split."""
-    data = {"max_train": 30, "public": 0.2, "hold_out": 0.3}
+    data = {"max_train": 30, "public": 0.2, "private_eval_fraction": 0.3}
     described = recipe(root, data=data)
     records, source = whole(root, "mine"), data_source(described)
 
@@ -291,7 +291,7 @@ def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
         described = recipe(tmp_path, data=own)
         return set(records_with_canaries(described, data_source(described)).hashes)
 
-    kept, half = used(hold_out=0.2), used(hold_out=0.2, fraction=0.5)
+    kept, half = used(private_eval_fraction=0.2), used(private_eval_fraction=0.2, fraction=0.5)
     assert 1490 < len(kept) < 1710 and 670 < len(half) < 930 and half < kept
     assert len(used(fraction=0.5)) < 1140 and not half <= used(fraction=0.5)
 

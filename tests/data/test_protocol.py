@@ -44,7 +44,7 @@ ROWS = np.random.default_rng(1).normal(size=(50, 3)) * [1, 5, 9] + [2, 0.5, 7]
 SCALED = (ROWS - ROWS.mean(0)) / ROWS.std(0)
 
 
-def labelled(rows: np.ndarray) -> pd.DataFrame:
+def labeled(rows: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["a", "b", "c"]).assign(y=np.arange(len(rows)) % 2)
 
 
@@ -52,10 +52,10 @@ def labelled(rows: np.ndarray) -> pd.DataFrame:
     "given",
     [
         lambda rows: rows,
-        labelled,
+        labeled,
     ],
 )
-def test_columns_that_look_standardised_are_warned_of(given, recwarn):
+def test_columns_that_look_standardized_are_warned_of(given, recwarn):
     as_records(given(ROWS), target="y")
     assert not recwarn
     with pytest.warns(UserWarning, match="standard deviation 1"):

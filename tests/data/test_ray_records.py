@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 
 
 @pytest.mark.long
-def test_ray_data_are_materialised_in_one_order():
+def test_ray_data_are_materialized_in_one_order():
     # "local": a cluster that another test started at the same time is not joined.
     ray.init("local", num_cpus=1, include_dashboard=False, ignore_reinit_error=True)
     try:

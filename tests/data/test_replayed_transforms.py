@@ -123,7 +123,7 @@ def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name)
     assert counts == {step: 2 if step == AT else 1 for step in range(STEPS)}  # both are charged
     assert len(set(release_ids(run))) == STEPS + 1 and release_ids(run)[: AT + 1] == before
     assert len({*early, *late}) == len(early) + len(late) == STEPS  # no noise twice
-    assert dpdist.read_facts(run).guarantee.epsilon > run.read_plan().guarantee().epsilon
+    assert dpdist.load_results(run).guarantee.epsilon > run.read_plan().guarantee().epsilon
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import dpdist
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.data import Columns, DataSource, load
-from dpdist.data.record_hashes import hash_groups, hash_inputs
+from dpdist.data.record_hashes import hash_inputs, hash_users
 from dpdist.data.tables import open_table
 from dpdist.runs.recipe import load_recipe
 
@@ -79,10 +79,10 @@ def test_every_kind_of_file_gives_the_same_records(kind):
     source = DataSource("st", 2, Path(), columns=Columns(features=("age",), group="who"))
     split = load(source, "train")
     assert np.array_equal(split.inputs[:, 0], np.array(AGES, np.float32))
-    assert split.labels.tolist() == LABELS and split.largest_group == 2
+    assert split.labels.tolist() == LABELS and split.largest_user == 2
     # What budgets know records and persons by: the same whatever file they are in.
     assert np.array_equal(split.hashes, hash_inputs(np.array(AGES, np.float32)[:, None]))
-    assert split.group_hashes.tobytes() == hash_groups(WHO)
+    assert split.user_hashes.tobytes() == hash_users(WHO)
     records = dpdist.as_records(Path(f"st/train.{kind}"), inputs=["age"], target="label")
     assert torch.equal(records.batch(slice(None)), split.batch(slice(None)))
 
@@ -129,13 +129,13 @@ def test_the_types_of_the_training_split_hold_for_the_test_split():
     """Person 7 would be another one where only numbers name persons."""
     write(["age,pid,label", "1,7,a", "2,p2,b"], "train.csv")
     write(["age,pid,label", "3,7,a", "4.5,8,b"], "test.csv")
-    with pytest.raises(UserError, match="--group: no pid may have records in training and test"):
-        init("--group", "pid", "--features", "age")
+    with pytest.raises(UserError, match="--user: no pid may have records in training and test"):
+        init("--user", "pid", "--features", "age")
     source = DataSource(
         "st", 2, Path(), columns=Columns(features=("age",), group="pid"), class_names=("a", "b")
     )
     train, test = load(source, "train"), load(source, "test")
-    assert np.intersect1d(train.group_hashes, test.group_hashes).size == 1
+    assert np.intersect1d(train.user_hashes, test.user_hashes).size == 1
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_only_regular_files_of_readable_names_are_opened(name, kind):
 
 
 @pytest.mark.parametrize("nobody", ["", "  ", None])
-def test_records_of_nobody_are_no_group(nobody):
+def test_records_of_nobody_are_no_user(nobody):
     """They would count as those of one person."""
     write({**PARQUET, "pid": ["a", "b", nobody, "c"]}, "train.parquet")
     columns = Columns(features=("age",), group="pid")
@@ -265,7 +265,7 @@ def test_records_of_nobody_are_no_group(nobody):
         load(DataSource("st", 2, Path(), columns=columns), "train")
     with pytest.raises(UserError, match="unit must be known for every record"):
         dpdist.as_records(Path("st/train.parquet"), inputs="age", target="label", unit="pid")
-    assert hash_groups([nobody]) == bytes(16)
+    assert hash_users([nobody]) == bytes(16)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 FIELDS = sorted(set(options(Recipe.model_json_schema())))
 TUNED = {
     "space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
-    "law": {"name": "logarithmic", "mean": 3},
+    "num_trials": {"name": "logarithmic", "mean": 3},
 }
 
 
@@ -95,7 +95,8 @@ READERS = [
     ["predict", "x", "i.npy", "--set", "certify.n=50"], ["cluster", "export", "x"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
     ["attack", "x", "--check-certificates"],
-    ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--saw", "s"],
+    ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--pretraining-data",
+    "s"],
 ]  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def released(tmp_path_factory) -> Path:
     fuzz = Fuzz()
     with pytest.MonkeyPatch.context() as patch:
         executed_here(patch)
-        for command in (["run", "x.yaml"], ["release", "x", "--licence", "Apache-2.0"]):
+        for command in (["run", "x.yaml"], ["release", "x", "--license", "Apache-2.0"]):
             fuzz.call("", place, *command)
     assert not fuzz.faults and fuzz.refused == 0, fuzz.faults
     return place

@@ -265,7 +265,7 @@ def test_an_id_of_two_records_is_refused():
 
 @pytest.mark.parametrize("rows", [37, 64])
 def test_in_one_shape_a_records_last_bits_do_not_depend_on_its_company(rows):
-    """Measured, not proved: other neighbours, much larger ones, in another order. If this fails on
+    """Measured, not proved: other neighbors, much larger ones, in another order. If this fails on
     a machine, its kernels look at more than the shape, and `fixed-row` assumes too much there."""
     inputs, targets, ids = images(2 * rows)
     engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(0.2))

@@ -164,7 +164,7 @@ def test_conv1d(batch, groups, channels, length, kernel, stride, dilation, paddi
     st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.integers(2, 4),
     st.sampled_from(["group", "layer", "instance"]), st.integers(0, 10**6),
 )  # fmt: skip
-def test_normalisation(batch, groups, per_group, size, kind, seed):
+def test_normalization(batch, groups, per_group, size, kind, seed):
     torch.manual_seed(seed)
     channels = groups * per_group
     norm = {
@@ -268,7 +268,7 @@ class _TiedConvolutions(nn.Module):
 
 
 class _CalledAtTwoSizes(nn.Module):
-    """One convolution on a large and a small image: one call materialises, one may not."""
+    """One convolution on a large and a small image: one call materializes, one may not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,9 +370,7 @@ def test_batch_norm_trains_while_it_stays_in_evaluation_mode():
     inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
     before = engine.clipped_sum(inputs, targets).flat
     model.train()
-    isolated = GradientEngine(
-        model.eval(), weighted_square, clipping=FlatClipping(0.3), isolate=True
-    )
+    isolated = GradientEngine(model.eval(), weighted_square, clipping=FlatClipping(0.3), vmap=True)
     model.train()
     for each in (engine, engine, isolated):
         with pytest.raises(UserError, match=r"layer 1 \(BatchNorm2d\).*also after model.train"):
@@ -477,7 +475,7 @@ def test_positions_that_cannot_be_copied_are_taken_one_by_one(rows):
     targets, clip = torch.arange(5) % 3, FlatClipping(0.3)
     with pytest.warns(UserWarning, match="positions"):
         own = GradientEngine(model, weighted_square, clipping=clip).clipped_sum(tokens, targets)
-    alone = GradientEngine(model, weighted_square, clipping=clip, isolate=True)
+    alone = GradientEngine(model, weighted_square, clipping=clip, vmap=True)
     expected, scale = one_at_a_time(model, tokens, targets, 0.3)
     for found in (alone.clipped_sum(tokens, targets), own):
         torch.testing.assert_close(found.flat, expected, rtol=RTOL, atol=RTOL * scale)
@@ -746,10 +744,8 @@ def test_what_cannot_run_isolated_is_refused_with_its_reason():
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
-    engine = GradientEngine(
-        Branching(4, 3), cross_entropy, clipping=FlatClipping(1.0), isolate=True
-    )
-    with pytest.raises(UserError, match=r"model\.isolate.*without branches on values"):
+    engine = GradientEngine(Branching(4, 3), cross_entropy, clipping=FlatClipping(1.0), vmap=True)
+    with pytest.raises(UserError, match=r"model\.vmap.*without branches on values"):
         engine.clipped_sum(torch.randn(5, 4), torch.arange(5) % 3)
 
 

@@ -182,7 +182,7 @@ def test_autograd_would_have_been_poisoned():
 # ---- what is refused
 
 
-class _Centred(nn.Module):
+class _Centered(nn.Module):
     """Subtracts the batch mean: mixes examples without being a BatchNorm."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ def test_running_statistics_are_refused():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.Sequential(nn.Linear(4, 4), _Centred(), nn.Linear(4, 3)), "mixes examples"),
-        (nn.Sequential(_Centred(), nn.Linear(4, 3)), "mixes examples"),
+        (nn.Sequential(nn.Linear(4, 4), _Centered(), nn.Linear(4, 3)), "mixes examples"),
+        (nn.Sequential(_Centered(), nn.Linear(4, 3)), "mixes examples"),
         (nn.Sequential(nn.Linear(4, 3), _Counting()), "buffer 1.seen changed"),
         (_Functional(), "inner.weight cannot be followed"),
         (_Adapted(), "down.weight cannot be followed"),
@@ -371,7 +371,7 @@ def test_mixing_that_autograd_does_not_see_is_refused(network):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
 def test_models_whose_gradients_vanish_are_not_refused(dtype, scale):
-    """A bias before a normalisation has gradient zero; what is computed is rounding."""
+    """A bias before a normalization has gradient zero; what is computed is rounding."""
     torch.manual_seed(0)
     for norm in (nn.InstanceNorm2d(8), nn.GroupNorm(8, 8), nn.GroupNorm(1, 8)):
         network = nn.Sequential(
@@ -430,7 +430,7 @@ def test_an_isolated_model_cannot_mix():
     honest = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     inputs, targets = torch.randn(9, 4), torch.arange(9) % 3
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = honest
@@ -440,25 +440,25 @@ def test_an_isolated_model_cannot_mix():
 
     sums = [
         GradientEngine(
-            model, cross_entropy, clipping=FlatClipping(0.3), isolate=True, micro_batch=micro_batch
+            model, cross_entropy, clipping=FlatClipping(0.3), vmap=True, micro_batch=micro_batch
         ).clipped_sum(inputs, targets).flat
-        for model, micro_batch in ((Centred(), None), (Centred(), 4), (honest, None))
+        for model, micro_batch in ((Centered(), None), (Centered(), 4), (honest, None))
     ]  # fmt: skip
     plain = GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3))
     for found in sums:
         torch.testing.assert_close(found, plain.clipped_sum(inputs, targets).flat, rtol=1e-4,
                                    atol=1e-6)  # fmt: skip
     with pytest.raises(UserError, match="mixes examples"):
-        GradientEngine(Centred(), cross_entropy, clipping=FlatClipping(0.3)).clipped_sum(
+        GradientEngine(Centered(), cross_entropy, clipping=FlatClipping(0.3)).clipped_sum(
             inputs, targets
         )
-    with pytest.raises(UserError, match=r"model\.isolate"):
-        GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3), isolate=True,
+    with pytest.raises(UserError, match=r"model\.vmap"):
+        GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3), vmap=True,
                        perturbation=HiddenPerturbation(1, "0", 0.1))  # fmt: skip
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-def test_a_layer_with_two_names_is_trained_and_left_alone(isolate):
+@pytest.mark.parametrize("vmap", [False, True])
+def test_a_layer_with_two_names_is_trained_and_left_alone(vmap):
     """torch.func.functional_call left a plain tensor in it: what a training then wrote to the
     parameter never reached the model."""
     torch.manual_seed(0)
@@ -467,7 +467,7 @@ def test_a_layer_with_two_names_is_trained_and_left_alone(isolate):
     network = nn.Sequential(twice, shared, nn.Linear(4, 4), shared, twice, nn.Linear(4, 3))
     held = [shared.weight, twice.weight, twice.again]
     inputs, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1e6), isolate=isolate)
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1e6), vmap=vmap)
     found = engine.clipped_sum(inputs, targets).flat
     assert all(map(operator.is_, held, [shared.weight, twice.weight, twice.again]))
     parameters = [*network.parameters()]

@@ -1,4 +1,4 @@
-"""Neighbour replay, one process: one record changes the pre-noise sum by at most C.
+"""Neighbor replay, one process: one record changes the pre-noise sum by at most C.
 
 The project's conscience. The same test must fail for every classic way of losing per-example
 clipping: BatchNorm, a clip per batch, a noise scale that depends on the batch.

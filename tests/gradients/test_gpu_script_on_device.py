@@ -30,7 +30,9 @@ def test_a_device_that_is_wrong_is_seen(monkeypatch) -> None:
         fails("steps", "noise of the device: parameters are off")
     with monkeypatch.context() as patch:
         patch.setattr(
-            checks.Philox, "fill", lambda self, law, key, out: out.fill_(len(str(out.device)))
+            checks.Philox,
+            "fill",
+            lambda self, num_trials, key, out: out.fill_(len(str(out.device))),
         )
         fails("certificates", "noise is off")
     with monkeypatch.context() as patch:

@@ -1,7 +1,7 @@
-"""The group as the unit: records are drawn by key, their gradients added, and the sum clipped once.
+"""The user as the unit: records are drawn by key, their gradients added, and the sum clipped once.
 
-The oracle works out a step in float64, one group at a time by autograd. Three faults that look
-harmless (a clip per record, sampling per record, a realised divisor) must be seen by the same
+The oracle works out a step in float64, one user at a time by autograd. Three faults that look
+harmless (a clip per record, sampling per record, a realized divisor) must be seen by the same
 comparisons that the step passes.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 import dpdist
 from dpdist import UserError
-from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, GroupMembers
+from dpdist.gradients.engine import GradientEngine, UserMembers
 from dpdist.gradients.perturbations import (
     CropAndFlip,
     InputPerturbation,
@@ -38,14 +38,14 @@ from dpdist.training.private_step import PrivateStep, build_shards
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
 KEY, CLIP, MOST = bytes(range(32)), 0.7, 3
-SIZES = [1, 2, 3, 9, 1, 4, 30, 2, 1, 5, 7, 1, 3, 2, 6, 1, 1, 12, 2, 3]  # records of each group
+SIZES = [1, 2, 3, 9, 1, 4, 30, 2, 1, 5, 7, 1, 3, 2, 6, 1, 1, 12, 2, 3]  # records of each user
 RATE = 0.5
 PLAN = PrivacyPlan(len(SIZES), (GaussianSteps(4, 1.3, RATE),), 1e-2, CLIP)
 
 
 def units() -> list[int]:
-    """Whom each record belongs to; records of a group do not lie together."""
-    found = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    """Whom each record belongs to; records of a user do not lie together."""
+    found = [user for user, size in enumerate(SIZES) for _ in range(size)]
     return [found[place] for place in np.random.default_rng(3).permutation(len(found))]
 
 
@@ -60,48 +60,48 @@ def records(kind: str = "points") -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(3, (count,), generator=generator)
 
 
-def grouped(kind: str = "points", most: int = MOST) -> GroupedRecords:
-    return GroupedRecords(dpdist.as_records(records(kind)), Groups(np.array(units()), most))
+def grouped(kind: str = "points", most: int = MOST) -> UserRecords:
+    return UserRecords(dpdist.as_records(records(kind)), Users(np.array(units()), most))
 
 
 # --- the records of a step --------------------------------------------------------------------
 
 
-def test_groups_hold_each_record_once():
+def test_users_hold_each_record_once():
     own = ["b", 7, "b", "a", 7, "b"]
-    groups = Groups.from_values(own, 4)
-    assert len(groups) == 3 and groups.codes.tolist() == [0, 1, 0, 2, 1, 0]
-    positions, present = groups.draw(np.array([2, 0, 1]), KEY)
+    users = Users.from_values(own, 4)
+    assert len(users) == 3 and users.codes.tolist() == [0, 1, 0, 2, 1, 0]
+    positions, present = users.draw(np.array([2, 0, 1]), KEY)
     assert positions.tolist() == [[3, 3, 3, 3], [0, 2, 5, 0], [1, 4, 1, 1]]
     assert present.sum(1).tolist() == [1, 3, 2]
-    assert groups.draw(np.array([], dtype=np.int64), KEY)[0].shape == (0, 4)
-    assert len(Groups.from_values([], 2)) == 0
+    assert users.draw(np.array([], dtype=np.int64), KEY)[0].shape == (0, 4)
+    assert len(Users.from_values([], 2)) == 0
 
 
-def test_a_large_group_s_records_are_a_uniform_subset_that_its_key_draws():
-    groups = Groups.from_values([0] * 5 + [1] * 6 + [2], 2)
+def test_a_large_user_s_records_are_a_uniform_subset_that_its_key_draws():
+    users = Users.from_values([0] * 5 + [1] * 6 + [2], 2)
     seen: Counter[tuple[int, ...]] = Counter()
     rounds = 3000
     for step in range(rounds):
-        positions, present = groups.draw(np.array([1]), derive_key(KEY, "step", step))
+        positions, present = users.draw(np.array([1]), derive_key(KEY, "step", step))
         assert present.all() and positions[0, 0] < positions[0, 1]
         seen[tuple(positions[0] - 5)] += 1
     assert len(seen) == 15  # of 6 records, two
     expected = rounds / 15
     squares = sum((count - expected) ** 2 / expected for count in seen.values())
     assert squares < 43.8  # of chi-squared with 14 degrees of freedom, above with probability 6e-5
-    twins = Groups.from_values([0] * 20 + [1] * 20, 2)
+    twins = Users.from_values([0] * 20 + [1] * 20, 2)
     both = [twins.draw(np.array([0, 1]), derive_key(KEY, "step", step))[0] for step in range(20)]
-    assert any((own[0] + 20 != own[1]).any() for own in both), "all groups draw alike"
-    assert groups.draw(np.array([0, 1]), KEY)[0][1].tolist() == (
-        groups.draw(np.array([1]), KEY)[0][0].tolist()
-    ), "another group has a say"
+    assert any((own[0] + 20 != own[1]).any() for own in both), "all users draw alike"
+    assert users.draw(np.array([0, 1]), KEY)[0][1].tolist() == (
+        users.draw(np.array([1]), KEY)[0][0].tolist()
+    ), "another user has a say"
 
 
-def test_a_group_that_goes_takes_its_records_and_changes_nothing_else():
+def test_a_user_that_goes_takes_its_records_and_changes_nothing_else():
     own = np.array(units())
-    whole = Groups(own, MOST)
-    fewer = Groups(own[own != len(SIZES) - 1], MOST)
+    whole = Users(own, MOST)
+    fewer = Users(own[own != len(SIZES) - 1], MOST)
     assert len(fewer) == len(whole) - 1 and len(own) - len(fewer.codes) == SIZES[-1] > 1
     kept, every = np.flatnonzero(own != len(SIZES) - 1), np.arange(len(fewer))
     one, other = whole.draw(every, KEY), fewer.draw(every, KEY)
@@ -109,7 +109,7 @@ def test_a_group_that_goes_takes_its_records_and_changes_nothing_else():
     np.testing.assert_array_equal(one[1], other[1])
 
 
-class CountingGroups(Groups):
+class CountingUsers(Users):
     """Counts how often records are drawn."""
 
     draws = 0
@@ -140,35 +140,35 @@ class CountingRecords(dpdist.Records):
 
 
 def test_a_step_draws_and_reads_its_records_once():
-    own, groups = CountingRecords(), CountingGroups(np.array(units()), MOST)
-    step, same = step_of(GroupedRecords(own, groups)), step_of(grouped())
+    own, users = CountingRecords(), CountingUsers(np.array(units()), MOST)
+    step, same = step_of(UserRecords(own, users)), step_of(grouped())
     for number in range(4):
         found = step.gradient(number, PLAN.step(number))[0].clone()
         assert torch.equal(found, same.gradient(number, PLAN.step(number))[0])
-        assert groups.draws == number + 1
+        assert users.draws == number + 1
         assert own.reads == {"inputs": number + 1, "targets": number + 1}
 
 
-def test_other_groups_or_another_step_are_drawn_anew():
-    data, groups = grouped().for_step(KEY), Groups(np.array(units()), MOST)
+def test_other_users_or_another_step_are_drawn_anew():
+    data, users = grouped().for_step(KEY), Users(np.array(units()), MOST)
     some, others = np.array([3, 6, 17]), np.array([3, 6, 18])
     for indices in (some, others, some, some[:2], np.array([], dtype=np.int64), some):
-        for one, other in zip(data.members(indices), groups.draw(indices, KEY), strict=True):
+        for one, other in zip(data.members(indices), users.draw(indices, KEY), strict=True):
             np.testing.assert_array_equal(one, other)
     positions, present = data.members(some)
     positions[:], present[:], some[0] = 0, False, 4
     for indices in (some, np.array([3, 6, 17])):
-        np.testing.assert_array_equal(data.members(indices)[0], groups.draw(indices, KEY)[0])
+        np.testing.assert_array_equal(data.members(indices)[0], users.draw(indices, KEY)[0])
     other_key = derive_key(KEY, "step", 1)
     again = data.for_step(other_key).members(some)[0]
-    np.testing.assert_array_equal(again, groups.draw(some, other_key)[0])
+    np.testing.assert_array_equal(again, users.draw(some, other_key)[0])
     assert (again != data.members(some)[0]).any()
 
 
 # --- the oracle -------------------------------------------------------------------------------
 
 
-def step_of(data: GroupedRecords, perturbation: Perturbation | None = None) -> PrivateStep:
+def step_of(data: UserRecords, perturbation: Perturbation | None = None) -> PrivateStep:
     torch.manual_seed(0)
     engine = GradientEngine(
         torch.nn.Linear(5, 3).double(), cross_entropy, clipping=FlatClipping(CLIP),
@@ -178,12 +178,12 @@ def step_of(data: GroupedRecords, perturbation: Perturbation | None = None) -> P
 
 
 def drawn(step: int) -> list[list[int]]:
-    """The records of each group that joins a step, worked out from the keys."""
+    """The records of each user that joins a step, worked out from the keys."""
     words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, len(SIZES))
-    groups, key = Groups(np.array(units()), MOST), derive_key(KEY, "data", "7/nonce", step)
+    users, key = Users(np.array(units()), MOST), derive_key(KEY, "data", "7/nonce", step)
     found = []
-    for group in np.flatnonzero(words < np.uint64(2**63)):
-        positions, present = groups.draw(np.array([group]), key)
+    for user in np.flatnonzero(words < np.uint64(2**63)):
+        positions, present = users.draw(np.array([user]), key)
         found.append(positions[0][present[0]].tolist())
     return found
 
@@ -202,17 +202,17 @@ def sampled_by_record(step: int) -> list[list[int]]:
     words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, sum(SIZES))
     joined = np.flatnonzero(words < np.uint64(2**63))
     own = np.array(units())[joined]
-    return [joined[own == group][:MOST].tolist() for group in np.unique(own)]
+    return [joined[own == user][:MOST].tolist() for user in np.unique(own)]
 
 
 def by_hand(
-    step: int, *, clip_records: bool = False, realised: bool = False, sample_records: bool = False
+    step: int, *, clip_records: bool = False, realized: bool = False, sample_records: bool = False
 ) -> np.ndarray:
-    """The noisy gradient in float64, one group at a time by autograd."""
+    """The noisy gradient in float64, one user at a time by autograd."""
     torch.manual_seed(0)
     model, (inputs, labels) = torch.nn.Linear(5, 3).double(), records()
-    total, groups = np.zeros(18), sampled_by_record(step) if sample_records else drawn(step)
-    for members in groups:
+    total, users = np.zeros(18), sampled_by_record(step) if sample_records else drawn(step)
+    for members in users:
         parts = []
         for i in members:
             loss = torch.nn.functional.cross_entropy(model(inputs[i]), labels[i])
@@ -220,11 +220,11 @@ def by_hand(
             parts.append(torch.cat([grad.flatten() for grad in grads]).numpy())
         for own in parts if clip_records else [np.sum(parts, axis=0)]:
             total += own * min(1.0, CLIP / np.linalg.norm(own))
-    divisor = len(groups) if realised else len(SIZES) * RATE
+    divisor = len(users) if realized else len(SIZES) * RATE
     return (total + 1.3 * CLIP * noise_of(step, 18)) / divisor
 
 
-def test_a_step_is_one_clipped_sum_for_each_group():
+def test_a_step_is_one_clipped_sum_for_each_user():
     step, counts = step_of(grouped()), set()
     step.check_clip(CLIP)
     for number in range(PLAN.steps):
@@ -232,9 +232,9 @@ def test_a_step_is_one_clipped_sum_for_each_group():
         np.testing.assert_allclose(gradient.numpy(), by_hand(number), rtol=1e-7, atol=1e-7)
         assert seen.examples == len(drawn(number))
         counts.add(seen.examples)
-        for wrong in ({"clip_records": True}, {"realised": True}, {"sample_records": True}):
+        for wrong in ({"clip_records": True}, {"realized": True}, {"sample_records": True}):
             difference = np.abs(gradient.numpy() - by_hand(number, **wrong)).max()
-            assert difference > 1e-3 or (len(drawn(number)) == 10 and "realised" in wrong)
+            assert difference > 1e-3 or (len(drawn(number)) == 10 and "realized" in wrong)
     assert len(counts) > 1, "batches of one size would be no Poisson sample"
 
 
@@ -248,23 +248,23 @@ def test_records_are_drawn_anew_in_each_step():
 @pytest.mark.parametrize(
     "name", ["none", "dplis", "dplis for each", "inputs", "modules", "isolated"]
 )
-def test_without_a_clip_a_group_s_sum_is_that_of_its_records(name: str):
+def test_without_a_clip_a_user_s_sum_is_that_of_its_records(name: str):
     """Drawn noise and all: it is keyed by the record, and an empty place adds nothing."""
-    kind, isolate = ("none", True) if name == "isolated" else (name, False)
+    kind, vmap = ("none", True) if name == "isolated" else (name, False)
     data = grouped("images")
     every = np.arange(len(data))
     positions, present = data.members(every)
     sums = []
-    for by_group in (True, False):
+    for by_user in (True, False):
         engine = GradientEngine(
             small_layers(), cross_entropy, clipping=FlatClipping(1e6),
-            perturbation=PERTURBATIONS[kind](), isolate=isolate,
+            perturbation=PERTURBATIONS[kind](), vmap=vmap,
         )  # fmt: skip
         engine.augmentation = CropAndFlip(1, True)
         inputs, targets = data.batch(every), data.targets(every)
-        if by_group:
+        if by_user:
             engine.records_per_example = MOST
-            members = GroupMembers(torch.from_numpy(positions), torch.from_numpy(present).float())
+            members = UserMembers(torch.from_numpy(positions), torch.from_numpy(present).float())
             ids = torch.from_numpy(every)
             found = engine.clipped_sum(
                 inputs, targets, draw_key=KEY, record_ids=ids, members=members
@@ -297,7 +297,7 @@ def test_random_transforms_of_grouped_records_are_keyed_by_the_step():
         def for_step(self, key: bytes) -> Shifted:
             return Shifted(key[0])
 
-    view = GroupedRecords(Shifted(), Groups.from_values("aba", 2)).for_step(bytes([9] * 32))
+    view = UserRecords(Shifted(), Users.from_values("aba", 2)).for_step(bytes([9] * 32))
     assert view.batch(np.array([0]))[0, :, 0].tolist() == [9, 11]
     assert view.targets(np.array([0, 1])).tolist() == [[9, 11], [10, 10]]
 
@@ -312,7 +312,7 @@ def test_private_losses_are_means_over_the_records_that_count():
     assert seen.loss_sum == pytest.approx(wanted, rel=1e-9)
 
 
-# --- neighbours -------------------------------------------------------------------------------
+# --- neighbors -------------------------------------------------------------------------------
 
 
 PERTURBATIONS: dict[str, Callable[[], Perturbation | None]] = {
@@ -326,12 +326,12 @@ PERTURBATIONS: dict[str, Callable[[], Perturbation | None]] = {
 }
 
 
-def clipped(data: GroupedRecords, name: str, *, isolate: bool = False) -> tuple[Tensor, Tensor]:
-    """The sum of a step without its noise, and which groups joined."""
+def clipped(data: UserRecords, name: str, *, vmap: bool = False) -> tuple[Tensor, Tensor]:
+    """The sum of a step without its noise, and which users joined."""
     torch.manual_seed(4)
     engine = GradientEngine(
         small_layers(), cross_entropy, clipping=FlatClipping(CLIP),
-        perturbation=PERTURBATIONS[name](), isolate=isolate,
+        perturbation=PERTURBATIONS[name](), vmap=vmap,
     )  # fmt: skip
     step = PrivateStep(engine, data, KEY, "7/nonce")
     step.shards = build_shards(len(data), len(SIZES), step.reducer, False, nominal=False)
@@ -340,10 +340,10 @@ def clipped(data: GroupedRecords, name: str, *, isolate: bool = False) -> tuple[
     return step._clipped_sums(1, PLAN.step(1))[0].sum(0), torch.from_numpy(joined)
 
 
-def without_one_group(most: int) -> Iterator[tuple[GroupedRecords, GroupedRecords]]:
-    """Data with and without all records of one group, for some groups.
+def without_one_user(most: int) -> Iterator[tuple[UserRecords, UserRecords]]:
+    """Data with and without all records of one user, for some users.
 
-    Its records come last, and so does the group: no other record or group changes its position.
+    Its records come last, and so does the user: no other record or user changes its position.
     """
     own, (inputs, labels) = np.array(units()), records("images")
     for gone in (0, 3, 4, 6, 17):
@@ -352,33 +352,31 @@ def without_one_group(most: int) -> Iterator[tuple[GroupedRecords, GroupedRecord
         swapped = np.where(codes == gone, last, np.where(codes == last, gone, codes))
         left = len(own) - SIZES[gone]
         yield (
-            GroupedRecords(
-                dpdist.as_records((inputs[order], labels[order])), Groups(swapped, most)
-            ),
-            GroupedRecords(
+            UserRecords(dpdist.as_records((inputs[order], labels[order])), Users(swapped, most)),
+            UserRecords(
                 dpdist.as_records((inputs[order[:left]], labels[order[:left]])),
-                Groups(swapped[:left], most),
+                Users(swapped[:left], most),
             ),
         )
 
 
 @pytest.mark.parametrize("name", first_cases([*PERTURBATIONS, "isolated"], 2))
-def test_a_whole_group_changes_a_sum_by_the_clip_at_most(name: str):
-    kind, isolate = ("none", True) if name == "isolated" else (name, False)
+def test_a_whole_user_changes_a_sum_by_the_clip_at_most(name: str):
+    kind, vmap = ("none", True) if name == "isolated" else (name, False)
     changes = []
-    for whole, fewer in without_one_group(MOST):
-        one, joined = clipped(whole, kind, isolate=isolate)
-        other, others = clipped(fewer, kind, isolate=isolate)
-        assert torch.equal(joined[joined < len(fewer)], others), "another group's sampling changed"
+    for whole, fewer in without_one_user(MOST):
+        one, joined = clipped(whole, kind, vmap=vmap)
+        other, others = clipped(fewer, kind, vmap=vmap)
+        assert torch.equal(joined[joined < len(fewer)], others), "another user's sampling changed"
         changes.append(float((one - other).norm()) / CLIP)
     assert 0.5 < max(changes) <= 1
     assert len(others) > 3 and len(fewer) in joined, "nothing was compared"
 
 
 def test_a_clip_for_each_record_is_seen_by_this_replay():
-    """The same comparison of the fault: records are clipped, and then a group's are added up."""
+    """The same comparison of the fault: records are clipped, and then a user's are added up."""
 
-    def changes(data: GroupedRecords) -> Tensor:
+    def changes(data: UserRecords) -> Tensor:
         torch.manual_seed(4)
         engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP))
         view = data.for_step(derive_key(KEY, "data", "7/nonce", 1))
@@ -388,13 +386,13 @@ def test_a_clip_for_each_record_is_seen_by_this_replay():
 
     worst = max(
         float((changes(whole) - changes(fewer)).norm()) / CLIP
-        for whole, fewer in without_one_group(MOST)
+        for whole, fewer in without_one_user(MOST)
     )
     assert worst > 1.5
 
 
 def test_sampling_by_record_is_seen_by_this_replay():
-    """A position for each record: where records come or go, other groups join other steps."""
+    """A position for each record: where records come or go, other users join other steps."""
     own = np.array(units())
     sample = derive_key(KEY, "sample", "7/nonce", 1)
     words = stream_words(sample, 0, len(own)) < np.uint64(2**63)
@@ -406,9 +404,9 @@ def test_sampling_by_record_is_seen_by_this_replay():
 # --- sizes ------------------------------------------------------------------------------------
 
 
-def test_groups_of_one_record_are_records():
+def test_users_of_one_record_are_records():
     inputs, labels = records("images")
-    alone = GroupedRecords(dpdist.as_records((inputs, labels)), Groups(np.arange(len(labels)), 1))
+    alone = UserRecords(dpdist.as_records((inputs, labels)), Users(np.arange(len(labels)), 1))
     torch.manual_seed(4)
     plain = PrivateStep(
         GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP)),
@@ -422,7 +420,7 @@ def test_groups_of_one_record_are_records():
     assert torch.equal(one, two)
 
 
-def test_micro_batches_and_rows_of_groups_do_not_change_a_sum():
+def test_micro_batches_and_rows_of_users_do_not_change_a_sum():
     data, sums = grouped("images"), []
     for micro_batch in (1, 4, None):
         torch.manual_seed(4)
@@ -456,7 +454,7 @@ def test_dicts_tuples_and_tokens_are_grouped_too():
             def targets(self, indices):
                 return torch.arange(5)[indices]
 
-        data = GroupedRecords(Fields(), Groups.from_values(own, 2))
+        data = UserRecords(Fields(), Users.from_values(own, 2))
         found = data.batch(np.array([0, 1]))
         values = found.values() if isinstance(found, dict) else found
         assert [each.shape[:2] for each in values] == [(2, 2), (2, 2)]
@@ -466,7 +464,7 @@ def test_dicts_tuples_and_tokens_are_grouped_too():
 
 def test_a_sum_over_other_records_than_the_engine_s_is_refused():
     engine = GradientEngine(torch.nn.Linear(5, 3), cross_entropy, clipping=FlatClipping(CLIP))
-    members = GroupMembers(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
+    members = UserMembers(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
     with pytest.raises(UserError, match="sums over 1 records"):
         engine.clipped_sum(torch.randn(2, 3, 5), torch.zeros(2, 3).long(), members=members)
     engine.records_per_example = 2
@@ -474,16 +472,15 @@ def test_a_sum_over_other_records_than_the_engine_s_is_refused():
         engine.clipped_sum(torch.randn(2, 5), torch.zeros(2).long())
 
 
-def test_a_fingerprint_knows_the_groups():
+def test_a_fingerprint_knows_the_users():
     own, data = units(), dpdist.as_records(records())
     found = {
-        GroupedRecords(data, Groups.from_values(each, 2)).keyed_fingerprint(KEY)
+        UserRecords(data, Users.from_values(each, 2)).keyed_fingerprint(KEY)
         for each in (own, own[::-1], [*own[:-1], "another"])
     }
     assert len(found) == 3
-    again = GroupedRecords(data, Groups.from_values(own, 2)).keyed_fingerprint(KEY)
+    again = UserRecords(data, Users.from_values(own, 2)).keyed_fingerprint(KEY)
     assert (
         again in found
-        and GroupedRecords(data, Groups.from_values(own, 2)).keyed_fingerprint(bytes(32))
-        not in found
+        and UserRecords(data, Users.from_values(own, 2)).keyed_fingerprint(bytes(32)) not in found
     )

@@ -1,4 +1,4 @@
-"""Keys, keyed sampling and keyed noise against exact laws, and the traps they avoid."""
+"""Keys, keyed sampling and keyed noise against exact distributions, and the traps they avoid."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_batches_are_poisson():
 def _binomial_p_value(sizes: np.ndarray) -> float:
     edges = [0, 42, 46, 50, 54, 58, 1001]
     counts = np.histogram(sizes, bins=edges)[0]
-    law = stats.binom(1000, 0.05)
-    probabilities = np.diff(law.cdf(np.array(edges) - 1))
+    num_trials = stats.binom(1000, 0.05)
+    probabilities = np.diff(num_trials.cdf(np.array(edges) - 1))
     return float(stats.chisquare(counts, probabilities * len(sizes)).pvalue)
 
 
@@ -239,7 +239,8 @@ def test_tails_are_finite_and_there():
 
 def test_the_tail_reaches_beyond_what_any_delta_would_notice(monkeypatch):
     """The smallest first words, put into the stream: without a continuation of 64 bits the largest
-    draw would be 9.4, and with 53 bits 8.57. The law of rare words is continuous at the edge."""
+    draw would be 9.4, and with 53 bits 8.57. The distribution of rare words is continuous at the
+    edge."""
 
     def planted(first: int, tail: int):
         planted_words = np.array([first, 0], dtype=np.uint64)

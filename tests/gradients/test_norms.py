@@ -146,7 +146,7 @@ def test_one_record_moves_the_engines_sum_by_at_most_the_clip_norm(width):
         for gap in (1e-3, 7e-4, 3e-4, 1e-4):
             engine = GradientEngine(
                 ReadOut(width, scale, gap), cross_entropy, clipping=FlatClipping(1.0),
-                blocks=Blocks(1, 1), micro_batch=1, isolate=False,
+                blocks=Blocks(1, 1), micro_batch=1, vmap=False,
             )  # fmt: skip
             record = torch.full((1, 2, 4), 0.37)
             found = engine.clipped_sum(
@@ -186,16 +186,16 @@ def test_a_block_of_squares_keeps_its_bound():
     assert least**2 * (1 + SLACK) >= 1
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("vmap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_in_half_precision_do_not_escape(dtype, isolate):
+def test_models_in_half_precision_do_not_escape(dtype, vmap):
     """Isolated, a half model's gradients were multiplied in half: 1.00025 C."""
     for seed in range(5):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3)).to(dtype)
         engine = GradientEngine(
             model, lambda out, target: (out.float() * 50).logsumexp(1),
-            clipping=FlatClipping(1.0), isolate=isolate,
+            clipping=FlatClipping(1.0), vmap=vmap,
         )  # fmt: skip
         found = engine.clipped_sum(torch.randn(1, 300, dtype=dtype), torch.zeros(1))
         assert 0.99 < float(found.flat.norm()) <= 1.0

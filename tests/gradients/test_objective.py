@@ -152,13 +152,11 @@ def by_hand(model: nn.Module, loss: Any, inputs: Any, targets: Tensor) -> tuple[
     return total, losses
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("vmap", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_each_loss_is_clipped_record_by_record(case, isolate):
+def test_each_loss_is_clipped_record_by_record(case, vmap):
     make, loss, inputs, targets, alone = CASES[case]
-    engine = GradientEngine(
-        make(), objective_of(loss), clipping=FlatClipping(CLIP), isolate=isolate
-    )
+    engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP), vmap=vmap)
     found = engine.clipped_sum(inputs, targets)
     expected, losses = by_hand(make(), alone, inputs, targets)
     assert float((found.flat - expected).norm()) <= 2e-5 * B * CLIP  # the clip leaves room
@@ -235,12 +233,12 @@ def spread_mean(module, batch):
     return losses.mean().expand(len(losses))
 
 
-def centred(module, batch):
+def centered(module, batch):
     outputs = module(batch[0]).squeeze(1)
     return (outputs - outputs.mean() - batch[1]).square()
 
 
-def centred_unseen(module, batch):
+def centered_unseen(module, batch):
     """The batch's mean without its gradient: autograd sees no mixing."""
     outputs = module(batch[0]).squeeze(1)
     return (outputs - outputs.detach().mean() - batch[1]).square()
@@ -253,7 +251,7 @@ def contrastive(module, batch):
     )
 
 
-def normalised_targets(module, batch):
+def normalized_targets(module, batch):
     inputs, targets = batch
     return own_mse(module, (inputs, targets - targets.mean()))
 
@@ -265,7 +263,7 @@ def shuffled(module, batch):
 
 MIXING = {
     loss.__name__: loss
-    for loss in (spread_mean, centred, centred_unseen, contrastive, normalised_targets, shuffled)
+    for loss in (spread_mean, centered, centered_unseen, contrastive, normalized_targets, shuffled)
 }
 
 
@@ -287,11 +285,9 @@ def test_losses_over_the_batch_are_refused(name):
         (lambda m, b: own_mse(m, b)[1:], r"got \(\d+,\): use"),
     ],
 )
-@pytest.mark.parametrize("isolate", [False, True])
-def test_a_mean_over_the_batch_is_refused_by_its_shape(loss, words, isolate):
-    engine = GradientEngine(
-        network(1), objective_of(loss), clipping=FlatClipping(1.0), isolate=isolate
-    )
+@pytest.mark.parametrize("vmap", [False, True])
+def test_a_mean_over_the_batch_is_refused_by_its_shape(loss, words, vmap):
+    engine = GradientEngine(network(1), objective_of(loss), clipping=FlatClipping(1.0), vmap=vmap)
     with pytest.raises(UserError, match=words):
         engine.clipped_sum(INPUTS, draw(B))
 

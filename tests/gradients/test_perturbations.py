@@ -1,4 +1,4 @@
-"""Draws: their law, their keys, and the gradient that is clipped being the average over draws."""
+"""Perturbations: their distribution, their keys, and the clip of the average over them."""
 
 from __future__ import annotations
 
@@ -282,8 +282,8 @@ def test_torch_seed_has_no_influence():
     assert torch.equal(*sums)
 
 
-# ---- the law of the noise. Fixed keys: these tests are deterministic; for a random key each
-# would fail with probability below 1e-6 for a right generator.
+# ---- the distribution of the noise. Fixed keys: these tests are deterministic; for a random key
+# each would fail with probability below 1e-6 for a right generator.
 
 
 def kolmogorov(sample: np.ndarray, std: float) -> float:
@@ -369,7 +369,7 @@ def test_a_copy_is_of_record_key_and_draw(shape):
     "draws", [Perturbation(), InputPerturbation(2, 0.5)], ids=lambda d: type(d).__name__
 )
 def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
-    """So one record more or less changes the sum by its clipped gradient: the neighbour's bound."""
+    """So one record more or less changes the sum by its clipped gradient: the neighbor's bound."""
     engine = GradientEngine(
         network(), cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
     )

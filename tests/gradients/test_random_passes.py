@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, GroupMembers, cross_entropy
+from dpdist.gradients.engine import GradientEngine, UserMembers, cross_entropy
 from dpdist.gradients.hooks import OwnLoss
 from dpdist.gradients.random_passes import keyed_draws, states_of_key
 from dpdist.gradients.sampling import Blocks
@@ -137,7 +137,7 @@ def test_equal_steps_draw_equally_and_others_do_not(kind):
     assert not torch.equal(once, _sum(engine, records))
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch": 1}, {"isolate": True}])
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 1}, {"vmap": True}])
 def test_two_records_draw_different_numbers(settings):
     """Two copies of a record: each has a mask of its own, in one pass as in two."""
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_groups_and_moves_draw_by_row():
     engine = _engine(_dropping())
     engine.records_per_example = 2
     inputs, targets, ids = _records((4,))
-    members = GroupMembers(ids.reshape(6, 2), torch.ones(6, 2))
+    members = UserMembers(ids.reshape(6, 2), torch.ones(6, 2))
     given = inputs.reshape(6, 2, 4), targets.reshape(6, 2)
     found = [
         engine.clipped_sum(*given, draw_key=KEY, record_ids=torch.arange(6), members=members).flat

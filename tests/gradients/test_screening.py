@@ -81,18 +81,18 @@ def tied() -> Pair:
     return line, (inputs, labels), (other, labels)
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.GroupNorm(4, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     )
 
 
 def constant() -> Pair:
-    """A constant image of scale 1e9: a normalisation divides rounding by its own size."""
+    """A constant image of scale 1e9: a normalization divides rounding by its own size."""
     inputs, labels = uniform(6, 1, 6, 6), torch.arange(6) % 3
     other = inputs.clone()
     other[0] = 1e9
-    return normalised, (inputs, labels), (other, labels)
+    return normalized, (inputs, labels), (other, labels)
 
 
 def far(inputs: Tensor) -> Batch:
@@ -175,7 +175,7 @@ def outcome(make: Callable[[], nn.Module], batch: Batch) -> int | None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
-def test_both_of_a_neighbouring_pair_are_trained_alike(name: str) -> None:
+def test_both_of_a_neighboring_pair_are_trained_alike(name: str) -> None:
     make, one, other = PAIRS[name]()
     found = outcome(make, one)
     assert found is not None and found == outcome(make, other)
@@ -195,7 +195,7 @@ class Parts(nn.Module):
         return found
 
 
-def test_both_of_a_neighbouring_pair_are_refused_alike() -> None:
+def test_both_of_a_neighboring_pair_are_refused_alike() -> None:
     """The second part's parameters have no gradient for public examples, whatever a record does."""
     assert outcome(Parts, usual()) is None and outcome(Parts, far(usual()[0])) is None
 
@@ -203,11 +203,11 @@ def test_both_of_a_neighbouring_pair_are_refused_alike() -> None:
 def test_neither_how_many_records_there_are_nor_their_values_matter() -> None:
     """A model that mixes is refused before the first sum, of no record at all too."""
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0, keepdim=True)
 
-    network = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 3))
+    network = nn.Sequential(nn.Linear(4, 4), Centered(), nn.Linear(4, 3))
     inputs, labels = usual()
     for some in (slice(0), slice(1), slice(6)):
         for values in (inputs, torch.full_like(inputs, math.nan)):
@@ -398,7 +398,7 @@ def test_a_random_layer_is_not_said_to_remember() -> None:
     check(Noisy(), uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Subtracts the batch's mean, unseen by autograd: always, or in training mode alone."""
 
     def __init__(self, chance: float, always: bool = True) -> None:
@@ -417,13 +417,13 @@ def test_a_random_layer_hides_no_mixing() -> None:
     batch = uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2
     for chance in (0.0, 0.5):
         with pytest.raises(UserError, match="mixes examples"):
-            check(Centred(chance), *batch)
+            check(Centered(chance), *batch)
     check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2)), *batch)
 
 
 def test_a_model_in_another_mode_is_checked_again() -> None:
     """Checked in evaluation mode and trained in the other one, one record moved a sum by 1.16 C."""
-    model, batch = Centred(0.0, always=False), (uniform(5, 4), torch.arange(5) % 2)
+    model, batch = Centered(0.0, always=False), (uniform(5, 4), torch.arange(5) % 2)
     engine = GradientEngine(model.eval(), cross_entropy, clipping=FlatClipping(1.0))
     assert engine.clipped_sum(*batch).flat.any()
     model.train()

@@ -30,7 +30,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_a_neighbours_padding_does_not_move_where_threads_part(two_threads) -> None:
+def test_a_neighbors_padding_does_not_move_where_threads_part(two_threads) -> None:
     """A table that two modules share: numbers that threads added in their own order left 0 or 1
     of 1e9 - 1e9 + 1 in a record where another one had a token less. A sum moved by 2.3 C."""
     ids = torch.zeros(32, 3, dtype=torch.int64)
@@ -60,14 +60,14 @@ class ByPlaces(nn.Module):
         self.ordered.append(torch.are_deterministic_algorithms_enabled())
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-def test_threads_add_up_gradients_by_index_in_one_order(isolate, two_threads) -> None:
+@pytest.mark.parametrize("vmap", [False, True])
+def test_threads_add_up_gradients_by_index_in_one_order(vmap, two_threads) -> None:
     """An equal pass had other bits, with fixed rows too: a sum moved by 326 C."""
     x = torch.zeros(64, 2050)
     x[:, :3], x[:, 1025], x[:, 1026] = torch.tensor([1.0, 1.0, 1e9]), 3.0, -1e9
     engine = GradientEngine(
         ByPlaces(), lambda out, _: out[:, 0], clipping=FlatClipping(1.0), blocks=Blocks(1, 64),
-        isolate=isolate,
+        vmap=vmap,
     )  # fmt: skip
     engine.rounding, ids = "fixed-row", torch.arange(64)
     whole, again = (
@@ -137,7 +137,7 @@ def test_a_job_beside_a_pass_leaves_the_order_of_sums_alone(
 def test_passes_of_one_record_hold_for_a_model_that_selects(
     rows: int, least: float, most: float
 ) -> None:
-    """Selected records lie in rows that follow from how many neighbours were selected, too; what
+    """Selected records lie in rows that follow from how many neighbors were selected, too; what
     rounding would do to a kink behind them is made large here, to be the same everywhere."""
 
     class Selects(nn.Module):

@@ -148,7 +148,7 @@ def test_the_self_check_works_there(network: str) -> None:
         {"clipping": PerLayerClipping(1.0)},
         {"clipping": AutomaticClipping(1.0)},
         {"blocks": Blocks(2, 8), "micro_batch": 4},
-        {"isolate": True},
+        {"vmap": True},
         {"augmentation": CropAndFlip(1, True)},
         {"draws": lambda: ParameterPerturbation(2, 0.1, input_std=0.1)},
         {"draws": lambda: ParameterPerturbation(2, 0.1, per_example=True)},
@@ -195,16 +195,16 @@ def test_a_forgotten_tensor_is_found() -> None:
 
 
 OPEN = {
-    "noise_multiplier": 0, "clipping": "none", "delta": 1e-4, "neighbours": "replace-one",
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-4, "adjacency": "replace-one",
     "run_key": "5a" * 32,
 }  # fmt: skip
 HGM = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
 SHORT = {"batch_size": 10, "steps": 2, "learning_rate": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "dp-sgd": {"training": SHORT | {"optimizer": "adam", "ema": 0.9, "crop": 1}},
-    "dplis": {"method": {"name": "dplis", "draws": 2}},
+    "dplis": {"method": {"name": "dplis", "augmentations": 2}},
     "input-noise": {
-        "method": {"name": "input-noise", "sigma": 0.2, "draws": 2, "consistency": 1.0}
+        "method": {"name": "input-noise", "sigma": 0.2, "augmentations": 2, "consistency": 1.0}
     },
     "pixeldp": {"method": {"name": "pixeldp", "epsilon_r": 1.0}, "model": HGM, "privacy": OPEN},
     "paid": {"method": {"name": "secure-sgd", "redistribution": {"source": "paid"}}, "model": HGM},

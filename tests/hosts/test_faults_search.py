@@ -31,12 +31,12 @@ RECIPE = {
     "name": "search",
     "data": {"name": "digits"},
     "model": {"name": "small-cnn", "options": {"width": 4}},
-    # The law gives this key three trials: on two workers, one trial waits.
+    # The distribution gives this key three trials: on two workers, one trial waits.
     "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "33" * 32},
     "training": {"batch_size": 60, "steps": STEPS, "learning_rate": 0.1},
     "tune": {
         "space": {"training.learning_rate": {"log_uniform": [0.01, 1.0]}},
-        "law": {"name": "geometric", "mean": 4.0},
+        "num_trials": {"name": "geometric", "mean": 4.0},
         "concurrent": 2,
     },
     "resources": {"workers": 1, "checkpoint_seconds": 0.5, "max_failures": 8},

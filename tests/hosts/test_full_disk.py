@@ -110,7 +110,7 @@ def begin(name):
         "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "33" * 32},
         "training": {"batch_size": 20, "steps": 40, "learning_rate": 0.1},
         "tune": {"space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-                 "law": {"name": "geometric", "mean": 4.0}, "score": {"noise": 5.0}},
+                 "num_trials": {"name": "geometric", "mean": 4.0}, "score": {"noise": 5.0}},
         "resources": {"checkpoint_seconds": 1e-6},
     }, "r"), RunFolder(place / name), "r")
     ManifestSearcher(search.folder, read_trials(search.folder), search.trial_noise_multiplier).suggest("0")

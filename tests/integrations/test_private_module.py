@@ -103,7 +103,7 @@ def own_loop(folder: Path, every: int = 0, **given: Any) -> Any:
         model, optimizer, records(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
         folder=folder, state=[] if schedule is None else [schedule], **given,
     )  # fmt: skip
-    while training.steps_left:
+    while training.remaining_steps:
         report = training.step()
         if schedule is not None and (report.step + 1) % every == 0:
             schedule.step()
@@ -141,7 +141,10 @@ def test_records_of_a_class_join_at_its_rate_as_in_the_own_loop(tmp_path):
     for wrong, said in (
         ({"class_counts": None}, "data.class_counts: must be the public number"),
         ({"class_counts": {0: 1, 1: 1}}, "class_counts: must add up to the 80 records"),
-        ({"privacy": {**PRIVATE, "batch_cap": 30}}, "batch_cap: must be left out with data.rates"),
+        (
+            {"privacy": {**PRIVATE, "batch_cap": 30}},
+            "batch_cap: must be left out with data.class_sampling",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             trainer().fit(module(tmp_path / "refused", **(given | wrong)))
@@ -188,7 +191,7 @@ def test_a_fit_goes_on_where_another_ended(tmp_path):
     resources = {"checkpoint_seconds": 1e-6}
     begun = module(tmp_path / "run", resources=resources)
     trainer(max_epochs=1).fit(begun)
-    assert begun.private.steps_left == 1 and begun.guarantee.epsilon > 0
+    assert begun.private.remaining_steps == 1 and begun.guarantee.epsilon > 0
     begun.private.close()
     ended = module(tmp_path / "run", resources=resources)
     trainer().fit(ended)
@@ -230,7 +233,7 @@ def documents() -> Any:
 @pytest.mark.long
 def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
     needs_hf()
-    privacy = {**PRIVATE, "unit": "group", "max_records_per_group": 2}
+    privacy = {**PRIVATE, "unit": "user", "max_records_per_user": 2}
     given = {"loss": dpdist.language_model_loss, "privacy": privacy, "batch_size": 4}
     private = module(tmp_path / "run", Language(), data=documents(), **given)
     trainer().fit(private)
@@ -251,7 +254,7 @@ def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
         ].weight += 1
     with pytest.raises(UserError, match="model: must be the one that the run trained"):
         private.save_adapter(tmp_path / "other", not_private=True)
-    card = dpdist.read_facts(private.run).privacy_card()
+    card = dpdist.load_results(private.run).privacy_card()
     assert card["unit"] == (
         "a whole group (all documents of one value of author, of which at most 2 count in a step)"
     )
@@ -271,7 +274,7 @@ def test_public_records_are_validated_between_steps(tmp_path):
     found = driver.validate(private, loader(public), verbose=False)
     assert found[0]["val_loss"] == pytest.approx(wanted, rel=1e-5)
     assert private.guarantee.kind == "proved"
-    assumed = " ".join(dpdist.read_facts(private.private.run).privacy_card()["assumptions"])
+    assumed = " ".join(dpdist.load_results(private.private.run).privacy_card()["assumptions"])
     assert "validation data are public" in assumed
     assert torch.equal(weights(private.module), weights(own_loop(tmp_path / "own").model))
 
@@ -298,7 +301,7 @@ def test_batches_in_which_private_records_would_hide_are_not_validated(tmp_path)
 
 def test_scores_are_paid_for_and_may_stop_the_fit(tmp_path):
     held = records(40, seed=9)
-    private = module(tmp_path / "run", score={"held_out": held, "every": 2, "noise": 5.0})
+    private = module(tmp_path / "run", score={"private_eval_data": held, "every": 2, "noise": 5.0})
     stop = pl.callbacks.EarlyStopping(
         "score", patience=1, mode="max", check_on_train_epoch_end=True
     )

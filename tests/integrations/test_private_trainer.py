@@ -138,7 +138,7 @@ def test_it_releases_the_bits_of_the_own_loop(tmp_path, trained):
     )  # fmt: skip
     # The key of a run is made from the plan and from its records, which both call otherwise.
     training._records.keyed_fingerprint = trained._records.keyed_fingerprint
-    while training.steps_left:
+    while training.remaining_steps:
         training.step()
         schedule.step()
     assert training.plan == trained.training.plan
@@ -165,7 +165,7 @@ def test_nothing_is_written_beside_the_run(trained):
     assert {path.name for path in run.path.iterdir()} <= {"run.json", "recipe.yaml", "private",
                                                           "README.txt"}  # fmt: skip
     assert (run.private / "model").is_dir() and run.training_summary.exists()
-    card = dpdist.read_facts(run).privacy_card()
+    card = dpdist.load_results(run).privacy_card()
     assert any("sampler and batches" in each for each in card["notes"])
 
 
@@ -376,7 +376,7 @@ def test_public_records_are_evaluated_between_steps(tmp_path):
         t.model.eval(), [{k: v for k, v in r.items() if k != "source"} for r in public]
     )
     assert t.evaluate()["eval_loss"] == pytest.approx(sum(wanted) / 8, rel=1e-4)
-    assumed = " ".join(dpdist.read_facts(t.training.run).privacy_card()["assumptions"])
+    assumed = " ".join(dpdist.load_results(t.training.run).privacy_card()["assumptions"])
     assert "eval_dataset is public" in assumed
 
 
@@ -388,12 +388,12 @@ def test_private_records_are_not_evaluated(tmp_path, trained):
     for call in (trained.evaluate, trained.predict):
         with pytest.raises(UserError, match="_dataset: must be public records"):
             call(texts())
-    relabelled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
+    relabeled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
     t = trainer(tmp_path / "run", public_eval=True,
                 args=arguments(tmp_path / "run", per_device_eval_batch_size=1))  # fmt: skip
     for call in (t.evaluate, t.predict):
         with pytest.raises(UserError, match=r"share no record with train_dataset, got 1 in common"):
-            call([*texts(3, seed=9), relabelled])
+            call([*texts(3, seed=9), relabeled])
     with pytest.raises(UserError, match=r"eval_dataset\['a'\]: must share no record"):
         t.evaluate({"a": texts()})
     t.eval_dataset = {"a": texts(3, seed=9), "b": texts()}  # as a script may, later
@@ -428,7 +428,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_arguments_that_the_private_step_does_not_honour_are_refused(tmp_path, key):
+def test_arguments_that_the_private_step_does_not_honor_are_refused(tmp_path, key):
     args = arguments(tmp_path / "run", **REFUSED[key])
     with pytest.raises(UserError) as refusal:
         trainer(tmp_path / "run", args=args)
@@ -524,7 +524,7 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
         assert torch.equal(loaded(ids).logits, trained.model.eval()(ids).logits)
         assert not torch.allclose(loaded(ids).logits, lora().eval()(ids).logits, atol=1e-4)
     trained.model.train()
-    facts = dpdist.read_facts(trained.training.run)
+    facts = dpdist.load_results(trained.training.run)
     assert json.loads((folder / "privacy_card.json").read_text()) == facts.privacy_card()
     by_path = integration.save_adapter(
         trained.model, str(trained.training.run.path), tmp_path / "again", base_name="tiny",
@@ -632,4 +632,4 @@ def test_rows_of_several_documents_are_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             trainer(tmp_path / "run", train_dataset=[kept, {**one, **packed}] * 20)
     numbered = [{**one, "position_ids": [0, 1, 2, 3]}, kept] * 20
-    assert trainer(tmp_path / "run", train_dataset=numbered).training.steps_left == 4
+    assert trainer(tmp_path / "run", train_dataset=numbered).training.remaining_steps == 4

@@ -39,6 +39,6 @@ def test_a_script_runs_as_printed(tmp_path, place):
             text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    guarantee = dpdist.read_facts(tmp_path / "runs" / FOLDERS[place]).guarantee
+    guarantee = dpdist.load_results(tmp_path / "runs" / FOLDERS[place]).guarantee
     assert 2.9 < guarantee.epsilon <= 3 and guarantee.kind == "proved"
     assert str(guarantee) in done.stdout

@@ -93,7 +93,7 @@ def test_an_empty_batch_has_empty_targets():
 def test_one_copy_cannot_agree():
     raw = {
         "name": "run", "data": {"name": "digits"}, "model": "linear",
-        "method": {"name": "input-noise", "sigma": 0.25, "draws": 1, "consistency": 5},
+        "method": {"name": "input-noise", "sigma": 0.25, "augmentations": 1, "consistency": 5},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {"batch_size": 40, "steps": 1, "learning_rate": 0.1},
     }  # fmt: skip

@@ -36,7 +36,7 @@ METHOD: dict[str, Any] = {
     "draws": 20,
 }  # fmt: skip
 PRIVACY = {
-    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "neighbours": "replace-one",
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "adjacency": "replace-one",
     "run_key": "5a" * 32,
 }  # fmt: skip
 MODEL = {"name": "dpal-cnn", "options": OPTIONS, "mean": [0.5], "std": [0.5]}
@@ -45,7 +45,7 @@ TRAINING = {"batch_size": 50, "steps": 5, "learning_rate": 1e-3, "optimizer": "a
 
 
 def network() -> DPALNetwork:
-    made = models.initialise(ModelSpec("dpal-cnn", SHAPE, 10, OPTIONS), 0)
+    made = models.initialize(ModelSpec("dpal-cnn", SHAPE, 10, OPTIONS), 0)
     assert isinstance(made, DPALNetwork)
     return made
 
@@ -65,7 +65,7 @@ def run(tmp: Path, name: str = "run", **more: Any) -> tuple[Any, Any]:
 def test_the_decoder_is_the_transpose_of_the_encoder() -> None:
     wide = {**OPTIONS, "filters": [4, 4, 6], "kernels": [4, 5, 5], "side": 10}
     for shape, options in ((SHAPE, OPTIONS), ((3, 28, 28), OPTIONS), ((3, 12, 12), wide)):
-        made = models.initialise(ModelSpec("dpal-cnn", shape, 10, options), 0)
+        made = models.initialize(ModelSpec("dpal-cnn", shape, 10, options), 0)
         shape = tuple(made.input_noise.shape)
         x = torch.randn(2, *shape)
         code = torch.randn_like(made.encoder(x))
@@ -75,7 +75,7 @@ def test_the_decoder_is_the_transpose_of_the_encoder() -> None:
 
 def test_the_network_of_cifar_10_is_the_paper_s() -> None:
     recipe = load_recipe(find_recipe("dpal-cifar10"))
-    made = models.initialise(ModelSpec("dpal-cnn", (3, 32, 32), 10, recipe.model.options), 0)
+    made = models.initialize(ModelSpec("dpal-cnn", (3, 32, 32), 10, recipe.model.options), 0)
     assert isinstance(made, DPALNetwork)
     convolutions = [m for m in made.modules() if isinstance(m, nn.Conv2d)]
     assert [tuple(m.weight.shape) for m in convolutions] == [
@@ -90,9 +90,9 @@ def test_the_network_of_cifar_10_is_the_paper_s() -> None:
     assert method.noise_scale(1851) == pytest.approx(9504 / 1851 / budget)
 
 
-def test_only_the_centre_of_an_image_is_read() -> None:
+def test_only_the_center_of_an_image_is_read() -> None:
     options = {"filters": [2, 3, 4], "kernels": [4, 5, 5], "side": 8, "dense": 6}
-    made = models.initialise(ModelSpec("dpal-cnn", (3, 12, 12), 10, options), 0)
+    made = models.initialize(ModelSpec("dpal-cnn", (3, 12, 12), 10, options), 0)
     x = torch.rand(2, 3, 12, 12, requires_grad=True)
     (slope,) = torch.autograd.grad(made(x).square().sum(), x)
     inside = torch.zeros(12, 12, dtype=torch.bool)
@@ -283,8 +283,8 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
         found += mine is not None
         assert mine in (None, 0 if first else 1)
     assert found > 20 and 5 < present.sum() < 35
-    added = {**PRIVACY, "neighbours": "add-or-remove-one"}
-    with pytest.raises(UserError, match="neighbours: replace-one"):
+    added = {**PRIVACY, "adjacency": "add-or-remove-one"}
+    with pytest.raises(UserError, match="adjacency: replace-one"):
         parse_recipe({**recipe.model_dump(mode="json"), "privacy": added}, "x")
 
 

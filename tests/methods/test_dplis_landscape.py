@@ -45,7 +45,7 @@ def test_sharpness_of_a_quadratic_is_known():
     assert torch.equal(model.theta.detach(), theta.double())
 
 
-def test_losses_along_a_filter_normalised_direction():
+def test_losses_along_a_filter_normalized_direction():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     before = [p.detach().clone() for p in model.parameters()]
@@ -61,8 +61,8 @@ def test_losses_along_a_filter_normalised_direction():
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     # The direction has the filters' norms and no component on biases.
     weight = model[0].weight.detach()
-    direction = LANDSCAPE["filter_normalised"](torch.randn_like(weight), weight)
+    direction = LANDSCAPE["filter_normalized"](torch.randn_like(weight), weight)
     torch.testing.assert_close(direction.flatten(1).norm(dim=1), weight.flatten(1).norm(dim=1))
-    assert not LANDSCAPE["filter_normalised"](torch.randn(4), model[0].bias.detach()).any()
+    assert not LANDSCAPE["filter_normalized"](torch.randn(4), model[0].bias.detach()).any()
     (again,) = along(model, cross_entropy, inputs, targets, key=KEY, alphas=(0.5,))
     assert again == pytest.approx(losses[2], rel=1e-5)

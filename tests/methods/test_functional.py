@@ -42,7 +42,7 @@ METHOD = {"name": "functional", "rounds": 2}
 
 
 def network(**options: object) -> nn.Module:
-    return models.initialise(
+    return models.initialize(
         ModelSpec("scattering", SHAPE, CLASSES, {**MODEL["options"], **options}), 0
     )
 
@@ -77,13 +77,13 @@ def records(rng: np.random.Generator) -> Tensor:
 
 
 def three(
-    made: CoefficientSums, passes: list[Any], centre: Tensor, weights: Tensor
+    made: CoefficientSums, passes: list[Any], center: Tensor, weights: Tensor
 ) -> list[Tensor]:
     """What a training releases of these passes."""
     return [
-        made.sum_features(passes, centre),
-        made.sum_coefficients(passes, centre),
-        made.sum_residuals(passes, centre, weights),
+        made.sum_features(passes, center),
+        made.sum_coefficients(passes, center),
+        made.sum_residuals(passes, center, weights),
     ]
 
 
@@ -99,15 +99,15 @@ def three(
 def test_one_record_moves_each_sum_by_at_most_one(method: Functional) -> None:
     rng, made = np.random.default_rng(0), sums(method)
     x, y = records(rng), torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
-    centre = 0.3 * clip_rows(torch.from_numpy(rng.normal(size=(1, made.size - 1))), 1.0)[0]
+    center = 0.3 * clip_rows(torch.from_numpy(rng.normal(size=(1, made.size - 1))), 1.0)[0]
     weights = torch.from_numpy(rng.normal(size=(made.size, CLASSES)) * 10)
     features = made.features(x)
-    whole = three(made, [(features, y, 1.0)], centre, weights)
+    whole = three(made, [(features, y, 1.0)], center, weights)
     assert all(total.isfinite().all() for total in whole)
     largest = np.zeros(3)
     for left in range(RECORDS):
         keep = torch.arange(RECORDS) != left
-        rest = three(made, [(features[keep], y[keep], 1.0)], centre, weights)
+        rest = three(made, [(features[keep], y[keep], 1.0)], center, weights)
         moved = [float((a - b).norm()) for a, b in zip(whole, rest, strict=True)]
         largest = np.maximum(largest, moved)
     assert largest.max() <= 1.0
@@ -126,13 +126,13 @@ def test_a_record_that_is_no_number_is_nothing() -> None:
 def test_noisy_copies_of_a_record_move_no_more() -> None:
     rng, made = np.random.default_rng(1), sums()
     x, y = torch.from_numpy(rng.random((1, *SHAPE))), torch.tensor([3])
-    centre = torch.zeros(made.size - 1, dtype=torch.float64)
+    center = torch.zeros(made.size - 1, dtype=torch.float64)
     copies = [(made.features(x + rng.normal(size=x.shape)), y, 1 / 3) for _ in range(3)]
-    for total in three(made, copies, centre, torch.ones(made.size, CLASSES).double()):
+    for total in three(made, copies, center, torch.ones(made.size, CLASSES).double()):
         assert 0.2 < float(total.norm()) <= 1.0
 
 
-def test_a_record_at_the_centre_is_the_constant_alone() -> None:
+def test_a_record_at_the_center_is_the_constant_alone() -> None:
     made = sums()
     at = made.features(torch.rand(1, *SHAPE, dtype=torch.float64))
     h = made.directions(at, at[0])
@@ -143,7 +143,7 @@ def test_a_record_at_the_centre_is_the_constant_alone() -> None:
     assert float((near - h).norm()) <= 1e-9 * math.sqrt(made.size) / Functional().radius
 
 
-def test_a_noisy_centre_is_within_the_clip_of_the_features() -> None:
+def test_a_noisy_center_is_within_the_clip_of_the_features() -> None:
     made = sums(Functional(clip=0.5))
     noisy = torch.linspace(-1, 1, made.size - 1, dtype=torch.float64)
     inside, beyond = (noisy * (share * RECORDS / noisy.norm()) for share in (0.8, 9.0))
@@ -162,7 +162,7 @@ def test_the_public_features_of_a_batch_of_any_size() -> None:
     """Traced as well, as a certification executes them; of norm 1, each record's own."""
     for shape in (SHAPE, (3, 8, 8)):
         spec = ModelSpec("scattering", shape, CLASSES, {**MODEL["options"]})
-        part = models.initialise(spec, 0)[0]
+        part = models.initialize(spec, 0)[0]
         x = torch.rand(5, *shape)
         traced = torch.jit.trace(part, x[:2])
         assert torch.allclose(traced(x), part(x), atol=1e-6)
@@ -178,15 +178,15 @@ def objective(made: CoefficientSums, records: int) -> tuple[Tensor, Tensor, Tens
     x = torch.from_numpy(rng.random((records, *SHAPE)))
     features = made.features(x)
     y = torch.from_numpy(rng.integers(0, CLASSES, records))
-    centre = features.mean(0)
-    return features, y, centre, made.directions(features, centre)
+    center = features.mean(0)
+    return features, y, center, made.directions(features, center)
 
 
-def test_the_head_minimises_the_expansion() -> None:
+def test_the_head_minimizes_the_expansion() -> None:
     method = Functional(radius=10.0, constant=0.5)  # nothing is clipped
     made, noise = sums(method), 0.5
-    features, y, centre, h = objective(made, 300)
-    weights, _ = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], centre), noise)
+    features, y, center, h = objective(made, 300)
+    weights, _ = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], center), noise)
     ridge = method.ridge * noise / math.sqrt(1 - method.labels) * math.sqrt(2 * made.size)
     hot = nn.functional.one_hot(y, CLASSES).double()
 
@@ -199,16 +199,16 @@ def test_the_head_minimises_the_expansion() -> None:
         return float(w.grad.norm())
 
     assert slope(weights) < 1e-5 * slope(torch.zeros_like(weights))
-    weight, bias = made.head_from_weights(weights, centre)
+    weight, bias = made.head_from_weights(weights, center)
     assert torch.allclose(features @ weight.T + bias, h @ weights)
-    assert torch.allclose(made.weights_from_head(weight, bias, centre), weights)
+    assert torch.allclose(made.weights_from_head(weight, bias, center), weights)
 
 
 def test_a_round_descends_the_softmax_loss() -> None:
     made = sums(Functional(radius=10.0, residual=10.0, step=1.0))
-    features, y, centre, h = objective(made, 300)
-    weights, curvature = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], centre), 0.1)
-    residuals = made.sum_residuals([(features, y, 1.0)], centre, weights)
+    features, y, center, h = objective(made, 300)
+    weights, curvature = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], center), 0.1)
+    residuals = made.sum_residuals([(features, y, 1.0)], center, weights)
     at = weights.clone().requires_grad_()
     nn.functional.cross_entropy(h @ at, y, reduction="sum").backward()
     assert at.grad is not None
@@ -257,7 +257,7 @@ def test_each_sum_has_the_plans_noise(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("rounds", [0, 3])
 def test_what_it_costs_is_the_exact_gaussian(tmp_path: Path, rounds: int) -> None:
-    method = {**METHOD, "centre": 0.2, "refine": 0.3, "rounds": rounds}
+    method = {**METHOD, "center": 0.2, "refine": 0.3, "rounds": rounds}
     plan = job_of(tmp_path, method=method, privacy__noise_multiplier=2.5).plan
     noises = [plan.step(t).noise_multiplier for t in range(plan.steps)]
     assert len(noises) == 2 + rounds
@@ -306,7 +306,7 @@ def test_a_declared_number_of_records_divides(
     execute(job, until=1)
     state = load_latest(job.folder.checkpoints)
     assert state is not None
-    assert np.allclose(state.slots["centre"].numpy(), seen.found[0][1] / 5000)
+    assert np.allclose(state.slots["center"].numpy(), seen.found[0][1] / 5000)
 
 
 def test_a_declared_number_leaves_room_for_many_more(
@@ -348,9 +348,9 @@ def test_a_declared_number_leaves_room_for_many_more(
         ({"privacy": {"batch_cap": 50}}, "leave out privacy.clipping, clip_norm and batch_cap"),
         ({"training": {"ema": 0.5}}, "leave out training.ema, crop and flip"),
         ({"training": {"flip": True}}, "leave out training.ema, crop and flip"),
-        ({"audit": {"kind": "canaries"}}, "must be mislabelled or blank"),
-        ({"model": {**MODEL, "isolate": True}}, "runs records together"),
-        ({"method": {**METHOD, "centre": 1.0}}, "method.centre"),
+        ({"audit": {"kind": "canaries"}}, "must be mislabeled or blank"),
+        ({"model": {**MODEL, "vmap": True}}, "runs records together"),
+        ({"method": {**METHOD, "center": 1.0}}, "method.center"),
         ({"method": {**METHOD, "refine": 0.95}}, "their sum must be < 1"),
     ],
 )

@@ -41,7 +41,7 @@ PATCHES = {"filters": 6, "side": 3, "pool": 3}
 
 
 def encoded() -> nn.Module:
-    return models.initialise(ModelSpec("patches", SHAPE, CLASSES, PATCHES), 0)
+    return models.initialize(ModelSpec("patches", SHAPE, CLASSES, PATCHES), 0)
 
 
 def sums(
@@ -171,17 +171,17 @@ def test_scaled_directions_are_within_one_and_the_head_is_the_same() -> None:
     scales = torch.linspace(0.1, 3.0, sums(Functional()).size - 1).double()
     made = sums(Functional(radius=0.2), scales)
     features = made.features(records(np.random.default_rng(0)))
-    centre = features.mean(0)
-    h = made.directions(features, centre)
+    center = features.mean(0)
+    h = made.directions(features, center)
     assert float(h.norm(dim=1).max()) <= 1 + 1e-12
     wide = sums(Functional(radius=10.0), scales)  # nothing is clipped
-    h = wide.directions(features, centre)
-    plain = sums(Functional(radius=10.0)).directions(features, centre)
+    h = wide.directions(features, center)
+    plain = sums(Functional(radius=10.0)).directions(features, center)
     assert torch.allclose(h[:, :-1], plain[:, :-1] * scales)
     weights = torch.randn(wide.size, CLASSES).double()
-    weight, bias = wide.head_from_weights(weights, centre)
+    weight, bias = wide.head_from_weights(weights, center)
     assert torch.allclose(features @ weight.T + bias, h @ weights)
-    assert torch.allclose(wide.weights_from_head(weight, bias, centre), weights)
+    assert torch.allclose(wide.weights_from_head(weight, bias, center), weights)
 
 
 def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_features_with_own_noise_are_made_once(tmp_path: Path, monkeypatch) -> N
         return real(made_by, inputs)
 
     monkeypatch.setattr(CoefficientSums, "features", counted)
-    base = {"name": "functional", "rounds": 2, "sigma": 0.3, "draws": 2}
+    base = {"name": "functional", "rounds": 2, "sigma": 0.3, "augmentations": 2}
     for noise, times in (("fresh", 4), ("own", 1)):
         job = job_of(tmp_path, noise, method=base | {"noise": noise})
         made.clear()

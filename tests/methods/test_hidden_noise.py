@@ -28,7 +28,7 @@ SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "stri
 
 
 def split_of(model: nn.Module | None = None) -> SplitModel:
-    return models.require_split(models.initialise(SPEC, 0) if model is None else model)
+    return models.require_split(models.initialize(SPEC, 0) if model is None else model)
 
 
 def records(count: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +90,7 @@ def test_equation_7_against_one_example_at_a_time(beta: float) -> None:
         expected += torch.autograd.grad(loss, h)[0][0].abs().double() ** beta / 7
     got = hidden_noise_shares.mean_powers(split, inputs, labels, beta)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-12)
-    shares = hidden_noise_shares.normalised_shares(got, 0.1)
+    shares = hidden_noise_shares.normalized_shares(got, 0.1)
     assert float(shares.mean()) == pytest.approx(1) and float(shares.min()) >= 0.1 - 1e-12
     r = 0.9 * expected / expected.sum() + 0.1 / expected.numel()
     assert torch.allclose(shares, r * expected.numel(), rtol=1e-4)
@@ -157,7 +157,7 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(privacy=privacy, resources=SimpleNamespace(rounding="standard")),
         spec=spec, private_records=Records(),
-        key=b"k" * 32, build_initial_model=lambda: models.initialise(spec, 0),
+        key=b"k" * 32, build_initial_model=lambda: models.initialize(spec, 0),
     )  # fmt: skip
     section = Redistribution(source="paid", clip_norm=clip)
 
@@ -232,7 +232,7 @@ def test_public_images_are_made_to_fit() -> None:
 
 
 def test_open_training_learns_and_keeps_the_first_layer() -> None:
-    model = models.initialise(SPEC, 0)
+    model = models.initialize(SPEC, 0)
     split, (inputs, _) = split_of(model), records(200)
     labels = (inputs.mean((1, 2, 3)) > 0.5).long()
 

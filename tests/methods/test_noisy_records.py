@@ -33,7 +33,7 @@ RAW: dict[str, Any] = {
     "data": {"name": "digits"},
     "model": "linear",
     "method": {"name": "noisy-records", "input_norm": 4.0, "label_epsilon": 3.0},
-    "privacy": {"noise_multiplier": 0.5, "delta": 1e-4, "neighbours": "replace-one"},
+    "privacy": {"noise_multiplier": 0.5, "delta": 1e-4, "adjacency": "replace-one"},
     "training": {"batch_size": 100, "steps": 3, "learning_rate": 0.5},
 }
 
@@ -99,7 +99,7 @@ def test_labels_are_kept_as_often_as_they_may_be(epsilon: float) -> None:
 
 
 def delta_of(mu: float, label: float, epsilon: float) -> float:
-    """Of a Gaussian (Balle and Wang 2018) beside randomised response on one bit."""
+    """Of a Gaussian (Balle and Wang 2018) beside randomized response on one bit."""
 
     def gaussian(at: float) -> float:
         return norm.cdf(mu / 2 - at / mu) - math.exp(at + norm.logcdf(-at / mu - mu / 2))
@@ -135,13 +135,13 @@ def test_what_it_does_not_protect_is_refused() -> None:
     with pytest.raises(ValueError, match="replace-one is what can be proved"):
         PrivacyPlan(1000, (NoisyRecords(1.0, 1.0, 5, 0.1),), 1e-5)
     for section, given, said in (
-        ("privacy", {"neighbours": "add-or-remove-one"}, "must be replace-one"),
+        ("privacy", {"adjacency": "add-or-remove-one"}, "must be replace-one"),
         ("audit", {"kind": "canaries"}, "does not go with audit"),
     ):
         with pytest.raises(UserError, match=said):
             parse_recipe(RAW | {section: RAW.get(section, {}) | given}, "test")
     for name, value in (
-        ("public", 0.1), ("hold_out", 0.1), ("fraction", 0.5), ("max_train", 900),
+        ("public", 0.1), ("private_eval_fraction", 0.1), ("fraction", 0.5), ("max_train", 900),
         ("labels", [3, 5]), ("drop_test_records", True),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"does not go with data.{name}: it takes or leaves"):

@@ -244,7 +244,8 @@ def test_no_more_is_told_than_was_paid_for() -> None:
         ("method", {"screening": 1e-310}, "screening: must be 0, or at least 1e-09"),
         (
             "method",
-            {"teaching": {"model": {"name": "linear", "initial": {"folder": "w", "saw": "it"}}}},
+            {"teaching": {"model": {"name": "linear", "initial": {"folder": "w",
+            "pretraining_data": "it"}}}},
             "public weights of method.teaching.model",
         ),
         ("resources", {"archive": "s3://a/b", "archive_private": True}, "votes stay where"),
@@ -425,7 +426,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 
 @pytest.mark.long
 def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
-    smooth = {"smoothing": {"std": 0.01, "draws": 2}}
+    smooth = {"smoothing": {"std": 0.01, "augmentations": 2}}
     training = {"batch_size": 20, "steps": 8, "learning_rate": 0.5}
     teaching = {"teaching": {"model": "mlp", "training": training}}
     raw = RAW | {"method": METHOD | smooth | teaching}
@@ -468,7 +469,7 @@ def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
                 "method.queries": {"choice": [15, 20]},
                 "method.threshold": {"uniform": [0.5, 1.5]},
             },
-            "law": {"name": "fixed", "runs": 3},
+            "num_trials": {"name": "fixed", "runs": 3},
             "score": {"public": {"name": "digits", "split": "test"}},
             "concurrent": 1,
         },

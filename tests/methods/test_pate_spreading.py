@@ -35,7 +35,7 @@ from dpdist.training.trainer import fit
 
 pytestmark = pytest.mark.whole
 
-SPREADING = {"spreading": {"neighbours": 5}}
+SPREADING = {"spreading": {"neighbors": 5}}
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,8 @@ def blobs(each: int = 40, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Three clouds in the plane, far apart, in random order."""
     rng = np.random.default_rng(seed)
     classes = rng.permutation(np.repeat(np.arange(3), each))
-    centres = np.array([[0.0, 0.0], [8.0, 0.0], [0.0, 8.0]])
-    return centres[classes] + rng.normal(0, 1, (3 * each, 2)), classes
+    centers = np.array([[0.0, 0.0], [8.0, 0.0], [0.0, 8.0]])
+    return centers[classes] + rng.normal(0, 1, (3 * each, 2)), classes
 
 
 # ---- the arithmetic
@@ -78,7 +78,7 @@ def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit(alpha: float) ->
     found = spread_scores(graph, asked, told, 3, alpha)
     exact = np.linalg.solve(np.eye(60) - alpha * graph.toarray(), given)
     assert np.allclose(found, exact, atol=1e-6)
-    # scikit-learn normalises the weights that it is given; those of a graph of row sums 1 stay.
+    # scikit-learn normalizes the weights that it is given; those of a graph of row sums 1 stay.
     labels = np.full(60, -1)
     labels[asked] = told
     distances = np.linalg.norm(points[:, None] - points[None], axis=2)
@@ -98,7 +98,7 @@ def test_wrong_answers_are_overruled_and_every_input_gets_a_label() -> None:
     asked = np.arange(30)
     told = classes[asked].copy()
     told[:4] = (told[:4] + 1) % 3
-    found = SpreadingRecipe(neighbours=8).spread_labels(similarity_graph(points, 8), asked, told, 3)
+    found = SpreadingRecipe(neighbors=8).spread_labels(similarity_graph(points, 8), asked, told, 3)
     assert (found == classes).all()
 
 
@@ -163,7 +163,7 @@ def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     asked = np.flatnonzero(np.array(told) != UNANSWERED)
     released = np.array(told, dtype=int)[asked]
     graph = similarity_graph(public.batch(slice(0, len(public))).double().numpy(), 5)
-    expected = SpreadingRecipe(neighbours=5).spread_labels(graph, asked, released, 3)
+    expected = SpreadingRecipe(neighbors=5).spread_labels(graph, asked, released, 3)
     kept = np.flatnonzero(expected != -1)
     assert len(kept) > 20 and len(student) == job.plan.records
     assert len(student.labels) == len(kept)
@@ -231,7 +231,7 @@ def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
     """Ties of equal length between duplicates, and no division by an empty class."""
     graph = similarity_graph(np.zeros((12, 3)), 4)
     assert np.isfinite(graph.toarray()).all()
-    found = SpreadingRecipe(neighbours=4).spread_labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
+    found = SpreadingRecipe(neighbors=4).spread_labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
     assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
 
 
@@ -257,10 +257,10 @@ def test_of_images_features_may_be_the_scattering_ones() -> None:
             return images[rows]
 
     public: Any = Images()
-    found = SpreadingRecipe(features="scattering", neighbours=4).build_graph(public)
+    found = SpreadingRecipe(features="scattering", neighbors=4).build_graph(public)
     features = scattering((1, 28, 28), 10)[0](images).double().numpy()
     assert np.allclose(found.toarray(), similarity_graph(features, 4).toarray(), atol=1e-6)
-    inputs = SpreadingRecipe(neighbours=4).build_graph(public)
+    inputs = SpreadingRecipe(neighbors=4).build_graph(public)
     assert np.allclose(
         inputs.toarray(), similarity_graph(images.flatten(1).double().numpy(), 4).toarray()
     )

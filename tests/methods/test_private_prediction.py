@@ -89,9 +89,9 @@ def test_one_teacher_moves_an_answer_by_its_share_at_most() -> None:
 
 def test_what_is_within_the_bound_stays_but_for_its_mean() -> None:
     said = np.array([[1.0, 2.0, 6.0], [0.0, 0.1, -0.1]])
-    centred = said - said.mean(axis=1, keepdims=True)
-    assert np.allclose(clip_logits(said, 10.0), centred)
-    assert np.allclose(clip_logits(said, 1.0)[0], centred[0] / np.linalg.norm(centred[0]))
+    centered = said - said.mean(axis=1, keepdims=True)
+    assert np.allclose(clip_logits(said, 10.0), centered)
+    assert np.allclose(clip_logits(said, 1.0)[0], centered[0] / np.linalg.norm(centered[0]))
 
 
 def is_noise_of(std: float, values: np.ndarray) -> bool:
@@ -145,7 +145,7 @@ def test_epsilon_is_that_of_one_gaussian(
     assert found.relation == "add-or-remove-one"  # nothing follows the number of records
     assert not any("clipped to L2 norm" in line for line in found.assumptions)
     # A record in place of another changes two teachers.
-    replaced = PrivacyPlan(1400, phases, 1e-5, neighbours="replace-one", nominal=True)
+    replaced = PrivacyPlan(1400, phases, 1e-5, adjacency="replace-one", nominal=True)
     assert replaced.guarantee().epsilon == pytest.approx(gaussian_epsilon(2 * mu, 1e-5), rel=1e-3)
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
 
@@ -158,7 +158,7 @@ def test_epsilon_is_that_of_one_gaussian(
     [
         ("data", {"max_train": 100}, "does not go with data.max_train"),
         ("privacy", {"clip_norm": 2.0}, "teachers have none"),
-        ("privacy", {"neighbours": "replace-one", "nominal_records": None, "batch_cap": 60},
+        ("privacy", {"adjacency": "replace-one", "nominal_records": None, "batch_cap": 60},
          "teachers have none"),
         ("certify", {"sigma": 0.5}, "does not go with certify"),
         ("audit", {"kind": "mechanism"}, "does not go with audit"),

@@ -34,7 +34,7 @@ from dpdist.papers.residual import method as residual
 from dpdist.papers.residual.method import ResidualPerturbation, largest_mean_norm
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import ModuleNoise, find_noise_location
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe
 from dpdist.training.records import data_source, load_test_records
@@ -46,7 +46,7 @@ OPTIONS = {"width": 4, "groups": 2}
 
 
 def network(shape: tuple[int, ...] = SHAPE, **options: object) -> nn.Module:
-    return models.initialise(ModelSpec("resnet-rp", shape, 5, {**OPTIONS, **options}), 0)
+    return models.initialize(ModelSpec("resnet-rp", shape, 5, {**OPTIONS, **options}), 0)
 
 
 # ---- the network
@@ -111,10 +111,10 @@ def test_training_and_the_trained_model_have_one_noise(method: ResidualPerturbat
 
 
 def test_a_model_without_blocks_and_options_that_do_not_fit_are_refused() -> None:
-    plain = models.initialise(ModelSpec("small-cnn", SHAPE, 5, {"width": 4}), 0)
+    plain = models.initialize(ModelSpec("small-cnn", SHAPE, 5, {"width": 4}), 0)
     with pytest.raises(UserError, match="the model has none: take resnet-rp or resnet-gn"):
         ResidualPerturbation(gamma=1).execution().project_parameters(plain)
-    known = models.initialise(ModelSpec("resnet-gn", SHAPE, 5, {"depth": 8}), 0)
+    known = models.initialize(ModelSpec("resnet-gn", SHAPE, 5, {"depth": 8}), 0)
     assert len(ResidualPerturbation(gamma=1).execution().noise_location(known).stds) == 3
     for wrong, message in (
         ({"strategy": "multiplicative", "noise_mode": "relative"}, "belongs to strategy: additive"),
@@ -276,13 +276,13 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     folder, same = RunFolder(tmp_path / "runs/r"), {**recipe, "method": {"name": "dp-sgd"}}
     plan = folder.read_plan()
     assert plan == make_plan(parse_recipe(same, "r"), plan.records, "r")
-    assert 0 < read_facts(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
+    assert 0 < load_results(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
     label = {str(n) for n in range(10)} | {"ABSTAIN"}
     said = dpdist("predict", "r", "x.npy", "--set", "certify.n=100")
     assert label & set(said.split()), said
     assert "fgsm" in dpdist(
         "attack", "r",
-        *sets("norm=l2", "sizes=[0.5]", "attacks=[fgsm]", "n=20", "draws=2", "max_inputs=2"),
+        *sets("norm=l2", "sizes=[0.5]", "attacks=[fgsm]", "n=20", "samples=2", "max_inputs=2"),
     )  # fmt: skip
     said = dpdist(
         "audit",
@@ -352,7 +352,7 @@ def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     x = torch.cat([records.batch(slice(60)) for records in splits])
     y = torch.cat([records.targets(slice(60)) for records in splits])
     member, rng = np.arange(120) < 60, torch.Generator().manual_seed(0)
-    model = models.initialise(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
+    model = models.initialize(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
     place = ResidualPerturbation(gamma=1.0).execution().noise_location(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(200):

@@ -38,7 +38,7 @@ from dpdist.randomness.noise_location import (
     NoNoise,
     find_noise_location,
 )
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.training import private_step
 from dpdist.training.job import prepare
 
@@ -50,7 +50,7 @@ C, ROWS = 0.2, 12
 
 def network() -> nn.Module:
     """Confident enough that an attack moves its answers."""
-    model = models.initialise(SPEC, 0)
+    model = models.initialize(SPEC, 0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -395,7 +395,7 @@ def recipe_of(tmp_path, name="run", **changes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
-def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
+def test_neighbor_replay(tmp_path, monkeypatch, workers) -> None:
     """One record less, same keys, real runs: the sums differ by at most C where it was drawn."""
     sums, special = {}, -1
     for present in (True, False):
@@ -449,7 +449,7 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
     assert job.plan.guarantee() == same.guarantee()
     model = models.load(folder.model_folder)
     assert find_noise_location(model) == ModuleNoise({"0": 0.15}, input_std=0.2)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert facts.claim is not None and facts.claim.claimed is None
     assert facts.claim.verdict == "not sound" and "none of it is here" in facts.claim.reason
     bound = models.noise.first_layer_norm_bound(models.require_split(model))
@@ -467,7 +467,7 @@ def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None
     from dpdist.certification.worker import combined_noise_of_model
 
     method = StoBatch(sensitivity=4.0, **options)
-    model = models.initialise(SPEC, 1)
+    model = models.initialize(SPEC, 1)
     with torch.no_grad():
         next(model.parameters()).mul_(100)  # beyond the norm that is allowed
     execution = method.execution()

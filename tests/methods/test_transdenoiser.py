@@ -25,7 +25,7 @@ from dpdist.papers.transdenoiser.split import (
 )
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
@@ -256,7 +256,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(start(x), x) and not torch.equal(model.get_submodule("denoiser")(x), x)
 
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
     write_release(folder)
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
@@ -277,13 +277,13 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
     )
     folder = RunFolder(tmp_path / "no-dp")
     train(no_dp, folder)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert facts.guarantee.epsilon == math.inf and facts.claim is None
 
     full = raw(public, method__variant="full", privacy__noise_multiplier=0)
     folder = RunFolder(tmp_path / "full")
     train(full, folder)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert facts.guarantee.epsilon == math.inf
     claimed = dict(facts.summary())["claimed, not proved"]
     assert "TransDenoiser Theorem 3" in claimed and "not sound" in claimed
@@ -301,7 +301,7 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
 
 def test_public_and_private_records_are_disjoint_and_complete(public):
     recipe = parse_recipe(
-        raw(public, data={"name": "digits", "public": 0.4, "hold_out": 0.25}), "test"
+        raw(public, data={"name": "digits", "public": 0.4, "private_eval_fraction": 0.25}), "test"
     )
     source = data_source(recipe)
     everything = data.load(source, "train")
@@ -321,7 +321,7 @@ def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
     assert not (tmp_path / "run").exists()
     # The check can fail for held out records as well: they are private too.
     held_out = parse_recipe(
-        raw(public, data={"name": "digits", "public": 0.3, "hold_out": 0.5}), "test"
+        raw(public, data={"name": "digits", "public": 0.3, "private_eval_fraction": 0.5}), "test"
     )
     with pytest.raises(UserError, match="among the public"):
         prepare(held_out, RunFolder(tmp_path / "run"), "test")
@@ -341,10 +341,13 @@ def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     with pytest.raises(UserError, match="nothing says what it was trained on"):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
     described = raw(copy)
-    described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
+    described["model"]["classifier"] = {
+        "folder": str(copy),
+        "pretraining_data": "a data set on paper",
+    }
     prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "b"), "test")
     about = json.loads(RunFolder(tmp_path / "b").pretraining_record.read_text())
-    assert about["saw"] == "a data set on paper (declared, not checked)"
+    assert about["pretraining_data"] == "a data set on paper (declared, not checked)"
 
 
 def test_a_released_classifier_brings_its_card(public, tmp_path):
@@ -360,7 +363,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     about = json.loads(RunFolder(tmp_path / "run").pretraining_record.read_text())
     told = "told apart by name only, not checked by record"
     stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
-    assert about["saw"] == f"{stated}; {told}"
+    assert about["pretraining_data"] == f"{stated}; {told}"
     assert about["assumed"] == f"no private record is among those of mnist: {told}"
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
@@ -415,7 +418,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     x = torch.rand(4, 1, 8, 8)
     whole = models.load(moved.model_folder)
     assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
-    before, after = read_facts(folder), read_facts(moved)
+    before, after = load_results(folder), load_results(moved)
     assert after.guarantee == before.guarantee
     assert after.ledger.release_counts == before.ledger.release_counts
     assert after.privacy_card()["extra"]["frozen classifier trained on"].startswith("5")

@@ -120,7 +120,7 @@ MODELS = [
 @pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("rows", [1, 2, 333])
 def test_what_does_not_mix_passes(spec: ModelSpec, rows: int) -> None:
-    model = models.initialise(spec, 0).eval()
+    model = models.initialize(spec, 0).eval()
     batch = torch.randn(rows, *spec.input_shape, generator=torch.Generator().manual_seed(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert find_batch_dependence(model, batch) is None

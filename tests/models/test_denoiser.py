@@ -25,7 +25,7 @@ SPEC = ModelSpec("conv-autoencoder", (1, 8, 8), 10, {"channels": [4]}, classifie
 
 
 def test_the_whole_is_the_classifier_of_the_denoised_image(tmp_path):
-    model = models.initialise(SPEC, 0)
+    model = models.initialize(SPEC, 0)
     x = torch.rand(5, 1, 8, 8)
     denoiser = model.get_submodule(models.DENOISER)
     classifier = model.get_submodule(models.CLASSIFIER)
@@ -40,7 +40,7 @@ def test_the_whole_is_the_classifier_of_the_denoised_image(tmp_path):
 
 def test_noise_can_be_put_behind_the_denoisers_first_layer():
     """The pre-trained variant of Secure-SGD: a private denoiser before a frozen classifier."""
-    model = models.initialise(SPEC, 0)
+    model = models.initialize(SPEC, 0)
     split = models.require_split(model)
     assert split.name == "denoiser.0"
     x = torch.rand(5, 1, 8, 8)
@@ -60,7 +60,7 @@ def test_residual_denoisers_begin_at_the_identity(name, options):
 
 def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
     spec = ModelSpec("unet", (3, 16, 8), 10, {"channels": [4, 5]})
-    outer, x = models.initialise(spec, 0), torch.rand(2, 3, 16, 8)
+    outer, x = models.initialize(spec, 0), torch.rand(2, 3, 16, 8)
     inner = outer.inner
     with torch.no_grad():
         half = outer.down(x).relu()
@@ -81,7 +81,7 @@ def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
 
 
 def test_a_strangers_classifier_is_not_imported_either(tmp_path):
-    model = models.initialise(SPEC, 0)
+    model = models.initialize(SPEC, 0)
     models.save(model, SPEC, tmp_path)
     path = tmp_path / "model.json"
     described = json.loads(path.read_text())

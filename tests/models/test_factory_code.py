@@ -16,7 +16,7 @@ from support.certificates import Data
 from support.local_execution import run_without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attacker, AttackJob, choose_form
+from dpdist.attacks.job import Attacker, AttackJob, choose_backend
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
@@ -113,7 +113,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
 
 
 def saved(folder: Path) -> Path:
-    models.save(models.initialise(SPEC, 1), SPEC, folder)
+    models.save(models.initialize(SPEC, 1), SPEC, folder)
     return folder
 
 
@@ -125,7 +125,7 @@ def test_the_modules_beside_a_factory_are_covered_and_no_others(
     code = FactoryCode.from_factories(("mine:net",))
     after = {name for name in sys.modules if name.partition(".")[0] in TOPS}
     assert list(code.modules) == COVERED and before == after == set()  # nothing was imported
-    models.initialise(SPEC, 1)
+    models.initialize(SPEC, 1)
     assert FactoryCode.from_factories(("mine:net",)) == code
 
 
@@ -288,7 +288,7 @@ def test_a_worker_with_other_code_does_nothing(
     for begin in (
         certifying.on_device,
         lambda: Attacker(attacking),
-        lambda: choose_form(attacking.counting),
+        lambda: choose_backend(attacking.counting),
     ):
         with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
             begin()
@@ -334,7 +334,7 @@ def test_modules_that_are_named_in_text_are_covered(tmp_path, use, sources, fact
         use(tmp_path)
         code = FactoryCode.from_factories((factory,)).modules
         assert changed.removesuffix(".py").replace("/", ".") in code
-        models.initialise(models.ModelSpec(factory, (1, 6, 6), 3), 1)
+        models.initialize(models.ModelSpec(factory, (1, 6, 6), 3), 1)
         digests.add(tuple(code.items()))
     assert len(digests) == 2
 

@@ -13,7 +13,7 @@ from dpdist.certification.worker import first_layer_sensitivity
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec, require_split
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
-from dpdist.models.zoo import NormalisedNetwork
+from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
 pytestmark = pytest.mark.guarantee
@@ -26,9 +26,9 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=["cnn", "normalised", "dense"])
+@pytest.mark.parametrize("spec", SPECS, ids=["cnn", "normalized", "dense"])
 def test_the_cut_is_the_model_and_its_first_part_is_affine(spec: ModelSpec) -> None:
-    model = models.initialise(spec, 0).eval()
+    model = models.initialize(spec, 0).eval()
     split = models.require_split(model)
     x = torch.rand(5, *spec.input_shape)
     assert torch.equal(split.rest(split.first(x)), model(x))
@@ -61,8 +61,8 @@ def test_a_model_that_sees_its_input_twice_is_not_cut() -> None:
         models.attach_noise(Skip(), torch.ones(4))
 
 
-class Standardised(nn.Conv2d):
-    """Weight standardisation: what it computes is not what its weight says."""
+class Standardized(nn.Conv2d):
+    """Weight standardization: what it computes is not what its weight says."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w = self.weight
@@ -98,7 +98,7 @@ def replaced() -> nn.Module:
     return model
 
 
-def parametrised() -> nn.Module:
+def parametrized() -> nn.Module:
     layer = nn.Linear(16, 6)
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
     return dense(layer)
@@ -110,9 +110,9 @@ def twice() -> nn.Module:
 
 
 REFUSED = {
-    "weight standardisation": lambda: nn.Sequential(Standardised(1, 6, 3), nn.Flatten()),
+    "weight standardization": lambda: nn.Sequential(Standardized(1, 6, 3), nn.Flatten()),
     "dense subclass": lambda: dense(Wider(16, 6)),
-    "parametrisation": parametrised,
+    "parametrization": parametrized,
     "weight norm": lambda: dense(nn.utils.weight_norm(nn.Linear(16, 6))),
     "spectral norm": lambda: dense(nn.utils.spectral_norm(nn.Linear(16, 6))),
     "hook on the layer": lambda: hooked("0.1"),
@@ -163,16 +163,16 @@ def test_a_module_that_comes_twice_is_there_twice() -> None:
     assert torch.equal(split.rest(split.first(x)), model(x))
 
 
-NORMALISED = {
-    "one": lambda layer: NormalisedNetwork(layer, constant(0.4), constant(0.1)),
-    "nested": lambda layer: NormalisedNetwork(
-        NormalisedNetwork(layer, constant(0.0), constant(0.01)),
+NORMALIZED = {
+    "one": lambda layer: NormalizedNetwork(layer, constant(0.4), constant(0.1)),
+    "nested": lambda layer: NormalizedNetwork(
+        NormalizedNetwork(layer, constant(0.0), constant(0.01)),
         constant(0.5, 0.4),
         constant(0.3, 2.0),
     ),
     "inside": lambda layer: nn.Sequential(
-        NormalisedNetwork(nn.Identity(), constant(0.1), constant(0.05)),
-        NormalisedNetwork(layer, constant(0.2), constant(0.2)),
+        NormalizedNetwork(nn.Identity(), constant(0.1), constant(0.05)),
+        NormalizedNetwork(layer, constant(0.2), constant(0.2)),
     ),
 }
 
@@ -182,15 +182,15 @@ def constant(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["dense", "convolution"])
-@pytest.mark.parametrize("name", NORMALISED)
-def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_norms_are_of_the_normalized_first_layer(name: str, kind: str) -> None:
     """Every norm that noise is measured by, against the Jacobian of the model's own first part."""
     torch.manual_seed(0)
     shape = (2, 4, 4)
     layer: nn.Module = nn.Conv2d(2, 3, 3, stride=2, padding=1)
     if kind == "dense":
         layer = nn.Sequential(nn.Flatten(), nn.Linear(32, 5))
-    model = nn.Sequential(NORMALISED[name](layer), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+    model = nn.Sequential(NORMALIZED[name](layer), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
     model(torch.zeros(1, *shape))
     split = models.require_split(model.eval())
     jacobian = torch.autograd.functional.jacobian(
@@ -211,7 +211,7 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
 
 
 def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
-    model = models.initialise(CNN, 1)
+    model = models.initialize(CNN, 1)
     std = torch.rand(4, 4, 4) + 0.1
     assert not find_noise_location(model).is_random
     models.attach_noise(model, std)
@@ -224,14 +224,14 @@ def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
     assert torch.allclose(noise.rms_std * noise.relative_variances.sqrt(), std.double())
     # Plain passes draw nothing, so that whoever needs noise must ask for it.
     x = torch.rand(3, 2, 8, 8)
-    assert torch.equal(loaded(x), models.initialise(CNN, 1).eval()(x))
+    assert torch.equal(loaded(x), models.initialize(CNN, 1).eval()(x))
     # Another noise is another model to whoever names it by its hash.
     first = models.model_hash(tmp_path)
     models.attach_noise(model, 2 * std)
     models.save(model, spec, tmp_path)
     assert models.model_hash(tmp_path) != first
     # Its weights alone may start a model without noise.
-    plain = models.initialise(CNN, 5)
+    plain = models.initialize(CNN, 5)
     models.load_weights(plain, tmp_path)
     assert torch.equal(plain(x), loaded(x))
 
@@ -242,7 +242,7 @@ def test_the_norm_is_that_of_the_weight_and_not_of_a_call(std: float | None) -> 
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     model: nn.Module = network
     if std is not None:
-        model = NormalisedNetwork(network, torch.zeros(1, 1, 1), torch.full((1, 1, 1), std))
+        model = NormalizedNetwork(network, torch.zeros(1, 1, 1), torch.full((1, 1, 1), std))
     require_split(model).affine_layer((1, 6, 6))
     network[0]._conv_forward = lambda x, w, b: 100 * nn.functional.conv2d(x, w, b)  # type: ignore
     with pytest.raises(UserError, match="its first layer is not the map it shows"):

@@ -34,7 +34,7 @@ from dpdist.publishing import write_release
 from dpdist.release import generation
 from dpdist.release.bundle import CHECKSUMS, compute_checksums
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import script_state
@@ -162,7 +162,7 @@ def test_the_own_head_of_a_recipe_s_model(family):
     options = {"config": {"model_type": family, **lm.FAMILIES[family]}, "adapter": LORA}
     classes = 40 if causal else 3
     spec = ModelSpec("transformer", (9,), classes, {**options, "head": "own"}, following=causal)
-    model = models.initialise(spec, 1)
+    model = models.initialize(spec, 1)
     models.check_outputs(model, spec)
     assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
     assert model.base.config._attn_implementation == "sdpa"
@@ -198,7 +198,7 @@ def test_a_classifier_of_documents():
 def test_isolated_documents(family):
     model = lm.stirred(lm.with_lora(lm.make(family))).double()
     fields = lm.batch()
-    found = clipped(model, fields, isolate=True)
+    found = clipped(model, fields, vmap=True)
     assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
 
 
@@ -449,7 +449,7 @@ def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path, monke
         dpdist.documents(rows, folder, length=64, unit="who"),
         loss=dpdist.language_model_loss,
         privacy=dpdist.Privacy(
-            noise_multiplier=1.0, delta=1e-3, unit="group", max_records_per_group=2
+            noise_multiplier=1.0, delta=1e-3, unit="user", max_records_per_user=2
         ),
         batch_size=8,
         steps=2,
@@ -582,7 +582,7 @@ def recipe_of(tmp_path: Path, base: Path, **sections):
         "model": {
             "name": "transformer",
             "options": {"head": "own", "adapter": LORA},
-            "initial": {"folder": str(base), "saw": "nothing: random weights"},
+            "initial": {"folder": str(base), "pretraining_data": "nothing: random weights"},
         },
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
         "training": {"batch_size": 8, "steps": 2, "learning_rate": 0.1},
@@ -631,7 +631,7 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models.Adapter, "of", lambda _: adapter)
         assert _base_perplexity(test, before) == {}
-    summary = dict(read_facts(folder).summary())
+    summary = dict(load_results(folder).summary())
     assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
     assert f"{measured['next_tokens']} next tokens of 8 documents (" in summary["clean accuracy"]
     write_release(folder)

@@ -38,7 +38,7 @@ def test_sizes_are_the_papers():
 def test_every_model_runs_saves_and_loads(name, tmp_path):
     shape = (3, 32, 32)
     spec = ModelSpec(name, shape, 7, mean=(0.5, 0.4, 0.3), std=(0.2,))
-    module = models.initialise(spec, 3)
+    module = models.initialize(spec, 3)
     inputs = torch.rand(2, *shape)
     models.save(module, spec, tmp_path)
     assert models.read_spec(tmp_path) == spec
@@ -82,10 +82,10 @@ def test_initial_weights_depend_on_the_seed_only():
     spec = ModelSpec("linear", (4,), 2)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = models.initialise(spec, 5)
+    first = models.initialize(spec, 5)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    second, third = models.initialise(spec, 5), models.initialise(spec, 6)
+    second, third = models.initialize(spec, 5), models.initialize(spec, 6)
     assert torch.equal(first[1].weight, second[1].weight)
     assert not torch.equal(first[1].weight, third[1].weight)
 
@@ -103,7 +103,7 @@ def test_hash_names_weights_and_description(tmp_path):
     for number, (seed, classes) in enumerate([(0, 2), (1, 2), (0, 3)]):
         folder = tmp_path / str(number)
         spec = ModelSpec("linear", (4,), classes)
-        models.save(models.initialise(spec, seed), spec, folder)
+        models.save(models.initialize(spec, seed), spec, folder)
         hashes.add(models.model_hash(folder))
     assert len(hashes) == 3
 
@@ -125,12 +125,12 @@ def test_a_factory_in_a_script_that_makes_models_is_refused(tmp_path, monkeypatc
         "from dpdist import models\n"
         "def net(input_shape, classes):\n"
         "    return nn.Linear(*input_shape, classes)\n"
-        "models.initialise(models.ModelSpec('mlp', (8,), 2), 0)\n"
+        "models.initialize(models.ModelSpec('mlp', (8,), 2), 0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="a model is made while 'unguarded_script:net' is imported"):
-        models.initialise(models.ModelSpec("unguarded_script:net", (8,), 2), 0)
-    models.initialise(models.ModelSpec("mlp", (8,), 2), 0)  # the next one is made
+        models.initialize(models.ModelSpec("unguarded_script:net", (8,), 2), 0)
+    models.initialize(models.ModelSpec("mlp", (8,), 2), 0)  # the next one is made
 
 
 def test_own_factory_by_name(tmp_path, monkeypatch):
@@ -176,9 +176,9 @@ def test_a_network_is_made_without_torch_s_compiler():
         "import sys; from dpdist import models; from dpdist.models import ModelSpec as S\n"
         "of_images = 'tf-cnn', 'hgm-cnn', 'small-cnn', 'resnet-gn', 'scattering', 'patches'\n"
         "for name in ('linear', 'mlp', 'dpal-cnn', *of_images):\n"
-        "    models.initialise(S(name, (3, 32, 32), 10), 0)\n"
+        "    models.initialize(S(name, (3, 32, 32), 10), 0)\n"
         "for name in ('next-word-mlp', 'next-word-lstm'):\n"
-        "    models.initialise(S(name, (8,), 50), 0)\n"
+        "    models.initialize(S(name, (8,), 50), 0)\n"
         "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code]

@@ -25,7 +25,7 @@ from dpdist.models import ModelSpec
 from dpdist.pipeline import report_stage
 from dpdist.publishing import write_release
 from dpdist.reports.compare import accuracy_differences
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.estimate import describe_cost
@@ -53,7 +53,7 @@ def make(name: str, length: int = LENGTH) -> nn.Module:
     if name == "transformer":
         needs_hf()
     spec = ModelSpec(name, (length,), TOKENS, OPTIONS[name], following=True)
-    model = models.initialise(spec, 1).double()
+    model = models.initialize(spec, 1).double()
     torch.manual_seed(2)
     with torch.no_grad():  # as after some steps: no adapter is zero
         for parameter in model.parameters():
@@ -187,7 +187,10 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     }  # fmt: skip
     initial = {"initial": str(tmp_path / "public")}
     recipe = recipe_of(
-        root, model=initial, public=public, method={"name": "dplis", "radius": 4, "draws": 2}
+        root,
+        model=initial,
+        public=public,
+        method={"name": "dplis", "radius": 4, "augmentations": 2},
     )
     _, right = pretrain(recipe, "test")
     folder = RunFolder(tmp_path / "run")
@@ -205,7 +208,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(wanted.detach()), rel=1e-5)
     assert found["correct"] == int((logits.argmax(1) == targets[targets >= 0]).sum())
     assert 0 <= right <= 1 and "wrong" not in found
-    facts = read_facts(folder)
+    facts = load_results(folder)
     told = dict(facts.summary())
     assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
     assert "next tokens" in told["clean accuracy"]

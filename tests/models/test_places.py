@@ -13,8 +13,8 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.attacks.gradient_attacks import RandomisedClassifier, loss_gradient
-from dpdist.attacks.job import choose_form, count_answers, counting_assignment
+from dpdist.attacks.gradient_attacks import RandomizedClassifier, loss_gradient
+from dpdist.attacks.job import choose_backend, count_answers, counting_assignment
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
@@ -39,7 +39,7 @@ STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run
 
 
 def model_with(place: ModuleNoise, spec: ModelSpec = SPEC) -> tuple[nn.Module, ModelSpec]:
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     place.attach(model)
     return model.eval(), replace(
         spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor)
@@ -122,7 +122,7 @@ def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message:
 
 @pytest.mark.parametrize("place", [InputNoise(0.5), ModuleNoise(STDS, "relative", 0.3)], ids=str)
 def test_an_evaluated_input_has_noise_of_its_own_wherever_it_stands(place) -> None:
-    model, x = models.initialise(SPEC, 0).eval(), torch.rand(6, *SHAPE)
+    model, x = models.initialize(SPEC, 0).eval(), torch.rand(6, *SHAPE)
     if not place.is_random or not place.has_inner_noise:
         place = ModuleNoise({}, input_std=place.sigma)
     place.attach(model)
@@ -180,10 +180,10 @@ def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> Non
 )
 def test_an_attack_counts_and_differentiates_under_all_the_noise(place: ModuleNoise) -> None:
     counted = counting_assignment(threshold(), place, 2, X.numpy()[None], SOURCE, n=20_000)
-    spec = choose_form(counted)
+    spec = choose_backend(counted)
     counter = build_checked_counter(replace(counted, spec=spec)).for_purpose("a")
     likely(int(count_answers(counter, X, 0, "s", 20_000, spec.batch)[1]), 20_000)
-    classifier = RandomisedClassifier(counted.model, place)
+    classifier = RandomizedClassifier(counted.model, place)
     normals = torch.randn(4, *classifier.noise_shape((1,)))
     x = X.expand(4, 1)
     logits = classifier.logits(x, normals)
@@ -205,9 +205,9 @@ class Torn(nn.Module):
 def test_an_attack_executes_the_form_that_was_certified() -> None:
     """And its workers are held to the answers of that form, ties included."""
     counted = counting_assignment(Torn(), InputNoise(0.25), 2, X.numpy()[None], SOURCE, n=100)
-    spec = choose_form(counted)
+    spec = choose_backend(counted)
     for form, leads in (("frozen", 1), ("eager", 0)):
-        fixed = choose_form(counted, replace(spec, form=form, generator="philox"))
+        fixed = choose_backend(counted, replace(spec, form=form, generator="philox"))
         assert (fixed.form, fixed.generator) == (form, "aes")  # what an attack draws by
         counter = build_checked_counter(replace(counted, spec=fixed))
         assert count_answers(counter, X, 0, "s", 100, spec.batch)[leads] == 100

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: gradients by pair, halves that stay apart, refusals, a run."""
+"""Direct preference optimization: gradients by pair, halves that stay apart, refusals, a run."""
 
 from __future__ import annotations
 
@@ -171,11 +171,16 @@ def rows_of() -> list[dict[str, str]]:
     return [{"prompt": f"is {n}", "chosen": f" in {n}", "rejected": f" out{n}"} for n in range(3)]
 
 
-def make(rows, length=24, tokenizer=None, reference=None, saw="public texts", **more):
+def make(rows, length=24, tokenizer=None, reference=None, pretraining_data="public texts", **more):
     cutter = lm.chat_tokenizer(None) if tokenizer is None else tokenizer
     model = lm.with_lora(lm.make("llama", vocab_size=262, max_position_embeddings=160))
     return dpdist.preferences(
-        rows, cutter, length=length, reference=reference or model, saw=saw, **more
+        rows,
+        cutter,
+        length=length,
+        reference=reference or model,
+        pretraining_data=pretraining_data,
+        **more,
     )
 
 
@@ -309,7 +314,7 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
 def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     rows = [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8) for row in rows_of()]
-    records = make(rows, reference=model, saw="random numbers")
+    records = make(rows, reference=model, pretraining_data="random numbers")
     before = float(preference_loss(model, records.batch(slice(None))).mean().detach())
     assert before == pytest.approx(0.6931, abs=1e-4)  # adapters begin at zero
     start = partial(
@@ -390,7 +395,7 @@ def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
     begun(model, records).close()  # the same run's own weights
     other = lm.with_lora(lm.make("llama", vocab_size=262))
     second = begun(other, records)
-    assert second.steps_left < 3
+    assert second.remaining_steps < 3
     with pytest.raises(UserError, match=r"got one that .*run trained"):
         make(rows_of(), reference=other)
     second.run_all()
@@ -437,7 +442,7 @@ def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
         model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         make(rows, reference=model, unit="prompt"), loss=LOSS,
         privacy=dpdist.Privacy(
-            noise_multiplier=1.0, delta=1e-2, unit="group", max_records_per_group=2
+            noise_multiplier=1.0, delta=1e-2, unit="user", max_records_per_user=2
         ),
         batch_size=2, steps=1, folder=tmp_path / "run",
     )  # fmt: skip
@@ -447,4 +452,4 @@ def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
         "step)"
     )
     training.run_all()
-    assert training.steps_left == 0
+    assert training.remaining_steps == 0

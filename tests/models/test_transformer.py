@@ -61,7 +61,7 @@ def options(base: str, **more):
 
 def make(base: str, length: int = 7, **more) -> nn.Module:
     shape = (1, 8, 8) if base == "vit" else (length,)
-    return models.initialise(ModelSpec("transformer", shape, 3, options(base, **more)), 1)
+    return models.initialize(ModelSpec("transformer", shape, 3, options(base, **more)), 1)
 
 
 def documents(length: int = 7) -> Tensor:
@@ -138,7 +138,7 @@ def test_other_adapters(kind, base):
     adapter = {"none": None, "ia3": {"kind": "ia3"}, "alone": LORA}[kind]
     model = stirred(make(base, adapter=adapter)).double()
     inputs, targets = documents().double(), torch.arange(6) % 3
-    found = clipped(model, inputs, targets, 0.5, isolate=kind == "alone")
+    found = clipped(model, inputs, targets, 0.5, vmap=kind == "alone")
     expected = one_at_a_time(model, inputs, targets, 0.5)
     assert float((found - expected).norm() / expected.norm()) < 1e-6
     layers = {name.rpartition(".")[0] for name in trained_names(model)}
@@ -236,9 +236,11 @@ def saved_base(folder, **more):
 def test_a_base_from_a_folder(root, tmp_path):
     weights = saved_base(tmp_path / "bert")
     asked = {"options": {"adapter": LORA}, "initial": {"folder": str(tmp_path / "bert")}}
-    with pytest.raises(UserError, match=r"nothing says what it was trained on; .*initial\.saw"):
+    with pytest.raises(
+        UserError, match=r"nothing says what it was trained on; .*initial\.pretraining_data"
+    ):
         prepare(recipe_of(root, model=asked), RunFolder(tmp_path / "a"), "test")
-    asked["initial"]["saw"] = "old letters"
+    asked["initial"]["pretraining_data"] = "old letters"
     recipe, folder = recipe_of(root, model=asked), RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
     base = initial_model(recipe, model_spec(recipe, job.records())).base.state_dict()
@@ -258,7 +260,7 @@ def test_weights_under_the_names_that_the_library_saves(tmp_path):
     made = ViTForImageClassification(ViTConfig(**BASES["vit"]))
     made.save_pretrained(tmp_path / "vit")  # not the names that its modules have today
     asked = models.with_base_config({"adapter": LORA}, tmp_path / "vit")
-    model = models.initialise(ModelSpec("transformer", (1, 8, 8), 3, asked), 1)
+    model = models.initialize(ModelSpec("transformer", (1, 8, 8), 3, asked), 1)
     models.load_weights(model, tmp_path / "vit")
     inputs = inputs_of("vit")
     found, expected = (m.eval()(pixel_values=inputs) for m in (model.base, made.vit))

@@ -60,7 +60,7 @@ def averaged(
 
 def saved(folder: Path, spec: ModelSpec = SPEC) -> torch.nn.Module:
     """The network, after it was saved."""
-    network = models.initialise(spec, 3)
+    network = models.initialize(spec, 3)
     models.save(network, spec, folder)
     return network.eval()
 
@@ -100,7 +100,7 @@ def test_the_file_has_the_network_alone(tmp_path):
     assert models.model_hash(tmp_path / "a") != models.model_hash(tmp_path / "plain")
     described = json.loads((tmp_path / "plain/model.json").read_text())
     assert not {"shifts", "denoised_shifts", "mirrored", "following"} & set(described)
-    again = models.initialise(plain, 7).eval()
+    again = models.initialize(plain, 7).eval()
     models.load_weights(again, tmp_path / "a")
     with torch.no_grad():
         assert torch.equal(again(x), network(x))
@@ -138,7 +138,7 @@ def test_a_description_that_no_training_leaves_is_refused(tmp_path, change, said
 
 
 def test_an_averaged_model_is_not_cut_behind_its_first_layer():
-    average = ViewAverage(models.initialise(ModelSpec("mlp", (1, 6, 6), 3), 0), 1).eval()
+    average = ViewAverage(models.initialize(ModelSpec("mlp", (1, 6, 6), 3), 0), 1).eval()
     with pytest.raises(UserError, match="needs a model that is a sequence"):
         models.require_split(average)
 
@@ -151,7 +151,7 @@ def raw(**sections) -> dict:
         "name": "run",
         "data": {"name": "digits"},
         "model": {"name": "small-cnn", "options": {"width": 4}, "shifts": 1},
-        "method": {"name": "input-noise", "sigma": 0.25, "draws": 1},
+        "method": {"name": "input-noise", "sigma": 0.25, "augmentations": 1},
         "privacy": {
             "noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0, "run_key": "ab" * 32,
         },
@@ -257,7 +257,7 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     """What is averaged is the whole model, where its own recipe says so."""
     run = train(raw(model=PLAIN | {"shifts": 1, "mirrored": True}), tmp_path / "run")
     behind = {"name": "conv-autoencoder", "options": {"channels": [4]}}
-    behind["classifier"] = {"folder": str(run.model_folder), "saw": "digits"}
+    behind["classifier"] = {"folder": str(run.model_folder), "pretraining_data": "digits"}
     recipe = parse_recipe(raw(model=behind), "test")
     spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert not spec.averages_views and not spec.classifier.averages_views

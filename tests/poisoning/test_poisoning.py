@@ -500,9 +500,9 @@ class Attack:
         test, names = voter._test, np.arange(len(voter._records))
         known, labels = voter._records.batch(names), np.asarray(voter._records.labels)
         apart = known[labels == 1].mean(0) - known[labels == 0].mean(0)
-        towards = torch.ones(len(test), *[1] * apart.dim())
-        towards[np.array(self._setup.indices)[self._answer == 1]] = -1
-        moved = test.batch(np.arange(len(test))) + towards * (move / apart.norm()) * apart
+        toward = torch.ones(len(test), *[1] * apart.dim())
+        toward[np.array(self._setup.indices)[self._answer == 1]] = -1
+        moved = test.batch(np.arange(len(test))) + toward * (move / apart.norm()) * apart
         return SimpleNamespace(
             batch=lambda rows: moved[rows], input_shape=test.input_shape, labels=test.labels
         )

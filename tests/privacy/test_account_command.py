@@ -18,7 +18,7 @@ pytestmark = pytest.mark.whole
 
 RUN = ["--records", "60000", "--batch-size", "256", "--delta", "1e-5"]
 KEYS = {
-    "epsilon", "delta", "accountant", "neighbours", "noise_multiplier", "sample_rate", "steps",
+    "epsilon", "delta", "accountant", "adjacency", "noise_multiplier", "sample_rate", "steps",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_epsilon():
     assert set(found) >= KEYS
     assert found["epsilon"] == pytest.approx(1.134, abs=5e-4)
     assert found["accountant"].startswith("PLD")
-    assert found["neighbours"] == "add-or-remove-one"
+    assert found["adjacency"] == "add-or-remove-one"
     shown = text(*RUN, "--noise-multiplier", "1.1", "--steps", "3516")
     assert "1.13392" in shown and "Poisson" in shown
 
@@ -64,7 +64,7 @@ def test_relation_and_cap():
     setting = [*RUN, "--noise-multiplier", "1.1", "--steps", "1000"]
     plain = answer(*setting)
     replaced = answer(*setting, "--replace-one")
-    assert replaced["neighbours"] == "replace-one"
+    assert replaced["adjacency"] == "replace-one"
     assert replaced["epsilon"] > 1.5 * plain["epsilon"]
     assert answer(*setting, "--batch-cap", "300")["epsilon"] > plain["epsilon"]
 
@@ -77,7 +77,7 @@ def test_no_noise_is_valid_json():
 @pytest.mark.long
 def test_search():
     rows = answer(*RUN, "--noise-multiplier", "1.1", "--steps", "3516", "--trials", "10")
-    cost = {row["law"]: row["epsilon"] for row in rows}
+    cost = {row["num_trials"]: row["epsilon"] for row in rows}
     assert cost["Poisson, mean 10"] == pytest.approx(2.160, abs=2e-3)
     assert cost["geometric, mean 10"] == pytest.approx(1.712, abs=2e-3)
     assert cost["logarithmic, mean 10"] == pytest.approx(1.622, abs=2e-3)

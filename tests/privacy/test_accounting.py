@@ -41,22 +41,22 @@ LAPLACE = dpa.LaplaceDpEvent(3.0)
 RESPONSE = dpa.RandomizedResponseDpEvent(0.5, 2)
 
 
-@pytest.mark.parametrize(("neighbours", "sensitivity"), [(BOTH[0], 1.0), (BOTH[1], 2.0)])
+@pytest.mark.parametrize(("adjacency", "sensitivity"), [(BOTH[0], 1.0), (BOTH[1], 2.0)])
 @pytest.mark.parametrize("noise", [0.7, 1.1, 4.0])
-def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, sensitivity, noise):
+def test_one_gaussian_matches_the_exact_profile_in_both_relations(adjacency, sensitivity, noise):
     event = dpa.GaussianDpEvent(noise)
     exact = float(gaussian_epsilon(1e-5, noise, sensitivity))
-    value, name = compute_epsilon([event], 1e-5, neighbours)
+    value, name = compute_epsilon([event], 1e-5, adjacency)
     assert name.startswith("PLD")
     assert exact <= value * (1 + 1e-9) and value == pytest.approx(exact, rel=1e-3)
-    by_rdp = compose_rdp(event, neighbours).get_epsilon(1e-5)
+    by_rdp = compose_rdp(event, adjacency).get_epsilon(1e-5)
     assert exact <= by_rdp <= 1.15 * exact
-    assert smallest_delta(event, neighbours, exact) == pytest.approx(1e-5, rel=1e-2)
+    assert smallest_delta(event, adjacency, exact) == pytest.approx(1e-5, rel=1e-2)
 
 
 @pytest.mark.slow
 def test_the_library_itself_mixes_two_sensitivities():
-    """Why we normalise: RDP forgets the factor 2 that PLD applies under replace-one."""
+    """Why we normalize: RDP forgets the factor 2 that PLD applies under replace-one."""
     relation = dpa.NeighboringRelation.REPLACE_ONE
     pld = PLDAccountant(relation).compose(GAUSS).get_epsilon(1e-5)
     rdp = dpa.rdp.RdpAccountant(None, relation).compose(GAUSS).get_epsilon(1e-5)
@@ -65,17 +65,17 @@ def test_the_library_itself_mixes_two_sensitivities():
     assert compose_rdp(GAUSS, "replace-one").get_epsilon(1e-5) > pld
 
 
-@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize(
     "event", [GAUSS, SAMPLED, TRUNCATED, LAPLACE, RESPONSE, dpa.ComposedDpEvent([SAMPLED, LAPLACE])]
 )
-def test_composing_n_times_is_composing_one_by_one(event, neighbours):
-    if event is RESPONSE and neighbours != "replace-one":
+def test_composing_n_times_is_composing_one_by_one(event, adjacency):
+    if event is RESPONSE and adjacency != "replace-one":
         pytest.skip("randomized response is accounted under replace-one only")
-    many = compose_pld(dpa.SelfComposedDpEvent(event, 6), neighbours, 1e-3)
+    many = compose_pld(dpa.SelfComposedDpEvent(event, 6), adjacency, 1e-3)
     single = library.identity(value_discretization_interval=1e-3)
     for _ in range(6):
-        single = single.compose(compose_pld(event, neighbours, 1e-3))
+        single = single.compose(compose_pld(event, adjacency, 1e-3))
     for delta in (1e-2, 1e-6):
         assert many.get_epsilon_for_delta(delta) == pytest.approx(
             single.get_epsilon_for_delta(delta), abs=0.02
@@ -114,15 +114,15 @@ def test_the_library_ignores_a_count_that_we_apply():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
-def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
-    ours = sampled_gaussian_pld(noise, rate, neighbours, 1e-3)
+def test_arrays_give_the_library_s_own_losses(adjacency, noise, rate):
+    ours = sampled_gaussian_pld(noise, rate, adjacency, 1e-3)
     theirs = library.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,
         value_discretization_interval=1e-3,
-        neighboring_relation=library_relation(neighbours),
+        neighboring_relation=library_relation(adjacency),
     )
     grid = np.array([-1.0, -0.01, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -131,12 +131,12 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("cap", [20, 26, 40])
-def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
-    ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, neighbours, 1e-3)
+def test_truncated_sampling_gives_the_library_s_own_losses(adjacency, cap):
+    ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, adjacency, 1e-3)
     theirs = library.from_truncated_subsampled_gaussian_mechanism(
-        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=library_relation(neighbours)
+        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=library_relation(adjacency)
     )
     grid = np.array([-1.0, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -180,12 +180,12 @@ def test_composition_by_sampling_the_privacy_loss():
 
 
 def test_laplace_parts_match_their_exact_profile():
-    for neighbours, sensitivity in zip(BOTH, (1.0, 2.0), strict=True):
-        value, name = compute_epsilon([LAPLACE], 1e-3, neighbours)
+    for adjacency, sensitivity in zip(BOTH, (1.0, 2.0), strict=True):
+        value, name = compute_epsilon([LAPLACE], 1e-3, adjacency)
         assert name.startswith("PLD")
         exact = float(laplace_epsilon(1e-3, 3.0, sensitivity))
         assert value == pytest.approx(exact, abs=1e-3)
-        assert compose_rdp(LAPLACE, neighbours).get_epsilon(1e-9) == pytest.approx(
+        assert compose_rdp(LAPLACE, adjacency).get_epsilon(1e-9) == pytest.approx(
             sensitivity / 3, abs=0.05
         )
 
@@ -221,7 +221,7 @@ def test_what_no_theorem_covers_is_refused_with_a_reason():
     with pytest.raises(UnsupportedMechanismError, match="SampledWithoutReplacement"):
         fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
         compose_pld(fixed, BOTH[0])
-    with pytest.raises(ValueError, match="neighbours"):
+    with pytest.raises(ValueError, match="adjacency"):
         compute_epsilon([GAUSS], 1e-5, "zero-out")
     with pytest.raises(UnsupportedMechanismError):
         compute_epsilon([dpa.UnsupportedDpEvent()], 1e-5, BOTH[0])
@@ -335,17 +335,15 @@ def test_each_plan_has_its_own_coarse_bound():
     assert accounting.coarse_epsilon([few], 1e-5, BOTH[0]) == first
 
 
-@pytest.mark.parametrize("neighbours", BOTH)
-def test_an_approximate_price_is_near_the_price(neighbours):
+@pytest.mark.parametrize("adjacency", BOTH)
+def test_an_approximate_price_is_near_the_price(adjacency):
     """A calibration starts from it."""
     event = dpa.SelfComposedDpEvent(GAUSS, 10)
-    value, _ = compute_epsilon([event], 1e-5, neighbours)
-    assert accounting.approximate_epsilon([event], 1e-5, neighbours) == pytest.approx(
-        value, rel=0.3
-    )
+    value, _ = compute_epsilon([event], 1e-5, adjacency)
+    assert accounting.approximate_epsilon([event], 1e-5, adjacency) == pytest.approx(value, rel=0.3)
     worse = [dpa.GaussianDpEvent(9.0), event]  # a record takes the worse of two paths
-    assert accounting.approximate_epsilon(worse, 1e-5, neighbours) == (
-        accounting.approximate_epsilon([event], 1e-5, neighbours)
+    assert accounting.approximate_epsilon(worse, 1e-5, adjacency) == (
+        accounting.approximate_epsilon([event], 1e-5, adjacency)
     )
 
 
@@ -367,14 +365,14 @@ def test_a_search_that_costs_nearly_nothing_has_a_bound_by_rdp():
     assert bound(WorstOfDpEvent([search, GAUSS])) == bound(GAUSS)
 
 
-@pytest.mark.parametrize("neighbours", BOTH)
-def test_a_floor_under_profiles_has_no_bound_by_rdp(neighbours):
+@pytest.mark.parametrize("adjacency", BOTH)
+def test_a_floor_under_profiles_has_no_bound_by_rdp(adjacency):
     """A Renyi curve knows nothing of the floor: its bound would be too low."""
     floored = WorstOfDpEvent([GAUSS], 1e-7)
-    compose_rdp(WorstOfDpEvent([GAUSS]), neighbours, accounting.QUICK_ORDERS)
+    compose_rdp(WorstOfDpEvent([GAUSS]), adjacency, accounting.QUICK_ORDERS)
     for event in (floored, dpa.SelfComposedDpEvent(floored, 2), dpa.ComposedDpEvent([floored])):
         with pytest.raises(UnsupportedMechanismError):
-            compose_rdp(event, neighbours, accounting.QUICK_ORDERS)
+            compose_rdp(event, adjacency, accounting.QUICK_ORDERS)
 
 
 @pytest.mark.parametrize("shape", [-1.0, -1.5, -6.0])
@@ -384,8 +382,8 @@ def test_a_binomial_number_of_runs_has_no_bound_by_rdp(shape):
 
 
 def test_a_replaced_record_moves_counts_by_the_root_of_two():
-    for neighbours, scale in ((BOTH[0], 1.0), (BOTH[1], math.sqrt(2))):
-        counts = compose_rdp(CountsDpEvent(3.0), neighbours, accounting.QUICK_ORDERS)
+    for adjacency, scale in ((BOTH[0], 1.0), (BOTH[1], math.sqrt(2))):
+        counts = compose_rdp(CountsDpEvent(3.0), adjacency, accounting.QUICK_ORDERS)
         gauss = compose_rdp(dpa.GaussianDpEvent(3.0 / scale), BOTH[0], accounting.QUICK_ORDERS)
         assert counts.get_epsilon(1e-5) == pytest.approx(gauss.get_epsilon(1e-5), rel=1e-9)
 

@@ -99,12 +99,12 @@ def test_counting_gives_the_printed_values(right, epsilon):
 def test_the_p_value_by_enumeration():
     m, r, v, delta = 40, 12, 10, Fraction(1, 1000)
     q = Fraction(3, 4)  # e^epsilon = 3
-    law = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
-    worst = max(sum(law[v - i : v]) / i for i in range(1, v + 1))
-    expected = sum(law[v:]) + 2 * m * delta * worst
+    distribution = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
+    worst = max(sum(distribution[v - i : v]) / i for i in range(1, v + 1))
+    expected = sum(distribution[v:]) + 2 * m * delta * worst
     audit = OneRunGuesses(m, r, v)
     assert audit.p_values(math.log(3), 1e-3) == pytest.approx([float(expected)], rel=1e-12)
-    assert audit.p_values(math.log(3)) == pytest.approx([float(sum(law[v:]))], rel=1e-12)
+    assert audit.p_values(math.log(3)) == pytest.approx([float(sum(distribution[v:]))], rel=1e-12)
     assert (
         OneRunGuesses(m, r, 0).p_values(1.0, 1e-3) == [1.0]
         and OneRunGuesses(m, r, 0).epsilon() == 0
@@ -137,16 +137,17 @@ def test_trade_off_audits_of_many_runs_at_once_are_those_of_each():
 
 
 def leaky_responses(m: int, r: int, epsilon: float, delta: float) -> np.ndarray:
-    """Exact law of right guesses when every coin is told with probability delta and answered by
+    """Exact distribution of right guesses when every coin is told with probability delta and
+    answered by
     randomized response otherwise: the (epsilon, delta)-DP mechanism of the theorems. Told coins are
     guessed first."""
-    law = np.zeros(r + 1)
+    distribution = np.zeros(r + 1)
     for told, weight in enumerate(binom.pmf(np.arange(m + 1), m, delta)):
         sure = min(told, r)
-        law[sure:] += weight * binom.pmf(
+        distribution[sure:] += weight * binom.pmf(
             np.arange(r - sure + 1), r - sure, 1 / (1 + math.exp(-epsilon))
         )
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize(
@@ -154,20 +155,20 @@ def leaky_responses(m: int, r: int, epsilon: float, delta: float) -> np.ndarray:
     [(50, 50, 1.0, 0.0), (100, 60, 0.5, 0.0), (60, 10, 1.0, 0.02), (60, 60, 2.0, 0.005)],
 )
 def test_the_worst_mechanism_is_accused_no_more_than_alpha(m, r, epsilon, delta):
-    law = leaky_responses(m, r, epsilon, delta)
-    assert law.sum() == pytest.approx(1)
+    distribution = leaky_responses(m, r, epsilon, delta)
+    assert distribution.sum() == pytest.approx(1)
     for alpha in (0.05, 1e-6):
         counting = [
             OneRunGuesses(m, r, v, alpha).p_values(epsilon, delta)[0] <= alpha for v in range(r + 1)
         ]
         curve = audit_bounds.approximate_dp_tradeoff(epsilon, delta)
         curved = audit_bounds.is_improbable(m, r, np.arange(r + 1), alpha, curve)
-        assert law[counting].sum() <= alpha and law[curved].sum() <= alpha
+        assert distribution[counting].sum() <= alpha and distribution[curved].sum() <= alpha
     # and not out of timidity
     none = audit_bounds.is_improbable(
         m, r, np.arange(r + 1), ALPHA, audit_bounds.approximate_dp_tradeoff(0.0)
     )
-    assert law[none].sum() > 0.2
+    assert distribution[none].sum() > 0.2
 
 
 @pytest.mark.parametrize("mu", [0.5, 2.0])

@@ -28,33 +28,37 @@ from dpdist.privacy.profiles import (
     profile_exceeds,
     upper_hull,
 )
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 
 pytestmark = pytest.mark.guarantee
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
 
 
-def generating(law: SelectionLaw):
+def generating(distribution: TrialDistribution):
     """E s^K, by its closed form."""
-    if math.isinf(law.shape):
-        return lambda s: np.exp(law.mean * (s - 1))
-    if law.shape <= -1:
-        return lambda s: (1 + law.mean / -law.shape * (s - 1)) ** -law.shape
-    if law.mean == 1:
+    if math.isinf(distribution.shape):
+        return lambda s: np.exp(distribution.mean * (s - 1))
+    if distribution.shape <= -1:
+        return lambda s: (
+            (1 + distribution.mean / -distribution.shape * (s - 1)) ** -distribution.shape
+        )
+    if distribution.mean == 1:
         return lambda s: s
-    gamma = law.gamma
-    if law.shape == 0:
+    gamma = distribution.gamma
+    if distribution.shape == 0:
         return lambda s: np.log1p(-(1 - gamma) * s) / math.log(gamma)
-    return lambda s: ((1 - (1 - gamma) * s) ** -law.shape - 1) / (gamma**-law.shape - 1)
+    return lambda s: (
+        ((1 - (1 - gamma) * s) ** -distribution.shape - 1) / (gamma**-distribution.shape - 1)
+    )
 
 
-def exact_delta(order, q, other, law, epsilon):
+def exact_delta(order, q, other, distribution, epsilon):
     """The hockey stick of a search over finitely many outcomes; order: best first.
 
     P(best is y) = phi(1 - Q(better)) - phi(1 - Q(better or y)), exactly; K = 0 is an outcome too.
     """
-    phi = generating(law)
+    phi = generating(distribution)
 
     def best(p):
         reached = np.minimum(np.concatenate([[0.0], np.cumsum(p[order])]), 1.0)
@@ -82,14 +86,14 @@ def sampled(noise, rate, steps):
 @pytest.mark.parametrize(("shape", "expected"), [(0.0, 1.63), (1.0, 1.72), (math.inf, 2.18)])
 def test_the_example_of_tf_privacy(shape, expected):
     """60,000 records, batch 256, noise 1.1, 3,516 steps, delta 1e-5; by RDP 2.241, 2.663, 2.808."""
-    loss = selection_pld(sampled(1.1, 256 / 60000, 3516), SelectionLaw(10, shape))
+    loss = selection_pld(sampled(1.1, 256 / 60000, 3516), TrialDistribution(10, shape))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_example_of_the_docs():
-    loss = selection_pld(sampled(1.152, 512 / 10800, 150), SelectionLaw(5, 0.0))
+    loss = selection_pld(sampled(1.152, 512 / 10800, 150), TrialDistribution(5, 0.0))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(3.80, rel=0.01)
-    loss = selection_pld(sampled(1.325, 512 / 10800, 150), SelectionLaw(5, 0.0))
+    loss = selection_pld(sampled(1.325, 512 / 10800, 150), TrialDistribution(5, 0.0))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(3.0, rel=0.01)
 
 
@@ -97,21 +101,21 @@ def test_the_example_of_the_docs():
 def test_pure_privacy_under_the_geometric_law(epsilon, mean):
     """epsilon + 2 ln((g + e^epsilon) / (1 + g e^epsilon)), g = 1/mean; 3 epsilon in the limit.
 
-    Randomised response attains the worst pair, with a randomised ordering.
+    Randomized response attains the worst pair, with a randomized ordering.
     """
     p = 1 / (1 + math.exp(-epsilon))
     pair = np.array([p, 1 - p])
     g, e = 1 / mean, math.exp(epsilon)
     expected = epsilon + 2 * math.log((g + e) / (1 + g * e))
     loss = loss_of(pair, pair[::-1], grid=1e-4, reach=1.2 * epsilon)
-    found = selection_pld(loss, SelectionLaw(mean, GEOMETRIC))
+    found = selection_pld(loss, TrialDistribution(mean, GEOMETRIC))
     assert found.get_epsilon_for_delta(1e-9) == pytest.approx(expected, rel=2e-3)
     assert expected < 3 * epsilon
 
 
 def test_one_run_costs_what_it_costs():
     loss = sampled(1.1, 256 / 60000, 1000)
-    found = selection_pld(loss, SelectionLaw(1, GEOMETRIC))
+    found = selection_pld(loss, TrialDistribution(1, GEOMETRIC))
     for delta in (1e-3, 1e-5, 1e-9):
         alone = loss.get_epsilon_for_delta(delta)
         assert found.get_epsilon_for_delta(delta) == pytest.approx(alone, rel=1e-3)
@@ -124,27 +128,27 @@ def test_one_run_costs_what_it_costs():
     ("mean", "shape"), [(10, 0.0), (10, 1.0), (10, math.inf), (10, -0.5), (50, 1.0), (4.5, -6.0)]
 )
 def test_an_adversarial_ordering_reaches_the_bound(mean, shape):
-    """Outcomes that speak for the neighbour are best, then the others from either end: within 3 %
+    """Outcomes that speak for the neighbor are best, then the others from either end: within 3 %
     of the bound's epsilon, and never beyond it."""
-    law, delta, shift, cells = SelectionLaw(mean, shape), 1e-5, 0.5, 3000
+    distribution, delta, shift, cells = TrialDistribution(mean, shape), 1e-5, 0.5, 3000
     x = np.linspace(-9, 9.5, cells + 1)
     q, other = np.diff(norm.cdf(x)), np.diff(norm.cdf(x - shift))
-    bound = selection_pld(library.from_gaussian_mechanism(1 / shift), law).get_epsilon_for_delta(
-        delta
-    )
+    bound = selection_pld(
+        library.from_gaussian_mechanism(1 / shift), distribution
+    ).get_epsilon_for_delta(delta)
     index = np.arange(cells)
     orders = [index, index[::-1]]
     for cut in np.linspace(-4, 5, 31):
         high, low = index[x[:-1] > cut], index[x[:-1] <= cut]
         orders += [np.concatenate([high, low]), np.concatenate([low, high[::-1]])]
     reached = max(
-        exact_delta(order, *pair, law, 0.97 * bound)
+        exact_delta(order, *pair, distribution, 0.97 * bound)
         for order in orders
         for pair in ((q, other), (other, q))
     )
     assert reached >= delta
     beyond = max(
-        exact_delta(order, *pair, law, bound)
+        exact_delta(order, *pair, distribution, bound)
         for order in orders
         for pair in ((q, other), (other, q))
     )
@@ -168,32 +172,32 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
     st.randoms(use_true_random=False),
 )
 def test_no_ordering_of_any_pair_is_beyond_the_bound(pair, mean, shape, epsilon, random):
-    """Also where the neighbour cannot give an outcome (infinite loss), and below epsilon 0."""
+    """Also where the neighbor cannot give an outcome (infinite loss), and below epsilon 0."""
     q, other = (np.array(p) / sum(p) for p in pair)
-    law = SelectionLaw(mean, shape)
-    loss = selection_pld(loss_of(q, other, grid=5e-3), law)
+    distribution = TrialDistribution(mean, shape)
+    loss = selection_pld(loss_of(q, other, grid=5e-3), distribution)
     for _ in range(5):
         order = np.array(random.sample(range(len(q)), len(q)))
-        ahead = exact_delta(order, q, other, law, epsilon)
-        back = exact_delta(order, other, q, law, epsilon)
+        ahead = exact_delta(order, q, other, distribution, epsilon)
+        back = exact_delta(order, other, q, distribution, epsilon)
         assert loss._pmf_remove.get_delta_for_epsilon(epsilon) >= ahead - 1e-9
         assert loss._pmf_add.get_delta_for_epsilon(epsilon) >= back - 1e-9
 
 
 @pytest.mark.slow
 def test_a_simulated_search_is_not_beyond_the_bound():
-    """400,000 searches over a Gaussian score on each of two neighbours, the worst of 200 events
+    """400,000 searches over a Gaussian score on each of two neighbors, the worst of 200 events
     chosen on half of them; false failures: below 1e-3 (normal interval at 3.3 deviations)."""
     random = np.random.default_rng(7)
-    law, shift, searches = SelectionLaw(5, GEOMETRIC), 0.8, 400_000
-    runs = random.geometric(1 / law.mean, searches)
+    distribution, shift, searches = TrialDistribution(5, GEOMETRIC), 0.8, 400_000
+    runs = random.geometric(1 / distribution.mean, searches)
 
     def winners(mean):
         # The best of k is the k-th root of a uniform, through the quantile function.
         return norm.ppf(random.random(searches) ** (1 / runs)) + mean
 
     here, there = winners(0.0), winners(shift)
-    loss = selection_pld(library.from_gaussian_mechanism(1 / shift), law)
+    loss = selection_pld(library.from_gaussian_mechanism(1 / shift), distribution)
     half = searches // 2
     for epsilon in (0.5, 1.0, 2.0):
         bound = loss.get_delta_for_epsilon(epsilon)
@@ -220,7 +224,7 @@ def infinite(mass):
 
 @pytest.mark.parametrize("shape", [GEOMETRIC, LOGARITHMIC, POISSON])
 def test_an_infinite_loss_costs_the_mean_number_of_runs(shape):
-    found = selection_pld(infinite(1e-6), SelectionLaw(20, shape))
+    found = selection_pld(infinite(1e-6), TrialDistribution(20, shape))
     assert found.get_delta_for_epsilon(300.0) == pytest.approx(2e-5, rel=1e-3)
     assert math.isinf(found.get_epsilon_for_delta(1.9e-5))
 
@@ -231,37 +235,42 @@ def test_the_dearer_direction_counts():
         for s in (4.0, 1.0)
     )
     steps = np.arange(0, 20_000)
-    sides, law = [cheap.profile_at(steps), dear.profile_at(steps)], SelectionLaw(10, GEOMETRIC)
+    sides, distribution = (
+        [cheap.profile_at(steps), dear.profile_at(steps)],
+        TrialDistribution(10, GEOMETRIC),
+    )
     found = [
-        selection_pld(pld_from_profiles(1e-3, steps, order), law).get_epsilon_for_delta(1e-5)
+        selection_pld(pld_from_profiles(1e-3, steps, order), distribution).get_epsilon_for_delta(
+            1e-5
+        )
         for order in (sides, sides[::-1])
     ]
-    alone = selection_pld(pld_from_profiles(1e-3, steps, sides[:1]), law).get_epsilon_for_delta(
-        1e-5
-    )
+    alone = selection_pld(
+        pld_from_profiles(1e-3, steps, sides[:1]), distribution
+    ).get_epsilon_for_delta(1e-5)
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] > 1.5 * alone
 
 
 def test_no_run_at_all_is_an_outcome_too():
-    """With a law that seldom runs at all, the search's losses are mostly zero."""
+    """With a distribution that seldom runs at all, the search's losses are mostly zero."""
     t = np.linspace(0, 1, 20_001)
     for mean, shape in ((1, POISSON), (1.5, -3.0), (3, LOGARITHMIC), (1.5, GEOMETRIC), (2, HALF)):
-        tried = SelectionLaw(mean, shape)
+        tried = TrialDistribution(mean, shape)
         total = np.trapezoid(tried.pgf_derivative(t), t)
         assert total == pytest.approx(1 - tried.zero_probability, abs=1e-6)
-    law = SelectionLaw(1, POISSON)
-    found = selection_pld(library.from_gaussian_mechanism(1.0), law)
+    distribution = TrialDistribution(1, POISSON)
+    found = selection_pld(library.from_gaussian_mechanism(1.0), distribution)
     for losses in loss_directions(found):
         for epsilon in (-0.5, -2.0, -4.0):
             value = float(losses.profile_at(np.array([round(epsilon / losses.grid)]))[0])
-            assert value >= law.zero_probability * (1 - math.exp(epsilon))
+            assert value >= distribution.zero_probability * (1 - math.exp(epsilon))
         assert losses.probabilities.sum() + losses.infinity_mass == pytest.approx(1, abs=1e-9)
 
 
 def test_the_result_composes():
     """Two searches in a row cost more than one and less than twice one."""
-    found = selection_pld(library.from_gaussian_mechanism(3.0), SelectionLaw(5, LOGARITHMIC))
+    found = selection_pld(library.from_gaussian_mechanism(3.0), TrialDistribution(5, LOGARITHMIC))
     once, twice = (loss.get_epsilon_for_delta(1e-5) for loss in (found, found.self_compose(2)))
     assert once < twice < 2 * once
 
@@ -328,28 +337,35 @@ def test_mass_above_one_is_taken_from_the_lowest_losses():
 
 
 def test_the_guarantee_says_what_it_rests_on():
-    law, steps = SelectionLaw(5, LOGARITHMIC), (GaussianSteps(150, 1.152, 512 / 10800),)
-    found = search_guarantee(steps, law, records=10800, delta=1e-5)
-    loss = selection_pld(sampled(1.152, 512 / 10800, 150), law)
+    distribution, steps = (
+        TrialDistribution(5, LOGARITHMIC),
+        (GaussianSteps(150, 1.152, 512 / 10800),),
+    )
+    found = search_guarantee(steps, distribution, records=10800, delta=1e-5)
+    loss = selection_pld(sampled(1.152, 512 / 10800, 150), distribution)
     assert found.epsilon == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-6)
     assert "the number of runs and all unselected runs stay secret" in found.assumptions
     assert found.source.startswith("PLD of best-of-K")
     # The rounding of one run's distribution counts E[K] times: here it is all of delta.
-    plan = PrivacyPlan(10800, (RepeatAndSelect(steps, law.mean, law.shape),), 1e-5)
-    priced = pld.compute_privacy_loss(plan.event(), plan.neighbours, 1e-4)
+    plan = PrivacyPlan(
+        10800, (RepeatAndSelect(steps, distribution.mean, distribution.shape),), 1e-5
+    )
+    priced = pld.compute_privacy_loss(plan.event(), plan.adjacency, 1e-4)
     assert math.isinf(priced.epsilon(150 * 5 * 1e-15))
     assert math.isfinite(priced.epsilon(151 * 5 * 1e-12))
-    none = search_guarantee((NonPrivate("a test"),), law, records=10, delta=1e-5)
+    none = search_guarantee((NonPrivate("a test"),), distribution, records=10, delta=1e-5)
     assert math.isinf(none.epsilon)
 
 
 @pytest.mark.slow
 def test_relations_and_caps_that_have_no_renyi_bound():
-    law = SelectionLaw(3, POISSON)
+    distribution = TrialDistribution(3, POISSON)
     capped = (GaussianSteps(20, 1.5, 0.05, 80),)
     plain = (GaussianSteps(20, 1.5, 0.05),)
     price = {
-        name: search_guarantee(phases, law, records=1000, delta=1e-5, neighbours=relation).epsilon
+        name: search_guarantee(
+            phases, distribution, records=1000, delta=1e-5, adjacency=relation
+        ).epsilon
         for name, phases, relation in (
             ("plain", plain, "add-or-remove-one"),
             ("capped", capped, "add-or-remove-one"),
@@ -401,10 +417,10 @@ def test_a_floor_is_paid_and_covers_what_lies_below():
 @pytest.mark.parametrize("shape", [GEOMETRIC, POISSON, -6.0])
 def test_any_number_of_points_is_sound(monkeypatch, shape):
     """Between two points the bound takes the worse end of each term: fewer points, a larger one."""
-    loss, law = library.from_gaussian_mechanism(1.0), SelectionLaw(4.5, shape)
-    fine = selection_pld(loss, law)
+    loss, distribution = library.from_gaussian_mechanism(1.0), TrialDistribution(4.5, shape)
+    fine = selection_pld(loss, distribution)
     monkeypatch.setattr("dpdist.privacy.pld._POINTS", 12)
-    rough = selection_pld(loss, law)
+    rough = selection_pld(loss, distribution)
     for epsilon in (0.5, 2.0, 4.0):
         assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)
 
@@ -421,7 +437,7 @@ def test_no_small_probability_is_lost(sigma, delta):
     """Against the exact Gaussian profile, far out in its tail: one run, and a maximum of one."""
     exact = gaussian_epsilon(sigma, delta)
     loss = sampled(sigma, 1.0, 1)
-    for found in (selection_pld(loss, SelectionLaw(1, GEOMETRIC)), pointwise_maximum([loss])):
+    for found in (selection_pld(loss, TrialDistribution(1, GEOMETRIC)), pointwise_maximum([loss])):
         assert exact <= found.get_epsilon_for_delta(delta) < 1.01 * exact
 
 
@@ -436,18 +452,18 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     return brentq(excess, 1e-3, 500.0)
 
 
-@pytest.mark.parametrize("law", [(3.0, 1.0), (3.0, -0.5), (3.0, math.inf)])
-def test_a_loss_that_is_always_infinite_is_priced(law):
+@pytest.mark.parametrize("num_trials", [(3.0, 1.0), (3.0, -0.5), (3.0, math.inf)])
+def test_a_loss_that_is_always_infinite_is_priced(distribution):
     """Two distributions that share no outcome: the library keeps no loss at all of them."""
     apart = library.from_two_probability_mass_functions({0: 0.0}, {1: 0.0})
-    found = selection_pld(apart, SelectionLaw(*law))
+    found = selection_pld(apart, TrialDistribution(*distribution))
     for epsilon in (0.0, 1.0, 50.0):
         assert found.get_delta_for_epsilon(epsilon) == 1.0
 
 
 @pytest.mark.parametrize("noise", [1e3, 1e5])
 def test_a_search_that_costs_nearly_nothing_is_priced(noise):
-    """Its divergence rounds to zero, of which the library takes a logarithm under Poisson's law."""
+    """Its divergence rounds to zero, of which the library takes a logarithm for Poisson."""
     phases = (GaussianSteps(1, noise, 1e-6),)
     plan = PrivacyPlan(1000, (RepeatAndSelect(phases, 3.0, math.inf),), 1e-5)
     assert 0 <= plan.guarantee().epsilon < 1e-3

@@ -55,7 +55,7 @@ def folder(tmp_path):
 
 def reserve(folder, run, *, plan=PLAN, records=RECORDS, terms=FOUR, phases=None, **setting):
     charge = Charge.for_plan(run, f"name of {run}", plan, phases or plan.phases)
-    budgets.reserve(folder, records, charge, terms, plan.neighbours, name="toy", **setting)
+    budgets.reserve(folder, records, charge, terms, plan.adjacency, name="toy", **setting)
 
 
 def only(folder) -> DataBudget:
@@ -179,7 +179,7 @@ def test_the_ceiling_is_stated_and_the_sum_is_kept(folder):
     reserve(folder, "one")
     budget = only(folder)
     stated = budget.guarantee(1e-9, "replace-one")  # the ceiling, whatever is asked
-    assert (stated.epsilon, stated.delta, stated.neighbours) == (4.0, 1e-4, BOTH)
+    assert (stated.epsilon, stated.delta, stated.adjacency) == (4.0, 1e-4, BOTH)
     assert stated.kind == "proved" and stated.source.startswith("Renyi filter of order")
     cost = FOUR.ceiling.cost(PLAN.phases, 1000)
     assert budget.spent == cost > 0
@@ -194,7 +194,7 @@ def test_a_ceiling_is_fixed_by_the_first_run(folder):
     for terms in (BudgetTerms(), BudgetTerms(RenyiFilter.for_ceiling(5.0, 1e-4, BOTH))):
         with pytest.raises(BudgetExceeded, match="fixed before its first run"):
             reserve(folder, "two", terms=terms)
-    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
+    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, adjacency="replace-one")
     with pytest.raises(BudgetExceeded, match="this run replace-one"):
         reserve(folder, "two", plan=replaced)
     assert size(folder) == before
@@ -373,7 +373,7 @@ def test_records_are_kept_under_a_private_key(folder):
 
 @pytest.mark.parametrize("way", ["key", "budget"])
 def test_what_comes_from_another_folder_is_noticed(folder, way):
-    """Under another key no record would be recognised, and every run would begin anew."""
+    """Under another key no record would be recognized, and every run would begin anew."""
     other = folder.with_name("elsewhere")
     reserve(folder, "one")
     reserve(other, "one")
@@ -451,7 +451,7 @@ def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
     )
     with pytest.raises(UnsupportedMechanismError, match="accounted under add-or-remove-one only"):
         only(folder).guarantee(1e-4, "replace-one")
-    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
+    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, adjacency="replace-one")
     before = size(folder)
     with pytest.raises(UnsupportedMechanismError, match="accounted under add-or-remove-one only"):
         reserve(folder, "other", plan=replaced, terms=BudgetTerms(), limit=(50.0, 1e-4))

@@ -41,42 +41,42 @@ def folder(tmp_path):
 
 
 def reserve(
-    folder, run, phases=ONE, records=GROUPS[0], *, terms=None, neighbours=RELATIONS[0], **setting
+    folder, run, phases=ONE, records=GROUPS[0], *, terms=None, adjacency=RELATIONS[0], **setting
 ):
-    plan = PrivacyPlan(1000, phases, DELTA, neighbours=neighbours)
+    plan = PrivacyPlan(1000, phases, DELTA, adjacency=adjacency)
     charge = Charge.for_plan(run, run, plan, phases)
     budgets.reserve(
-        folder, records, charge, terms or BudgetTerms(), neighbours, name="toy", **setting
+        folder, records, charge, terms or BudgetTerms(), adjacency, name="toy", **setting
     )
 
 
-def exact(runs: int, neighbours: str) -> float:
+def exact(runs: int, adjacency: str) -> float:
     """Epsilon of so many Gaussian releases: they are one with sqrt(runs) times the shift."""
-    return float(gaussian_epsilon(DELTA, NOISE / math.sqrt(runs), SENSITIVITY[neighbours]))
+    return float(gaussian_epsilon(DELTA, NOISE / math.sqrt(runs), SENSITIVITY[adjacency]))
 
 
 # --- the relation
 
 
-@pytest.mark.parametrize("neighbours", RELATIONS)
-def test_a_composed_ceiling_counts_under_the_relation_of_the_run(folder, neighbours):
-    two = exact(2, neighbours)
-    reserve(folder, "one", neighbours=neighbours, limit=(1.01 * two, DELTA))
+@pytest.mark.parametrize("adjacency", RELATIONS)
+def test_a_composed_ceiling_counts_under_the_relation_of_the_run(folder, adjacency):
+    two = exact(2, adjacency)
+    reserve(folder, "one", adjacency=adjacency, limit=(1.01 * two, DELTA))
     before = content(folder)
-    with pytest.raises(BudgetExceeded, match=f"so far {format_epsilon(exact(1, neighbours))[:4]}"):
-        reserve(folder, "two", neighbours=neighbours, limit=(0.99 * two, DELTA))
+    with pytest.raises(BudgetExceeded, match=f"so far {format_epsilon(exact(1, adjacency))[:4]}"):
+        reserve(folder, "two", adjacency=adjacency, limit=(0.99 * two, DELTA))
     assert content(folder) == before
-    reserve(folder, "two", neighbours=neighbours, limit=(1.01 * two, DELTA))
+    reserve(folder, "two", adjacency=adjacency, limit=(1.01 * two, DELTA))
     (budget,) = read_budgets(folder)
-    stated = budget.guarantee(DELTA, neighbours)
-    assert two * (1 - 1e-9) <= stated.epsilon <= 1.01 * two and stated.neighbours == neighbours
+    stated = budget.guarantee(DELTA, adjacency)
+    assert two * (1 - 1e-9) <= stated.epsilon <= 1.01 * two and stated.adjacency == adjacency
 
 
-@pytest.mark.parametrize("neighbours", RELATIONS)
-def test_a_filter_counts_under_its_relation(neighbours):
+@pytest.mark.parametrize("adjacency", RELATIONS)
+def test_a_filter_counts_under_its_relation(adjacency):
     """A Gaussian release costs order * shift^2 / 2."""
-    ceiling = RenyiFilter.for_ceiling(2.0, DELTA, neighbours)
-    shift = SENSITIVITY[neighbours] / NOISE
+    ceiling = RenyiFilter.for_ceiling(2.0, DELTA, adjacency)
+    shift = SENSITIVITY[adjacency] / NOISE
     assert ceiling.cost(ONE, 1000) == pytest.approx(ceiling.order * shift**2 / 2)
 
 

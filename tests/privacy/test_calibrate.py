@@ -43,7 +43,7 @@ def test_known_noise_for_epsilon_one():
     noise = noise_multiplier_for(1.0, **DATA, batch_size=256, steps=3516)
     assert noise == pytest.approx(1.185, abs=1.5e-3)
     plan = PrivacyPlan.dp_sgd(**DATA, batch_size=256, steps=3516, noise_multiplier=1.263)
-    by_renyi = compose_rdp(plan.event(), plan.neighbours).get_epsilon(1e-5)
+    by_renyi = compose_rdp(plan.event(), plan.adjacency).get_epsilon(1e-5)
     assert by_renyi == pytest.approx(1.0, abs=2e-3)
 
 
@@ -60,7 +60,7 @@ def test_known_noise_for_epsilon_one_with_a_poisson_search():
 
 @pytest.mark.parametrize(
     "change",
-    [{"neighbours": "replace-one"}, pytest.param({"batch_cap": 330}, marks=pytest.mark.long)],
+    [{"adjacency": "replace-one"}, pytest.param({"batch_cap": 330}, marks=pytest.mark.long)],
 )
 def test_noise_under_other_settings(change):
     setting = {"batch_size": 256, "steps": 3516, **change}
@@ -71,7 +71,7 @@ def test_noise_of_full_batches_is_the_analytic_gaussian():
     noise = noise_multiplier_for(1.0, records=500, batch_size=500, steps=1, delta=1e-5)
     assert noise == pytest.approx(3.7306, rel=2e-3)
     doubled = noise_multiplier_for(
-        1.0, records=500, batch_size=500, steps=1, delta=1e-5, neighbours="replace-one"
+        1.0, records=500, batch_size=500, steps=1, delta=1e-5, adjacency="replace-one"
     )
     assert doubled == pytest.approx(2 * 3.7306, rel=2e-3)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
 DATA = {"records": 400, "delta": 1e-4}
 RELATIONS = ("add-or-remove-one", "replace-one")
 SETTINGS = [
-    pytest.param({"neighbours": relation, "batch_cap": cap}, id=f"{relation} cap {cap}")
+    pytest.param({"adjacency": relation, "batch_cap": cap}, id=f"{relation} cap {cap}")
     for relation, cap in itertools.product(RELATIONS, (None, 41))
 ]
 
@@ -44,15 +44,15 @@ def test_steps_meet_the_target_of_the_setting(which):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("neighbours", RELATIONS)
-def test_batch_sizes_meet_the_target_of_the_setting(neighbours):
-    setting = {"steps": 3, "noise_multiplier": 2.5, "neighbours": neighbours}
+@pytest.mark.parametrize("adjacency", RELATIONS)
+def test_batch_sizes_meet_the_target_of_the_setting(adjacency):
+    setting = {"steps": 3, "noise_multiplier": 2.5, "adjacency": adjacency}
     size = batch_size_for(2.0, **DATA, **setting)
     assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 1, **setting)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("neighbours", RELATIONS)
+@pytest.mark.parametrize("adjacency", RELATIONS)
 @pytest.mark.parametrize(
     ("given", "capped"),
     [
@@ -61,17 +61,17 @@ def test_batch_sizes_meet_the_target_of_the_setting(neighbours):
         ({"noise-multiplier": 2.5, "steps": 3}, False),
     ],
 )
-def test_the_commands_pass_the_whole_setting_on(given, capped, neighbours):
+def test_the_commands_pass_the_whole_setting_on(given, capped, adjacency):
     """What is printed with an answer is the cost of that answer under what was asked for."""
     asked = {"epsilon": 3.0, **DATA, **given}
     if capped:
         asked["batch-cap"] = 41
     arguments = [part for name, value in asked.items() for part in (f"--{name}", str(value))]
-    arguments += ["--replace-one"] * (neighbours == "replace-one")
+    arguments += ["--replace-one"] * (adjacency == "replace-one")
     shown = CliRunner().invoke(app, ["account", *arguments, "--json"], catch_exceptions=False)
     answer = json.loads(shown.stdout)
     found = {name: answer[name] for name in ("batch_size", "steps", "noise_multiplier")}
     cap = 41 if capped else None
-    proved = epsilon(**found, neighbours=neighbours, batch_cap=cap)
+    proved = epsilon(**found, adjacency=adjacency, batch_cap=cap)
     assert answer["epsilon"] == pytest.approx(proved, rel=1e-9) and proved <= 3.0
-    assert (answer["neighbours"], answer["batch_cap"]) == (neighbours, cap)
+    assert (answer["adjacency"], answer["batch_cap"]) == (adjacency, cap)

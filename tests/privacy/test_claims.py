@@ -233,7 +233,7 @@ def test_dpal_s_fixed_noise_is_gone_between_two_steps():
 
 
 def test_dpal_s_predictions_have_less_noise_than_their_certificate_counts():
-    """Noise of scale b / psi around a fixed centre, counted as b: where the certificate allows a
+    """Noise of scale b / psi around a fixed center, counted as b: where the certificate allows a
     score to change by e^(L / b), it changes by e^(psi L / b)."""
     scale, psi, moved, bar = 1.0, 2.0, 0.5, 3.0
     drawn = stats.laplace(scale=scale / psi)  # a score: the probability to pass the bar
@@ -245,7 +245,7 @@ def test_dpal_s_predictions_have_less_noise_than_their_certificate_counts():
 
 
 @pytest.mark.slow
-def test_data_dependent_redistribution_tells_neighbours_apart():
+def test_data_dependent_redistribution_tells_neighbors_apart():
     """A(D) = A(D'), only r differs. The claim is epsilon 1; the test proves more than 3.
 
     1,500 runs each, the threshold fixed by theory; at error 1e-6 per bound (Clopper-Pearson).
@@ -288,8 +288,8 @@ def test_advanced_composition_is_the_theorem_and_never_below_the_optimal_one():
 
 
 @pytest.mark.parametrize(("e", "d", "k"), [(0.3, 0.0, 7), (0.5, 1e-3, 4), (2.0, 0.0, 1)])
-def test_optimal_composition_is_that_of_randomised_response_by_counting_answers(e, d, k):
-    """All answers of k randomised responses, each of which gives all away with probability d."""
+def test_optimal_composition_is_that_of_randomized_response_by_counting_answers(e, d, k):
+    """All answers of k randomized responses, each of which gives all away with probability d."""
     import itertools
 
     epsilon = composition.optimal_composition_epsilon(e, d, k, k * d + 1e-2)
@@ -355,8 +355,8 @@ def renyi(p, q, order):
 
 
 @pytest.mark.parametrize("votes", [[30, 5, 2], [20, 18, 0], [40, 0], [12, 12, 12]])
-def test_the_cost_of_votes_is_above_every_neighbour_s_renyi_divergence(votes):
-    """By the laws themselves, against all votes that one teacher's change makes."""
+def test_the_cost_of_votes_is_above_every_neighbor_s_renyi_divergence(votes):
+    """By the distributions themselves, against all votes that one teacher's change makes."""
     std, orders = 6.0, np.array([1.5, 2.0, 4.0, 8.0, 16.0])
     log_q = votes_of_pate.vote_flip_log_probability(np.array([votes]), std)
     own = argmax_law(votes, std)
@@ -424,11 +424,11 @@ def test_a_test_of_the_most_votes_costs_its_own_sensitivity():
     for moved in (-1, 1):
         there = stats.norm.cdf((most + moved - threshold) / std)
         for order in (1.5, 2.0, 8.0, 32.0):
-            laws = (np.array([x, 1 - x]) for x in (own, there))
+            distributions = (np.array([x, 1 - x]) for x in (own, there))
             (most_here,) = votes_of_pate.data_dependent_rdp(
                 np.array([rarer]), math.sqrt(2) * std, np.array([order])
             )[0]
-            assert renyi(*laws, order) <= most_here <= order / (2 * std**2)
+            assert renyi(*distributions, order) <= most_here <= order / (2 * std**2)
     votes = np.array([[most, 0]] * 400)
     found = votes_of_pate.data_dependent_pate_claims(votes, 1e7, threshold, std)["all pass"].epsilon
     alone = float(np.min(400 * bound + math.log(1e5) / (orders - 1)))

@@ -53,10 +53,10 @@ def test_a_record_survives_a_power_cut_and_its_anchor_never_says_more(tmp_path, 
 
 @pytest.mark.parametrize("below", ["budgets", "shared/team/budgets"])
 def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
-    """With the key that its records are recognised by, and the folder itself."""
+    """With the key that its records are recognized by, and the folder itself."""
     folder = tmp_path / below
     charge = Charge.for_plan("run", "a run", PLAN, PLAN.phases)
-    budget.reserve(folder, np.arange(10.0), charge, BudgetTerms(), PLAN.neighbours)
+    budget.reserve(folder, np.arange(10.0), charge, BudgetTerms(), PLAN.adjacency)
     files = sorted(folder.iterdir())
     assert len(files) == 3
     for path in files:

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.guarantee
 ONE, REPLACED = "add-or-remove-one", "replace-one"
 
 
-def terms_of(neighbours: Any = ONE, epsilon: float = 4.0) -> BudgetTerms:
-    return BudgetTerms(RenyiFilter.for_ceiling(epsilon, 1e-4, neighbours))
+def terms_of(adjacency: Any = ONE, epsilon: float = 4.0) -> BudgetTerms:
+    return BudgetTerms(RenyiFilter.for_ceiling(epsilon, 1e-4, adjacency))
 
 
 def charge_of(deviation: float = 5.0) -> Charge:
@@ -46,20 +46,20 @@ def delta_by_integration(epsilon: float, deviation: float, shifts: tuple[float, 
     return float(np.maximum(here - math.exp(epsilon) * there, 0).sum() * step ** len(shifts))
 
 
-@pytest.mark.parametrize(("neighbours", "shifts"), [(ONE, (1.0,)), (REPLACED, (1.0, -1.0))])
+@pytest.mark.parametrize(("adjacency", "shifts"), [(ONE, (1.0,)), (REPLACED, (1.0, -1.0))])
 @pytest.mark.parametrize("deviation", [2.0, 7.0])
-def test_the_price_is_that_of_the_histograms_themselves(neighbours, shifts, deviation):
+def test_the_price_is_that_of_the_histograms_themselves(adjacency, shifts, deviation):
     """A record more moves one count by 1; a replaced one moves two, and never one by 2."""
     charge = charge_of(deviation)
-    found = composed_guarantee([charge], 1e-4, neighbours)
+    found = composed_guarantee([charge], 1e-4, adjacency)
     exact = brentq(lambda at: delta_by_integration(at, deviation, shifts) - 1e-4, 0.01, 10)
     assert found.epsilon == pytest.approx(exact, rel=2e-3)  # the grid of the integral
     length = math.hypot(*shifts) / deviation  # a Gaussian's divergence of order a: a length^2 / 2
-    ceiling = terms_of(neighbours).ceiling
+    ceiling = terms_of(adjacency).ceiling
     assert ceiling is not None
     cost = ceiling.cost(charge.phases, 1000)
     assert cost == pytest.approx(ceiling.order * length**2 / 2, rel=1e-9)
-    twice = composed_guarantee([charge, charge], 1e-4, neighbours).epsilon
+    twice = composed_guarantee([charge, charge], 1e-4, adjacency).epsilon
     both = delta_by_integration(twice, deviation / math.sqrt(2), shifts)
     assert both == pytest.approx(1e-4, rel=0.02)
 

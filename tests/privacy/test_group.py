@@ -1,4 +1,4 @@
-"""Groups of records: exact mixtures against sampling, the lemma against closed forms."""
+"""Users of records: exact mixtures against sampling, the lemma against closed forms."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ def plan(*phases, **setting) -> PrivacyPlan:
     return PrivacyPlan(1000, phases, 1e-4, **setting)
 
 
-def group_epsilon(of: PrivacyPlan, size: int, delta: float = 1e-4) -> float:
+def user_epsilon(of: PrivacyPlan, size: int, delta: float = 1e-4) -> float:
     """Return the exact epsilon of `size` records that come or go together."""
     found = group_pld(of, size)
     assert found is not None
     return PrivacyLoss(*found).epsilon(delta)
 
 
-def test_a_group_of_one_record_costs_what_the_record_does():
+def test_a_user_of_one_record_costs_what_the_record_does():
     one = plan(GaussianSteps(50, 1.0, 0.05))
-    assert group_epsilon(one, 1) == pytest.approx(one.guarantee().epsilon, rel=1e-3)
+    assert user_epsilon(one, 1) == pytest.approx(one.guarantee().epsilon, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_full_batches_scale_the_sensitivity(size):
-    found = group_epsilon(plan(GaussianSteps(4, 8.0, 1.0)), size)
+    found = user_epsilon(plan(GaussianSteps(4, 8.0, 1.0)), size)
     exact = float(gaussian_epsilon(1e-4, 8.0 / math.sqrt(4), float(size)))
     assert exact <= found == pytest.approx(exact, rel=5e-3)
 
 
 def test_laplace_scales_the_sensitivity():
-    found = group_epsilon(plan(LaplaceReleases(12.0)), 3, delta=1e-9)
+    found = user_epsilon(plan(LaplaceReleases(12.0)), 3, delta=1e-9)
     assert found == pytest.approx(0.25, abs=2e-3)
 
 
 @pytest.mark.long
-def test_sampled_groups_by_sampling_the_privacy_loss():
+def test_sampled_users_by_sampling_the_privacy_loss():
     """Three records joining independently, 5 steps; 5 standard errors: once in 1.7e6 runs."""
     rng = np.random.default_rng(3)
     size, rate, noise, steps, runs = 3, 0.2, 4.0, 5, 300_000
-    found = group_epsilon(plan(GaussianSteps(steps, noise, rate)), size, delta=0.01)
+    found = user_epsilon(plan(GaussianSteps(steps, noise, rate)), size, delta=0.01)
     chances = binom.pmf(range(size + 1), size, rate)
     loss = np.zeros(runs)
     for _ in range(steps):
@@ -59,7 +59,7 @@ def test_sampled_groups_by_sampling_the_privacy_loss():
     gain = np.maximum(0.0, -np.expm1(found - loss))
     error = gain.std() / math.sqrt(runs)
     assert abs(gain.mean() - 0.01) < 5 * error + 2e-4
-    assert found < group_epsilon(plan(GaussianSteps(steps, noise, rate)), 4, delta=0.01)
+    assert found < user_epsilon(plan(GaussianSteps(steps, noise, rate)), 4, delta=0.01)
 
 
 def test_the_lemma_s_delta_in_closed_form():

@@ -1,4 +1,4 @@
-"""Groups of records and copies of a canary: each one counts, whatever the phase or the bound."""
+"""Users of records and copies of a canary: each one counts, whatever the phase or the bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GAUSSIAN = {  # noise of one Gaussian that they are as private as
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
 @pytest.mark.parametrize("name", GAUSSIAN)
-def test_a_group_moves_a_gaussian_by_its_size(name, size):
+def test_a_user_moves_a_gaussian_by_its_size(name, size):
     phase, noise = GAUSSIAN[name]
     found = phase.group_loss(size, GRID)
     assert found is not None
@@ -33,7 +33,7 @@ def test_a_group_moves_a_gaussian_by_its_size(name, size):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_group_moves_laplace_noise_by_its_size(size):
+def test_a_user_moves_laplace_noise_by_its_size(size):
     found = LaplaceReleases(6.0).group_loss(size, GRID)
     assert found is not None
     for epsilon in (0.0, 0.1, 0.3):
@@ -45,7 +45,7 @@ def test_a_group_moves_laplace_noise_by_its_size(size):
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_sampled_group_is_a_mixture(size):
+def test_a_sampled_user_is_a_mixture(size):
     """One step: the hockey stick of the mixture against the noise alone, both ways, by
     integration."""
     rate, noise = 0.3, 4.0

@@ -232,7 +232,7 @@ def test_noise_with_a_covariance_is_the_gaussian_of_its_mahalanobis_sensitivity(
     assert worst <= m.mahalanobis_sensitivity(noise, bounds) * (1 + 1e-9)
 
 
-def test_multivariate_noise_generalises_hgm_and_transdenoiser_s_theorem_does_not():
+def test_multivariate_noise_generalizes_hgm_and_transdenoiser_s_theorem_does_not():
     """HGM's noise is the diagonal case, exactly; by the least eigenvalue alone it costs 7 times."""
     r, bounds = np.array([0.99, 0.01]), np.array([1.0, 0.1])
     noise = np.diag(2 * r)

@@ -206,7 +206,7 @@ class Votes(Phase):
 
 @pytest.mark.slow
 def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
-    monkeypatch.setitem(phases.KINDS, Votes.kind, Votes)  # the line of the catalogue
+    monkeypatch.setitem(phases.KINDS, Votes.kind, Votes)  # the line of the catalog
     votes = Votes(40, 10, 30.0)
     plan = PrivacyPlan(1000, (votes, GaussianSteps(5, 2.0, 0.1)), 1e-5)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
@@ -247,7 +247,7 @@ def test_scores_beside_a_training_are_charged_from_the_beginning():
     alone = [PrivacyPlan(1000, (each,), 1e-5).guarantee().epsilon for each in (steps, looks)]
     assert plan.guarantee().epsilon == max(alone) and plan.guarantee(0).epsilon == alone[1]
     with pytest.raises(ValueError, match="under add-or-remove-one only"):
-        PrivacyPlan(1000, (scored,), 1e-5, neighbours="replace-one")
+        PrivacyPlan(1000, (scored,), 1e-5, adjacency="replace-one")
     for parts in ((), ((steps,),), ((looks,), (looks,)), ((steps, steps), (looks,))):
         with pytest.raises(ValueError, match="one phase with steps"):
             ScoredTraining(parts)

@@ -35,7 +35,7 @@ def test_mnist_cnn_setting_gives_the_known_epsilon():
     assert guarantee.epsilon == pytest.approx(1.134, abs=5e-4)
     assert guarantee.source.startswith("PLD (grid 0.0001")
     assert guarantee.kind == "proved"
-    assert guarantee.neighbours == "add-or-remove-one"
+    assert guarantee.adjacency == "add-or-remove-one"
 
 
 def test_a_wrong_noise_or_rate_changes_the_guarantee():
@@ -53,7 +53,7 @@ def test_repeat_and_select_with_mean_ten(shape, by_renyi, expected):
     steps = PrivacyPlan.dp_sgd(**MNIST).phases
     plan = PrivacyPlan(60_000, (RepeatAndSelect(steps, 10, shape),), 1e-5)
     paths = plan.path_events(plan.phases)
-    assert rdp_epsilon(paths, 1e-5, plan.neighbours) == pytest.approx(by_renyi, abs=1e-3)
+    assert rdp_epsilon(paths, 1e-5, plan.adjacency) == pytest.approx(by_renyi, abs=1e-3)
     guarantee = plan.guarantee()
     assert guarantee.epsilon == pytest.approx(expected, abs=2e-3)
     assert guarantee.source.startswith("PLD of best-of-K")
@@ -173,7 +173,7 @@ def test_fingerprint_is_stable_across_versions():
         {"delta": 0.0},
         {"delta": 1.0},
         {"clip_norm": 0.0},
-        {"neighbours": "substitute"},
+        {"adjacency": "substitute"},
         {"batch_cap": 0},
     ],
 )
@@ -198,7 +198,7 @@ def test_capped_batches_cover_an_added_and_a_removed_record():
     ]
     assert alone[0] < alone[1] and worst == pytest.approx(max(alone), rel=1e-9)
     assert len(PrivacyPlan(100, (step,), 1e-4).path_events((step,))) == 2
-    replaced = PrivacyPlan(100, (step,), 1e-4, neighbours="replace-one")
+    replaced = PrivacyPlan(100, (step,), 1e-4, adjacency="replace-one")
     assert len(replaced.path_events((step,))) == 1
 
 
@@ -217,4 +217,4 @@ def test_full_batches_cannot_be_capped():
 def test_parallel_parts_under_replace_one_are_refused():
     parts = ParallelParts(((LaplaceReleases(1.0),), (LaplaceReleases(2.0),)))
     with pytest.raises(ValueError, match="parallel parts"):
-        PrivacyPlan(10, (parts,), 1e-5, neighbours="replace-one")
+        PrivacyPlan(10, (parts,), 1e-5, adjacency="replace-one")

@@ -106,7 +106,7 @@ def test_what_is_needed_leaves_more_than_the_target(sampled: PrivatePoisoningBou
 
 
 @pytest.mark.long
-def test_groups_of_one_direction_do_not_prove_mixtures(sampled: PrivatePoisoningBound) -> None:
+def test_users_of_one_direction_do_not_prove_mixtures(sampled: PrivatePoisoningBound) -> None:
     # Three removed records alone need less than one removed and two inserted: the latter is what
     # an attacker who changes records does, and what must be paid for.
     curves, needs = sampled._find_group_curves(3), []
@@ -131,7 +131,7 @@ def test_exact_groups_are_no_worse_than_one_record_after_the_other(
     stepwise = audit_bounds.group_tradeoff(one, 3)
     needed = sampled.required_probability(3)
     assert float(stepwise(np.float64(needed))) <= 0.5 + 1e-6
-    replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, neighbours="replace-one")
+    replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, adjacency="replace-one")
     several = [PrivatePoisoningBound(replaced).required_probability(k) for k in range(4)]
     assert several == sorted(several) and several[1] > sampled.required_probability(1)
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import norm
 
 from dpdist.privacy.phases import ClassRates, GaussianSteps, phase_from_dict
-from dpdist.privacy.plan import GroupUnit, PrivacyPlan, parse_plan
+from dpdist.privacy.plan import PrivacyPlan, UserUnit, parse_plan
 
 pytestmark = pytest.mark.guarantee
 
@@ -18,10 +18,10 @@ RARE = ClassRates.for_batch([1.0, 4.0], [900, 100], 0.13)  # 0.1 and 0.4
 
 
 def plan_of(
-    rates: ClassRates, noise: float, steps: int = 1, neighbours: str = "add-or-remove-one"
+    rates: ClassRates, noise: float, steps: int = 1, adjacency: str = "add-or-remove-one"
 ) -> PrivacyPlan:
     phase = GaussianSteps(steps, noise, rates.largest, None, rates)
-    return PrivacyPlan(1000, (phase,), 1e-4, neighbours=neighbours)
+    return PrivacyPlan(1000, (phase,), 1e-4, adjacency=adjacency)
 
 
 # --- the rates ----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_steps_must_be_priced_at_the_largest_rate():
         GaussianSteps(1, 1.0, RARE.largest, 500, RARE)
     with pytest.raises(ValueError, match="no class rates"):
         phase = GaussianSteps(1, 1.0, RARE.largest, None, RARE)
-        PrivacyPlan(1000, (phase,), 1e-4, group=GroupUnit("patient", 2))
+        PrivacyPlan(1000, (phase,), 1e-4, group=UserUnit("patient", 2))
 
 
 def test_the_plan_divides_by_the_public_expected_batch_and_is_read_back():
@@ -151,7 +151,7 @@ def test_one_step_of_a_record_of_any_rate_is_within_the_price(noise):
 
 @pytest.mark.parametrize("noise", [0.6, 1.0, 2.0])
 def test_one_step_of_two_records_of_different_rates_is_within_the_price_of_replacing(noise):
-    plan, cell = plan_of(RARE, noise, neighbours="replace-one"), X[1] - X[0]
+    plan, cell = plan_of(RARE, noise, adjacency="replace-one"), X[1] - X[0]
     priced, worst = prices(plan), 0.0
     rates, shifts = (0.05, *RARE.rates, 0.25), (-1.0, -0.5, 0.0, 0.5, 1.0)
     for q, other, u, v in itertools.product(rates, rates, shifts, shifts):
@@ -161,7 +161,7 @@ def test_one_step_of_two_records_of_different_rates_is_within_the_price_of_repla
             worst = max(worst, found / delta)
             assert found <= delta * (1 + 1e-3)
     assert worst > 0.99  # attained where both have the largest rate: the price is no larger
-    lower = plan_of(ClassRates((0.1, 0.1), (1, 1)), noise, neighbours="replace-one")
+    lower = plan_of(ClassRates((0.1, 0.1), (1, 1)), noise, adjacency="replace-one")
     epsilon = lower.guarantee(delta=0.01).epsilon
     pair = density(RARE.largest, -1.0, noise), density(0.1, 1.0, noise)
     assert hockey_stick(*pair, epsilon, cell) > 0.02
@@ -172,11 +172,11 @@ def test_replacing_in_two_dimensions_is_no_worse_than_along_a_line():
     noise, axis = 0.7, np.linspace(-5.5, 5.5, 221)
     x, y = np.meshgrid(axis, axis)
     cell = (axis[1] - axis[0]) ** 2
-    plan = plan_of(RARE, noise, neighbours="replace-one")
+    plan = plan_of(RARE, noise, adjacency="replace-one")
 
     def plane(rate: float, angle: float) -> np.ndarray:
-        centre = math.cos(angle), math.sin(angle)
-        at = norm.pdf(x, centre[0], noise) * norm.pdf(y, centre[1], noise)
+        center = math.cos(angle), math.sin(angle)
+        at = norm.pdf(x, center[0], noise) * norm.pdf(y, center[1], noise)
         return (1 - rate) * norm.pdf(x, 0, noise) * norm.pdf(y, 0, noise) + rate * at
 
     for (q, other), angle in itertools.product(
@@ -204,7 +204,7 @@ def step_density(records: list[tuple[int, float]], noise: float) -> np.ndarray:
     return found
 
 
-def neighbours_of(records: list[tuple[int, float]], relation: str) -> list[list[tuple[int, float]]]:
+def neighbors_of(records: list[tuple[int, float]], relation: str) -> list[list[tuple[int, float]]]:
     """Return the data sets in which the last record is away, or any other record stands for it."""
     if relation == "add-or-remove-one":
         return [records[:-1]]
@@ -235,7 +235,7 @@ def test_every_sample_of_a_small_data_set_is_within_the_printed_epsilon(relation
 
     for records in DATA_SETS:
         own = released(records)
-        for other in neighbours_of(records, relation)[: None if steps < 3 else 4]:
+        for other in neighbors_of(records, relation)[: None if steps < 3 else 4]:
             theirs = released(other)
             for epsilon, delta in prices(plan)[1:4]:
                 for pair in ((own, theirs), (theirs, own)):
@@ -257,7 +257,7 @@ def test_two_steps_of_which_the_second_depends_on_the_first_are_within_the_print
 
     for records in DATA_SETS:
         own = released(records)
-        for other in neighbours_of(records, relation):
+        for other in neighbors_of(records, relation):
             for epsilon, delta in prices(plan)[1:4]:
                 for pair in ((own, released(other)), (released(other), own)):
                     assert hockey_stick(*pair, epsilon, cell) <= delta * (1 + 5e-3)

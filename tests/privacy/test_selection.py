@@ -1,4 +1,4 @@
-"""Laws of the number of runs and what a search costs, against an independent minimisation."""
+"""The number of runs and what a search costs, against an independent minimization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, RepeatAndSelect, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.pld import UnsupportedMechanismError
-from dpdist.privacy.selection import SelectionLaw, truncated_nb_mean
+from dpdist.privacy.selection import TrialDistribution, truncated_nb_mean
 
 pytestmark = pytest.mark.guarantee
 
@@ -24,51 +24,53 @@ STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
 SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1, -300.0]
 
 
-def _nearly_all(law: SelectionLaw) -> int:
+def _nearly_all(distribution: TrialDistribution) -> int:
     """K is smaller but for a chance too small to be seen."""
-    if law.max_runs is not None:
-        return law.max_runs + 1
-    if math.isinf(law.shape):
-        return math.ceil(law.mean + 10 * math.sqrt(law.mean) + 50)
-    return min(60_000, math.ceil(50 / law.gamma) + 10)
+    if distribution.max_runs is not None:
+        return distribution.max_runs + 1
+    if math.isinf(distribution.shape):
+        return math.ceil(distribution.mean + 10 * math.sqrt(distribution.mean) + 50)
+    return min(60_000, math.ceil(50 / distribution.gamma) + 10)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mean", [1.5, 10.0, 200.0])
 def test_law_sums_to_one_and_has_its_mean(shape, mean):
-    law = SelectionLaw(mean, shape)
-    ks = np.arange(0, _nearly_all(law))
-    pmf = np.exp([law.log_pmf(int(k)) for k in ks])
+    distribution = TrialDistribution(mean, shape)
+    ks = np.arange(0, _nearly_all(distribution))
+    pmf = np.exp([distribution.log_pmf(int(k)) for k in ks])
     assert pmf.sum() == pytest.approx(1, abs=1e-9)
     assert (ks * pmf).sum() == pytest.approx(mean, rel=1e-6)
     for k in (0, 1, 2, 7, 300):
-        assert law.tail_probability(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
+        assert distribution.tail_probability(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", [math.inf, 50.0, 1.0, 0.5, 0.0, -0.5, -0.9])
 @pytest.mark.parametrize("excess", [2.3e-16, 1e-12, 1e-6, 1e-3, 0.05])
 def test_means_a_little_above_one(shape, excess):
     """K is then hardly ever more than 1; P(K = 1) follows from the mean to first order."""
-    law = SelectionLaw(1 + excess, shape)
-    one, two = (math.exp(law.log_pmf(k)) for k in (1, 2))
+    distribution = TrialDistribution(1 + excess, shape)
+    one, two = (math.exp(distribution.log_pmf(k)) for k in (1, 2))
     if math.isfinite(shape):
         assert -excess - 1e-13 < one - 1 < 1e-13 and two <= excess + 1e-13
-        assert law.tail_probability(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
-        assert truncated_nb_mean(shape, law.log_gamma) == pytest.approx(law.mean, rel=1e-14)
+        assert distribution.tail_probability(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
+        assert truncated_nb_mean(shape, distribution.log_gamma) == pytest.approx(
+            distribution.mean, rel=1e-14
+        )
     releases = (GaussianReleases(4.0),)
-    cost = search_guarantee(releases, law, records=1000, delta=1e-5).epsilon
-    nearly = search_guarantee(releases, SelectionLaw(1.06, shape), records=1000, delta=1e-5)
+    cost = search_guarantee(releases, distribution, records=1000, delta=1e-5).epsilon
+    nearly = search_guarantee(releases, TrialDistribution(1.06, shape), records=1000, delta=1e-5)
     assert PrivacyPlan(1000, releases, 1e-5).guarantee().epsilon < cost <= nearly.epsilon
 
 
 def test_special_cases_are_the_textbook_laws():
     for k in (1, 2, 5, 40):
-        assert math.exp(SelectionLaw(8.0, 1.0).log_pmf(k)) == pytest.approx(
+        assert math.exp(TrialDistribution(8.0, 1.0).log_pmf(k)) == pytest.approx(
             stats.geom.pmf(k, 1 / 8)
         )
-        log = SelectionLaw(8.0, 0.0)
+        log = TrialDistribution(8.0, 0.0)
         assert math.exp(log.log_pmf(k)) == pytest.approx(stats.logser.pmf(k, 1 - log.gamma))
-        assert math.exp(SelectionLaw(8.0, math.inf).log_pmf(k)) == pytest.approx(
+        assert math.exp(TrialDistribution(8.0, math.inf).log_pmf(k)) == pytest.approx(
             stats.poisson.pmf(k, 8.0)
         )
     assert truncated_nb_mean(1.0, math.log(0.1)) == pytest.approx(10)
@@ -79,22 +81,22 @@ def test_special_cases_are_the_textbook_laws():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantiles_invert_the_tail(shape):
-    law = SelectionLaw(10.0, shape)
+    distribution = TrialDistribution(10.0, shape)
     for probability in (0.0, 0.01, 0.3, 0.5, 0.9, 0.999):
-        k = law.quantile(probability)
-        assert 1 - law.tail_probability(k + 1) >= probability
-        lowest = 0 if law.zero_probability else 1
-        assert k == lowest or 1 - law.tail_probability(k) < probability
+        k = distribution.quantile(probability)
+        assert 1 - distribution.tail_probability(k + 1) >= probability
+        lowest = 0 if distribution.zero_probability else 1
+        assert k == lowest or 1 - distribution.tail_probability(k) < probability
 
 
 def test_mean_one_is_a_single_run():
-    law = SelectionLaw(1.0, 0.5)
-    assert law.quantile(0.999) == 1
-    assert law.tail_probability(2) == 0
+    distribution = TrialDistribution(1.0, 0.5)
+    assert distribution.quantile(0.999) == 1
+    assert distribution.tail_probability(2) == 0
 
 
-def independent_epsilon(law: SelectionLaw, delta: float) -> float:
-    """Theorems 2 and 6 minimised directly over a dense set of orders (conversion: Canonne et
+def independent_epsilon(distribution: TrialDistribution, delta: float) -> float:
+    """Theorems 2 and 6 minimized directly over a dense set of orders (conversion: Canonne et
     al.)."""
     orders = np.array([*np.arange(1.1, 12, 0.1), *range(12, 128)])
     accountant = RdpAccountant(orders)
@@ -102,7 +104,7 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
     rdp = accountant.rdp
     best = math.inf
     for order, cost in zip(orders, rdp, strict=True):
-        if math.isinf(law.shape):
+        if math.isinf(distribution.shape):
             hat = math.log1p(1 / (order - 1))
             # delta of the base at epsilon hat, from RDP: min over orders of the Canonne et al.
             # bound
@@ -110,13 +112,14 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
                 (orders - 1) * (rdp - hat) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
             )
             delta_hat = min(1.0, float(np.exp(np.min(logs))))
-            out = cost + law.mean * delta_hat + math.log(law.mean) / (order - 1)
+            out = cost + distribution.mean * delta_hat + math.log(distribution.mean) / (order - 1)
         else:
             extra = min(
-                (1 + law.shape) * ((1 - 1 / other) * other_cost - math.log(law.gamma) / other)
+                (1 + distribution.shape)
+                * ((1 - 1 / other) * other_cost - math.log(distribution.gamma) / other)
                 for other, other_cost in zip(orders, rdp, strict=True)
             )
-            out = cost + extra + math.log(law.mean) / (order - 1)
+            out = cost + extra + math.log(distribution.mean) / (order - 1)
         epsilon = out + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
         best = min(best, epsilon)
     return best
@@ -140,13 +143,13 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
 )
 def test_cost_of_a_search(mean, shape, published):
     """By Renyi DP; the loss distribution proves less, and the smaller one is stated."""
-    law = SelectionLaw(mean, shape)
+    distribution = TrialDistribution(mean, shape)
     plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, mean, shape),), 1e-5)
-    by_curves = compose_rdp(plan.event(), plan.neighbours).get_epsilon(1e-5)
+    by_curves = compose_rdp(plan.event(), plan.adjacency).get_epsilon(1e-5)
     assert by_curves == pytest.approx(published, rel=5e-3)
-    assert by_curves == pytest.approx(independent_epsilon(law, 1e-5), rel=0.02)
+    assert by_curves == pytest.approx(independent_epsilon(distribution, 1e-5), rel=0.02)
     if mean == 10:
-        cost = search_guarantee(STEPS, law, records=60_000, delta=1e-5)
+        cost = search_guarantee(STEPS, distribution, records=60_000, delta=1e-5)
         assert cost.epsilon < 0.85 * by_curves
         assert cost.source.startswith("PLD of best-of-K")
 
@@ -154,20 +157,20 @@ def test_cost_of_a_search(mean, shape, published):
 @pytest.mark.slow
 def test_a_search_costs_the_smaller_of_two_bounds():
     """Where a delta is below what a loss distribution resolves, Renyi's bound is the price."""
-    law, delta = SelectionLaw(5, 1.0), 1e-12
-    cost = search_guarantee(STEPS, law, records=60_000, delta=delta)
+    distribution, delta = TrialDistribution(5, 1.0), 1e-12
+    cost = search_guarantee(STEPS, distribution, records=60_000, delta=delta)
     plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, 5, 1.0),), delta)
     assert cost.source.startswith("RDP") and math.isfinite(cost.epsilon)
-    assert cost.epsilon == compose_rdp(plan.event(), plan.neighbours).get_epsilon(delta)
+    assert cost.epsilon == compose_rdp(plan.event(), plan.adjacency).get_epsilon(delta)
 
 
 @pytest.mark.slow
 def test_a_binomial_law_has_no_renyi_bound():
-    cost = search_guarantee(STEPS, SelectionLaw(4.5, -6), records=60_000, delta=1e-5)
+    cost = search_guarantee(STEPS, TrialDistribution(4.5, -6), records=60_000, delta=1e-5)
     assert cost.source.startswith("PLD of best-of-K")
     plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, 4.5, -6),), 1e-5)
     with pytest.raises(UnsupportedMechanismError, match="binomial"):
-        compose_rdp(plan.event(), plan.neighbours)
+        compose_rdp(plan.event(), plan.adjacency)
 
 
 def test_the_accountants_agree_where_both_have_a_bound():
@@ -191,10 +194,10 @@ def test_the_accountants_agree_where_both_have_a_bound():
 def test_worst_of_is_the_pointwise_maximum():
     """Two curves that cross: neither alone is the bound, and a floor only loosens it."""
     many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)
-    law = SelectionLaw(5.0, 1.0)
+    distribution = TrialDistribution(5.0, 1.0)
 
     def cost(*phases) -> float:
-        return search_guarantee(phases, law, records=1000, delta=1e-5).epsilon
+        return search_guarantee(phases, distribution, records=1000, delta=1e-5).epsilon
 
     both = cost(WorstOf(((many,), (few,))))
     assert both > max(cost(many), cost(few))
@@ -214,7 +217,7 @@ def test_worst_of_is_the_pointwise_maximum():
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
     # Its floor bounds profiles: Renyi's bound, which knows of none, may not price it.
     with pytest.raises(UnsupportedMechanismError):
-        compose_rdp(plan.event(), plan.neighbours)
+        compose_rdp(plan.event(), plan.adjacency)
     by_curves = plan.to_dict()
     by_curves["phases"][0] = {"kind": "worst-of", "choices": [], "max_order": None}
     with pytest.raises(ValueError, match="repeat it"):
@@ -234,4 +237,4 @@ def test_fixed_runs_by_composition():
 )
 def test_bad_laws_are_refused(mean, shape):
     with pytest.raises(ValueError):
-        SelectionLaw(mean, shape)
+        TrialDistribution(mean, shape)

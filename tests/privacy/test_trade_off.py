@@ -12,14 +12,14 @@ pytestmark = pytest.mark.guarantee
 GRID = np.linspace(0, 1, 2001)
 
 
-def plan(noise: float, rate: float, steps: int = 1, neighbours="add-or-remove-one"):
+def plan(noise: float, rate: float, steps: int = 1, adjacency="add-or-remove-one"):
     return PrivacyPlan.dp_sgd(
         records=1000,
         batch_size=round(1000 * rate),
         noise_multiplier=noise,
         steps=steps,
         delta=1e-5,
-        neighbours=neighbours,
+        adjacency=adjacency,
     )
 
 
@@ -38,9 +38,9 @@ def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
     assert (np.diff(values) >= -1e-12).all() and (np.diff(values, 2) >= -1e-9).all()
 
 
-@pytest.mark.parametrize(("neighbours", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
-def test_a_full_batch_plan_has_the_gaussian_curve(neighbours, mu):
-    got = audit_bounds.plan_tradeoff(plan(0.8, 1.0, neighbours=neighbours))(GRID)
+@pytest.mark.parametrize(("adjacency", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
+def test_a_full_batch_plan_has_the_gaussian_curve(adjacency, mu):
+    got = audit_bounds.plan_tradeoff(plan(0.8, 1.0, adjacency=adjacency))(GRID)
     exact = audit_bounds.gaussian_tradeoff(mu)(GRID)
     assert (got <= exact + 1e-12).all()
     np.testing.assert_allclose(got[:-1], exact[:-1], atol=2e-6)

@@ -43,7 +43,7 @@ CELLS = [
 def test_published_settings_cost_less_than_printed(
     std: float, queries: int, answers: int, printed: float, exact: float
 ) -> None:
-    """With the realised number of answers as a cap fixed beforehand."""
+    """With the realized number of answers as a cap fixed beforehand."""
     first, second = queries / 200**2, 2 * answers / std**2
     one = method(queries=queries, answers=answers, screening=first / (first + second))
     plan = plan_of(1 / math.sqrt(first + second), one)
@@ -70,7 +70,7 @@ def test_the_whole_is_paid_from_the_beginning_and_once() -> None:
     assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert not any("clipped" in line for line in plan.assumptions)
     # A record in place of another changes two teachers.
-    replaced = plan_of(1.3, neighbours="replace-one").guarantee().epsilon
+    replaced = plan_of(1.3, adjacency="replace-one").guarantee().epsilon
     assert replaced == pytest.approx(plan_of(0.65).guarantee().epsilon, rel=1e-3)
     unscreened = method(threshold=0.0, screening=0.0, answers=20)
     phase: Any = plan_of(1.3, unscreened).phases[0]

@@ -13,7 +13,7 @@ from dpdist.certification import statistics
 from dpdist.core.console import format_exact, format_percent
 from dpdist.release.bundle import certified_accuracy_record
 from dpdist.reports import html
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.whole]
@@ -63,7 +63,7 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         "run", "small.yaml", "--set", "resources.checkpoint_seconds=60", "--log", "tensorboard:logs"
     )
     assert list((work / "logs" / "small").iterdir())
-    facts = read_facts(RunFolder(work / "runs" / "small"))
+    facts = load_results(RunFolder(work / "runs" / "small"))
     assert ran["run"] == "small" and ran["privacy_card"] == json.loads(
         json.dumps(facts.privacy_card())
     )
@@ -101,7 +101,7 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
     shown = answer("certify", "small")["certificates"][0]["population"]
     printed = command(monkeypatch, capsys, work, "certify", "small").out
     folder = RunFolder(work / "runs" / "small")
-    facts = read_facts(folder)
+    facts = load_results(folder)
     found = next(table for table in facts.tables if "alpha-" not in table.name)
     shares = [
         f"{format_percent(each['at_least'])} % at {format_exact(each['radius'])}" for each in shown

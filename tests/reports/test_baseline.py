@@ -14,7 +14,7 @@ from support.training import make, train
 from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.reports import compare
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 
@@ -93,4 +93,4 @@ def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys
         parse_changes([said[i + 1] for i, word in enumerate(said) if word == "--set"]),
     )
     assert recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
-    assert math.isinf(read_facts(RunFolder(runs / "open")).guarantee.epsilon)
+    assert math.isinf(load_results(RunFolder(runs / "open")).guarantee.epsilon)

@@ -29,7 +29,7 @@ from dpdist.reports.compare import (
     curve_differences,
     differences_section,
 )
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import data_source, load_test_records
 
@@ -234,7 +234,7 @@ def test_a_run_says_which_inputs_it_got_wrong(
     train(recipe, run)
     monkeypatch.setattr(evaluation, "_BATCH", 100)
     pipeline.evaluate_stage(recipe, run)
-    facts = read_facts(run)
+    facts = load_results(run)
     test = load_test_records(recipe, data_source(recipe))
     with torch.no_grad():
         answers = load_model(recipe, run)(test.batch(slice(None))).argmax(1)

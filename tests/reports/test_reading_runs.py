@@ -29,7 +29,7 @@ from dpdist.core.errors import UserError
 from dpdist.evaluation import evaluate_stage
 from dpdist.reports import compare, html
 from dpdist.reports.charts import attack_outcome_table, attacked_accuracy_chart, is_same_classifier
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -49,7 +49,7 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
                      "bound": bound, "radii": [0.01]},
         "model": "m", "data": "d", "sensitivity": asdict(NORMS), "seed": "s",
-        "classifier": {"form": "eager", "batch": 100, "notes": []},
+        "classifier": {"backend": "eager", "batch": 100, "notes": []},
     }  # fmt: skip
     tables.write(tables.build(rows, about, settings.table_schema()), path)
     return path
@@ -251,7 +251,7 @@ def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> No
     train(recipe, run)
     evaluate_stage(recipe, run)
     told = json.loads(run.evaluation.read_text())
-    assert read_facts(run).evaluation == told
+    assert load_results(run).evaluation == told
     for change, why in (
         ({"accuracy": 0.99}, "its accuracy is not that of its inputs"),
         ({"correct": told["correct"] + 1}, "its accuracy is not that of its inputs"),
@@ -261,4 +261,4 @@ def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> No
     ):
         run.evaluation.write_text(json.dumps(told | change))
         with pytest.raises(UserError, match=why):
-            read_facts(run)
+            load_results(run)

@@ -24,10 +24,10 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.reports.charts import (
     certified_accuracy_chart,
 )
-from dpdist.reports.facts import Facts, read_facts
 from dpdist.reports.html import (
     write_report,
 )
+from dpdist.reports.results import RunResults, load_results
 from dpdist.reports.summary import (
     accuracy_interval,
     explain_numbers,
@@ -63,7 +63,7 @@ def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None
     about = {
         "settings": {"n": 1000, "mode": "fixed", "noise": "gaussian", "sigma": 0.5,
                      "radii": [0.1, 0.25]},
-        "model": read_facts(run).training_summary["model"], "data": data or test.fingerprint,
+        "model": load_results(run).training_summary["model"], "data": data or test.fingerprint,
         "seed": "5eed",
     }  # fmt: skip
     tables.write(tables.build(rows, about), run.certificates / name / "certificates.parquet")
@@ -83,8 +83,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def facts(run: RunFolder) -> Facts:
-    return read_facts(run)
+def facts(run: RunFolder) -> RunResults:
+    return load_results(run)
 
 
 @pytest.mark.long
@@ -105,17 +105,17 @@ def test_a_run_with_canaries_shows_no_test_input(run: RunFolder) -> None:
 def audit(**changes: Any) -> AuditFinding:
     given = {
         "kind": "mechanism", "method": "m", "epsilon": 5.0, "delta": 1e-4, "alpha": 0.05,
-        "view": "all", "neighbours": "add-or-remove-one", "trials": 10, "rule": "r",
+        "view": "all", "adjacency": "add-or-remove-one", "trials": 10, "rule": "r",
         "proved": math.inf, "claimed": 1.0,
     }  # fmt: skip
     return AuditFinding(**(given | changes))
 
 
-def with_results(facts: Facts, kind: type, result: Any) -> Facts:
+def with_results(facts: RunResults, kind: type, result: Any) -> RunResults:
     return dataclasses.replace(facts, evaluations={**facts.evaluations, kind: [result]})
 
 
-def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sentence_says_what_holds(facts: RunResults, monkeypatch: pytest.MonkeyPatch) -> None:
     about = facts.evaluation  # three steps may have taught it no more than the commonest class
     right = {"correct": 300, "accuracy": 300 / about["inputs"]}
     facts = dataclasses.replace(facts, evaluation=about | right)
@@ -143,11 +143,11 @@ def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPa
     assert broken.severity == "bad" and broken.sentence.startswith("An attack contradicts")
     claimed = Guarantee(1.0, 1e-4, "add-or-remove-one", "claimed", "Theorem 1")
     claim = Claim("X", "here", None, claimed, facts.guarantee, "not sound", "no proof")
-    monkeypatch.setattr(Facts, "claim", claim)
+    monkeypatch.setattr(RunResults, "claim", claim)
     assert "the paper's epsilon 1 does not hold" in make_verdict(facts).sentence
     refuted = make_verdict(with_results(facts, AuditResult, audit()))
     assert refuted.severity != "good" and "is refuted by an audit" in refuted.sentence
-    monkeypatch.setattr(Facts, "has_fixed_key", True)
+    monkeypatch.setattr(RunResults, "has_fixed_key", True)
     assert (
         make_verdict(facts).severity == "bad"
         and "run key was fixed" in make_verdict(facts).sentence
@@ -170,7 +170,7 @@ def test_what_epsilon_lets_a_guess_be_right() -> None:
     assert low < 83 < 90 < 95 < high
 
 
-def test_a_chart_never_shows_more_than_is_certified(facts: Facts) -> None:
+def test_a_chart_never_shows_more_than_is_certified(facts: RunResults) -> None:
     """Also where there are more radii than it has places for."""
     radii = np.linspace(0.001, 2.0, 1000)
     table = dataclasses.replace(
@@ -195,7 +195,7 @@ def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) 
     table = run.certificates / "mine/certificates.parquet"
     whole = table.read_bytes()
 
-    def refused(facts: Facts) -> None:
+    def refused(facts: RunResults) -> None:
         raise UserError("refused late")
 
     monkeypatch.setattr("dpdist.reports.html.compare_with_baseline", refused)

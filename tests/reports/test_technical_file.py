@@ -42,7 +42,7 @@ def test_it_has_the_points_of_both_regulations_and_states_what_the_report_states
     letters = [re.findall(r"\*\*\(([a-h])\)", text) for text in parts[1::2]]
     assert letters[:3] == [list("abcdefgh"), list("abcdefgh"), []]
     assert all(OPEN in text for text in parts[1::2])
-    facts = dpdist.read_facts(folder)
+    facts = dpdist.load_results(folder)
     card = facts.privacy_card()
     for line in (*card["mechanism"], *card["assumptions"], *card["notes"]):
         assert f"* {line}\n" in page

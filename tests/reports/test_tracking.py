@@ -12,7 +12,7 @@ from support.training import make, train
 
 from dpdist.core.errors import UserError
 from dpdist.reports import tracking
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.reports.tracking import Tracker, iter_metrics, open_tracker
 
 pytestmark = pytest.mark.whole
@@ -51,7 +51,7 @@ def facts(tmp_path_factory):
     recipe, folder = make(tmp_path_factory.mktemp("tracked"), privacy__run_key=None)
     train(recipe, folder)
     evaluate_stage(recipe, folder)
-    return read_facts(folder)
+    return load_results(folder)
 
 
 @pytest.mark.long
@@ -122,7 +122,7 @@ def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsy
     """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
     pytest.importorskip("tensorboardX")
     searched = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
-    monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
+    monkeypatch.setattr("dpdist.reports.results.load_results", lambda folder: searched)
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
     assert not list(tmp_path.iterdir()) and "dpdist report" in capsys.readouterr().err
     tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"])

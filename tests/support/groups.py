@@ -48,12 +48,12 @@ def recipe_of(root: Path, **sections: Any) -> Recipe:
         "name": "x",
         "data": {
             "name": "scans", "root": str(root), "classes": 2,
-            "columns": {"features": ["f*"], "group": "patient"},
+            "columns": {"features": ["f*"], "user": "patient"},
         },
         "model": {"name": "linear"},
         "privacy": {
-            "noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY, "unit": "group",
-            "max_records_per_group": MOST,
+            "noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY, "unit": "user",
+            "max_records_per_user": MOST,
         },
         "training": {"batch_size": 12, "epochs": 2, "learning_rate": 0.5},
         "resources": {"checkpoint_seconds": 1e-6},

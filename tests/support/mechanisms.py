@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpdist.privacy.accounting import compute_privacy_losses
-from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.mechanisms import Array, extended_gaussian_scale
 
 
@@ -37,7 +37,7 @@ def heterogeneous_std(
     return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
 
 
-def smallest_delta(event: dpa.DpEvent, neighbours: Neighbours, epsilon: float) -> float:
+def smallest_delta(event: dpa.DpEvent, adjacency: Neighbors, epsilon: float) -> float:
     """Delta of an event at epsilon, by the privacy losses that its epsilon is computed from."""
-    _, losses = compute_privacy_losses([event], neighbours)
+    _, losses = compute_privacy_losses([event], adjacency)
     return max(loss.delta(epsilon) for loss in losses)

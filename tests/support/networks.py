@@ -30,7 +30,7 @@ def save_small_cnn(
     noise: standard deviation of noise in its first hidden layer. times: what its weights are
     multiplied by, so that its scores say something.
     """
-    model = models.initialise(SMALL_CNN, seed)
+    model = models.initialize(SMALL_CNN, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(times)

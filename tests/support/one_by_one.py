@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import drawing_as_in_passes, example_losses, take
-from dpdist.gradients.passes import labelled_passes
+from dpdist.gradients.passes import labeled_passes
 from dpdist.gradients.random_passes import keyed_draws, pass_key
 
 
@@ -20,7 +20,7 @@ def one_by_one(engine: GradientEngine, inputs, targets: Tensor, ids: Tensor, key
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     total = torch.zeros(engine.size, dtype=torch.float64)
     rows = engine.rows_per_pass(blocks)
-    for label, members, real in labelled_passes(blocks, key, ids.numpy(), rows, engine.rounding):
+    for label, members, real in labeled_passes(blocks, key, ids.numpy(), rows, engine.rounding):
         of_shard = ("shard", engine.shard) if label[0] == "pass" else ()
         # In the engine's memory format, in whose order dropout draws.
         some = engine._laid_out(take(inputs, torch.from_numpy(members)))

@@ -139,7 +139,7 @@ class ReferenceTraining:
         method: Any = self.recipe.method
         x = self.dataset.batch(np.array([i])).double()
         label = self.dataset.targets(np.array([i]))
-        count = getattr(method, "draws", 1)
+        count = getattr(method, "augmentations", 1)
         total = np.zeros(len(self.flat))
         for draw in range(count):
             total += self._one_draw(x, label, i, draw_key, draw, t)
@@ -169,7 +169,7 @@ class ReferenceTraining:
         weight = getattr(self.recipe.method, "consistency", 0.0)
         if weight:
             with torch.no_grad():
-                count = self.recipe.method.draws  # type: ignore[union-attr]
+                count = self.recipe.method.augmentations  # type: ignore[union-attr]
                 copies = [self._perturbed_input(x, i, draw_key, k) for k in range(count)]
                 mean = torch.stack([self.model(copy).softmax(1) for copy in copies]).mean(0)
             losses = losses - weight * (mean * output.log_softmax(1)).sum()

@@ -15,7 +15,7 @@ VOTE, SCORE = 0, 1  # the class of six draws in ten, narrowly; of the others, su
 def save(folder: Path, size: int) -> None:
     """Of inputs of `size` features; the first one moves the hidden unit a little."""
     spec = models.ModelSpec("mlp", (size,), 2, {"hidden": [1]}, hidden_noise=True)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
     with torch.no_grad():
         for layer in (first, last):

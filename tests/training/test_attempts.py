@@ -92,7 +92,7 @@ def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: A
         raise Interrupt
 
     method = {"name": "noisy-records", "input_norm": 4.0, "label_epsilon": 3.0}
-    privacy = {"noise_multiplier": 0.5, "delta": 1e-4, "neighbours": "replace-one"}
+    privacy = {"noise_multiplier": 0.5, "delta": 1e-4, "adjacency": "replace-one"}
     privacy |= {"run_key": "5a" * 32, **changes.pop("privacy", {})}
     base = {"data": {"name": "digits"}, "method": method, "privacy": privacy}
     recipe, folder = small(tmp, name, **(base | changes))

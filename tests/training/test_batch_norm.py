@@ -29,7 +29,7 @@ SMALL = {"name": "resnet-rp", "options": {"width": 8, "norm": "batch"}}
 
 
 def network() -> nn.Module:
-    return models.initialise(
+    return models.initialize(
         ModelSpec("resnet-rp", (1, 8, 8), 10, {"width": 8, "norm": "batch"}), 0
     )
 
@@ -63,7 +63,7 @@ def test_the_sum_is_autograd_s_gradient_of_the_whole_batch() -> None:
 
 def test_no_engine_that_clips_takes_it() -> None:
     for clipping in (FlatClipping(1.0), NoClipping()):
-        with pytest.raises(UserError, match="normalises over the batch"):
+        with pytest.raises(UserError, match="normalizes over the batch"):
             GradientEngine(network(), cross_entropy, clipping=clipping)
     with pytest.raises(UserError, match=r"privacy.clipping: must be none"):
         WholeBatchEngine(network(), cross_entropy, clipping=FlatClipping(1.0))

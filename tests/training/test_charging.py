@@ -65,9 +65,9 @@ def test_a_run_that_its_budget_refuses_takes_no_name(tmp_path):
 
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
-    limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "neighbours": relation}
+    limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "adjacency": relation}
     ceiling = charging.budget_terms(recipe(**limits)).ceiling
-    assert ceiling is not None and ceiling.neighbours == relation
+    assert ceiling is not None and ceiling.adjacency == relation
 
 
 def test_every_record_is_on_the_budget(tmp_path):
@@ -98,7 +98,7 @@ def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost
 @pytest.mark.parametrize("cap", [None, 15])
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_plan_has_the_recipe_s_relation_and_cap(relation, cap):
-    plan = plan_with_noise(recipe(neighbours=relation, batch_cap=cap), 1000, NOISE)
-    assert (plan.neighbours, plan.step(0).batch_cap) == (relation, cap)
-    dearer = PrivacyPlan(1000, plan.phases, plan.delta, neighbours=relation).guarantee()
+    plan = plan_with_noise(recipe(adjacency=relation, batch_cap=cap), 1000, NOISE)
+    assert (plan.adjacency, plan.step(0).batch_cap) == (relation, cap)
+    dearer = PrivacyPlan(1000, plan.phases, plan.delta, adjacency=relation).guarantee()
     assert plan.guarantee().epsilon == dearer.epsilon

@@ -175,7 +175,7 @@ def test_records_of_a_pretrained_part_are_not_unpickled(tmp_path):
 
     spec = ModelSpec("linear", (1, 8, 8), 10, {})
     folder = tmp_path / "initial"
-    models.save(models.initialise(spec, 3), spec, folder)
+    models.save(models.initialize(spec, 3), spec, folder)
     buffer = io.BytesIO()
     np.save(buffer, np.array([Trap()], dtype=object), allow_pickle=True)
     (folder / provenance.RECORDS_FILE).write_bytes(buffer.getvalue())

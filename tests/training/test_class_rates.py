@@ -33,7 +33,7 @@ from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
@@ -119,7 +119,9 @@ def test_rates_and_divisor_follow_from_the_public_counts_alone(root):
 def test_recipes_with_rates_are_read_as_they_were_written(root):
     assert parse_recipe(recipe_of(root).model_dump(mode="json"), "test") == recipe_of(root)
     assert (
-        recipe_of(root, data__rates={"well": 1, "ill": 4}).experiment_settings["data.rates.ill"]
+        recipe_of(root, data__class_sampling={"well": 1, "ill": 4}).experiment_settings[
+            "data.class_sampling.ill"
+        ]
         == 4
     )
 
@@ -156,7 +158,9 @@ def test_counts_that_are_not_those_of_the_records_are_refused(root):
             check_trainable(recipe_of(root, data__class_counts=counts), "test")
         assert len(str(one.value).splitlines()) == 1
     few = recipe_of(root, data__class_counts={"ill": 2, "well": 100}, data__hold_out=0.3)
-    with pytest.raises(UserError, match=r"at least the \d+ records that data.hold_out leaves"):
+    with pytest.raises(
+        UserError, match=r"at least the \d+ records that data.private_eval_fraction leaves"
+    ):
         check_trainable(few, "test")
 
 
@@ -307,7 +311,7 @@ def test_the_sum_is_divided_by_the_public_batch_and_never_by_the_drawn_one(root)
 def test_a_run_states_its_rates(root, tmp_path):
     recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
     train(recipe, folder)
-    found, plan = read_facts(folder), make_plan(recipe, 200, "test")
+    found, plan = load_results(folder), make_plan(recipe, 200, "test")
     assert found.plan == plan and folder.read_plan() == plan
     ledger = Ledger.read(folder.ledger)
     assert ledger.guarantee(plan).epsilon == plan.guarantee().epsilon
@@ -323,7 +327,10 @@ def test_a_run_states_its_rates(root, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "method",
-    [{"name": "dplis", "draws": 2}, {"name": "input-noise", "sigma": 0.05, "draws": 2}],
+    [
+        {"name": "dplis", "augmentations": 2},
+        {"name": "input-noise", "sigma": 0.05, "augmentations": 2},
+    ],
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_methods_with_rates_learn(root, tmp_path, method, weighted):
@@ -338,7 +345,7 @@ def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
     train(recipe, whole)
     train_and_crash(recipe, killed, monkeypatch, 4)
     with pytest.raises(UserError, match=r"data\.rates.ill"):
-        prepare(recipe_of(root, data__rates={"ill": 2, "well": 1}), killed, "test")
+        prepare(recipe_of(root, data__class_sampling={"ill": 2, "well": 1}), killed, "test")
     train(recipe, killed)
     assert torch.equal(parameters(whole), parameters(killed))
     assert release_ids(whole) == release_ids(killed)
@@ -351,7 +358,7 @@ def test_a_plan_of_other_rates_than_the_recipe_s_is_refused(root, tmp_path):
     record["phases"][0]["class_rates"]["counts"] = [190, 10]
     folder.plan.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"must be what the run's recipe makes|fingerprint|ledger"):
-        read_facts(folder)
+        load_results(folder)
 
 
 def test_two_workers_end_at_the_bits_of_one(root, tmp_path):
@@ -394,7 +401,7 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
     whole = own_loop(tmp_path / "two")
     whole.run_all()
     assert torch.equal(again.model.weight, whole.model.weight)
-    equal = own_loop(tmp_path / "three", rates=None, class_counts=None)
+    equal = own_loop(tmp_path / "three", class_sampling=None, class_counts=None)
     equal.run_all()
     assert not torch.equal(equal.model.weight, whole.model.weight)
     weighted = own_loop(tmp_path / "four", importance_weights=True)
@@ -402,7 +409,7 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
     assert not torch.equal(weighted.model.weight, whole.model.weight)
     assert weighted.guarantee.epsilon == whole.guarantee.epsilon > equal.guarantee.epsilon
     with pytest.raises(UserError, match="rates"):
-        own_loop(tmp_path / "one", rates={0: 1, 1: 2})
+        own_loop(tmp_path / "one", class_sampling={0: 1, 1: 2})
 
 
 # --- audits -------------------------------------------------------------------------------------
@@ -458,7 +465,8 @@ def test_trainings_of_many_runs_draw_each_class_at_its_rate(root):
 def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
     tune = {
         "space": {"training.batch_size": {"choice": [13, 26]}},
-        "law": {"name": "fixed", "runs": 3}, "score": {"hold_out": 0.3, "noise": 2.0},
+        "num_trials": {"name": "fixed", "runs": 3}, "score": {"private_eval_fraction": 0.3,
+        "noise": 2.0},
     }  # fmt: skip
     recipe = recipe_of(root, tune=tune)
     cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
@@ -476,5 +484,7 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
     )
     assert not TrialLimit(cheap).allows(plans[26]) and TrialLimit(plans[26]).allows(cheap)
     with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
-        other = recipe_of(root, tune=tune | {"space": {"data.rates.ill": {"choice": [1, 4]}}})
+        other = recipe_of(
+            root, tune=tune | {"space": {"data.class_sampling.ill": {"choice": [1, 4]}}}
+        )
         check_search(other, RunFolder(tmp_path / "y"), "r.yaml")

@@ -21,7 +21,7 @@ from support.training import execute, make, train_and_crash
 from dpdist.core.errors import UserError
 from dpdist.privacy.budget import RenyiFilter, read_budgets
 from dpdist.privacy.ledger import Ledger
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RECIPE_IDENTITY, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load_recipe
 from dpdist.training import checkpoint, private_step, worker
@@ -289,7 +289,7 @@ def test_the_budget_is_charged_for_what_both_released(tmp_path):
     assert budget.spent == pytest.approx(cost(plan.executed_phases([released]), plan.records))
     on(copy)  # to ask again for a finished run charges nothing
     assert read_budgets(tmp_path / "budgets")[0].spent == budget.spent
-    stated = read_facts(copy).privacy_card()["data_set"]
+    stated = load_results(copy).privacy_card()["data_set"]
     assert stated["epsilon"] == 20.0
 
 
@@ -298,7 +298,7 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     plan = prepare(*make(tmp_path, "plan", training__steps=STEPS, privacy=SECRET), "test").plan
     fitting = (
         epsilon for epsilon in np.geomspace(0.1, 10, 200).tolist()
-        if (one := RenyiFilter.for_ceiling(epsilon, 1e-5, plan.neighbours)).share
+        if (one := RenyiFilter.for_ceiling(epsilon, 1e-5, plan.adjacency)).share
         >= 1.1 * one.cost(plan.phases, plan.records)
     )  # fmt: skip
     limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": next(fitting)}

@@ -193,7 +193,7 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
 def test_a_constant_of_a_model_is_a_number_that_it_holds(tmp_path, name, number):
     """Of somebody else's description too; the first is no 64-bit number at all."""
     spec = models.ModelSpec("linear", (1, 8, 8), 10, {})
-    models.save(models.initialise(spec, 3), spec, tmp_path)
+    models.save(models.initialize(spec, 3), spec, tmp_path)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: [number]}))
     with pytest.raises(UserError, match="mean and std must be numbers below 1e30"):

@@ -31,7 +31,7 @@ from dpdist.models.noise import project_first_layer_norm
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
 from dpdist.release.bundle import CHECKSUMS, compute_checksums
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker
@@ -77,7 +77,7 @@ def with_denoiser(folder: Path, **sections) -> dict:
     """A private classifier behind the public denoiser in `folder`."""
     return raw(
         model={**CNN, "denoiser": str(folder)},
-        method={"name": "input-noise", "sigma": 0.25, "draws": 1},
+        method={"name": "input-noise", "sigma": 0.25, "augmentations": 1},
         public={"model": DENOISER, "training": QUICK, "sigma": 0.25},
         **sections,
     )
@@ -199,14 +199,14 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert torch.equal(
         models.load(moved.model_folder)(x), models.load(tmp_path / "other")(denoiser(x))
     )
-    assert read_facts(moved).guarantee == read_facts(private_denoiser).guarantee
+    assert load_results(moved).guarantee == load_results(private_denoiser).guarantee
 
     out = join("smoothed", "c", "--denoiser", public / "denoiser")
     assert "frozen denoiser trained on" in out and "without this denoiser" in out
     smoothed = RunFolder(tmp_path / "smoothed")
     before = models.load(public / "denoiser")
     assert torch.equal(models.load(smoothed.model_folder)(x), own(before(x)))
-    assert read_facts(smoothed).guarantee == read_facts(private_classifier).guarantee
+    assert load_results(smoothed).guarantee == load_results(private_classifier).guarantee
 
     # Its recipe continues it: nothing is left to train.
     prepare(smoothed.read_recipe(), smoothed, "test")
@@ -245,11 +245,13 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     with pytest.raises(UserError, match="are among the public ones"):
         join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
     (tmp_path / "more" / PROVENANCE_FILE).unlink()
-    with pytest.raises(UserError, match=r"or declare it: model\.denoiser\.saw"):
+    with pytest.raises(UserError, match=r"or declare it: model\.denoiser\.pretraining_data"):
         join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
-    join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), saw="a book")
-    card = read_facts(RunFolder(tmp_path / "x")).privacy_card()
+    join_parts(
+        folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), pretraining_data="a book"
+    )
+    card = load_results(RunFolder(tmp_path / "x")).privacy_card()
     assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
 
 
@@ -279,7 +281,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model_folder)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
-    made = read_facts(RunFolder(tmp_path / "x")).privacy_card()
+    made = load_results(RunFolder(tmp_path / "x")).privacy_card()
     said = made["extra"]["frozen denoiser trained on"]
     assert said.startswith("letters, with epsilon ") and "its own privacy card" in said
     (rests,) = [line for line in made["assumptions"] if "among those of letters" in line]
@@ -327,7 +329,7 @@ def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_pa
     expected = shares_by_hand(model, x, y)
     assert torch.allclose(found, expected, rtol=1e-4)
     # The check can fail: with a classifier at its initial weights r is another.
-    random = models.initialise(spec, recipe.training.init_seed)
+    random = models.initialize(spec, recipe.training.init_seed)
     project_first_layer_norm(models.require_split(random), recipe.method.sensitivity)
     other = shares_by_hand(random, x, y)
     assert not torch.allclose(other, expected, rtol=0.1)
@@ -337,9 +339,9 @@ def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_pa
 
 
 def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
-    """A pre-training that takes one tiny step from `weights`, on colour images."""
+    """A pre-training that takes one tiny step from `weights`, on color images."""
     return raw(
-        data={"name": "colours", "root": str(colours(tmp_path)), "public": 0.5},
+        data={"name": "colors", "root": str(colors(tmp_path)), "public": 0.5},
         model={**DENOISER, "classifier": str(tmp_path / "classifier")},
         method={"name": "transdenoiser", "sigma": 0.25},
         public={
@@ -352,11 +354,11 @@ def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
     )
 
 
-def colours(root: Path) -> Path:
+def colors(root: Path) -> Path:
     rng = np.random.default_rng(1)
     for split in ("train", "test"):
         pictures = (255 * rng.random((40, 32, 32, 3), dtype=np.float32)).astype(np.uint8)
-        write_images(root / "colours", split, pictures, rng.integers(0, 10, 40))
+        write_images(root / "colors", split, pictures, rng.integers(0, 10, 40))
     return root
 
 
@@ -388,8 +390,11 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     folder, _ = pretrain(parse_recipe(described, "test"), "test")
     check_body(folder, tensors)
     job = prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
-    saw = json.loads(job.folder.pretraining_record.read_text())["saw"]
-    assert "it began with weights from a file, weights.safetensors (declared public" in saw
+    pretraining_data = json.loads(job.folder.pretraining_record.read_text())["pretraining_data"]
+    assert (
+        "it began with weights from a file, weights.safetensors (declared public"
+        in pretraining_data
+    )
     shutil.rmtree(folder)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"weights\.safetensors: cannot be read"):

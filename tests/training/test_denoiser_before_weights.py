@@ -16,7 +16,7 @@ from support.recipes import write_recipe
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.models.outputs import ViewAverage
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker
@@ -44,7 +44,7 @@ def raw(folder: Path, **sections) -> dict:
         "name": "run",
         "data": {"name": "digits", "public": 0.4},
         "model": {**CNN, "initial": str(folder)},
-        "method": {"name": "input-noise", "sigma": 0.5, "draws": 1},
+        "method": {"name": "input-noise", "sigma": 0.5, "augmentations": 1},
         "public": {"sigma": 0.5, "denoiser": UNET, "training": TRAINING},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {"batch_size": 40, "steps": 2, "learning_rate": 0.5},
@@ -126,9 +126,11 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
     assert models.read_spec(folder.model_folder).denoiser == models.read_spec(weights).denoiser
-    card = read_facts(folder).privacy_card()["extra"]
-    saw = card["initial weights trained on"]
-    assert "public records of digits" in saw and "compared by content" in saw
+    card = load_results(folder).privacy_card()["extra"]
+    pretraining_data = card["initial weights trained on"]
+    assert (
+        "public records of digits" in pretraining_data and "compared by content" in pretraining_data
+    )
     assert card["frozen denoiser"] == "came with the initial weights"
     # What was trained may begin another run, and its denoiser comes with it.
     other = parse_recipe(raw(folder.model_folder, public=None), "test")
@@ -136,7 +138,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", [{"saw": "others"}, {"denoiser": False}], ids=repr)
+@pytest.mark.parametrize("change", [{"pretraining_data": "others"}, {"denoiser": False}], ids=repr)
 def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
     recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")
     prepare(recipe, folder, "test")
@@ -160,7 +162,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     assert done.code == 0, done.err
-    card = read_facts(RunFolder(tmp_path / "runs" / "run")).privacy_card()["extra"]
+    card = load_results(RunFolder(tmp_path / "runs" / "run")).privacy_card()["extra"]
     assert card["frozen denoiser"] == "came with the initial weights"
 
 
@@ -192,7 +194,7 @@ def altered(weights: Path, folder: Path, **change) -> Path:
 
 def declared(folder: Path) -> dict:
     """A run that begins with weights that do not say what they saw."""
-    initial = {"folder": str(folder), "saw": "what lay about"}
+    initial = {"folder": str(folder), "pretraining_data": "what lay about"}
     return raw(folder, public=None, model={**CNN, "initial": initial})
 
 

@@ -13,14 +13,14 @@ from support.datasets import png, write_split
 
 from dpdist import models, pipeline
 from dpdist.models.zoo import FixedBatchNorm
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.recipe import find_recipe, load_recipe, resolve_recipe
 from dpdist.training.pretraining import pretrain
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
 
 
-def colour_images(root: Path, records: int = 60) -> Path:
+def color_images(root: Path, records: int = 60) -> Path:
     """Made-up records in CIFAR-10's layout."""
     rng = np.random.default_rng(3)
     for split in ("train", "test"):
@@ -48,10 +48,10 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
         "resources.cpus_per_worker": 1,
     }
     recipe = load_recipe(find_recipe("transdenoiser-cifar10"), small)
-    recipe = resolve_recipe(recipe, data_root=colour_images(tmp_path / "data"))
+    recipe = resolve_recipe(recipe, data_root=color_images(tmp_path / "data"))
     pretrain(recipe, "test")
     folder = pipeline.run(recipe, runs=tmp_path / "runs")
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert facts.training_summary["steps"] == 3 and facts.guarantee.epsilon <= 3.0
     assert len(facts.tables[0].index) == 2 and folder.report_file.exists()
     assert facts.training_summary["fallback_layers"] == []

@@ -1,4 +1,4 @@
-"""privacy.unit: group in recipes: what is counted, refused and stated, and whole trainings."""
+"""privacy.unit: user in recipes: what is counted, refused and stated, and whole trainings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.groups import GROUPS, MOST, recipe_of, write
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
+from support.users import GROUPS, MOST, recipe_of, write
 
 import dpdist
 from dpdist import UserError
@@ -21,14 +21,14 @@ from dpdist.audits.membership import Membership
 from dpdist.audits.registry import run_audit
 from dpdist.audits.target import Target
 from dpdist.config.sections import CanaryAudit, ManyRunsAudit
-from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.poisoning.evaluation import Poisoning
 from dpdist.privacy.card import build_card, card_markdown, recompute_card
 from dpdist.privacy.phases import GaussianSteps
-from dpdist.privacy.plan import GroupUnit, PrivacyPlan
-from dpdist.reports.facts import read_facts
+from dpdist.privacy.plan import PrivacyPlan, UserUnit
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise
 from dpdist.training import records as chosen
@@ -47,14 +47,14 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture
 def root(tmp_path) -> Path:
     write(tmp_path / "data")
-    write(tmp_path / "data", split="test", seed=1, groups=20, name="other {}")
+    write(tmp_path / "data", split="test", seed=1, users=20, name="other {}")
     return tmp_path / "data"
 
 
 # --- what is counted ----------------------------------------------------------------------------
 
 
-def test_everything_is_counted_from_groups(root):
+def test_everything_is_counted_from_users(root):
     recipe = recipe_of(root)
     dataset, _ = check_trainable(recipe, "test")
     assert len(dataset) == GROUPS and len(dataset.labels) > 3 * GROUPS
@@ -62,17 +62,17 @@ def test_everything_is_counted_from_groups(root):
     step = plan.step(0)
     assert (plan.records, step.sample_rate, step.expected_batch) == (GROUPS, 0.2, 12)
     assert plan.steps == 2 * GROUPS // 12
-    assert plan.group == GroupUnit("patient", MOST)
+    assert plan.user == UserUnit("patient", MOST)
     same = PrivacyPlan.dp_sgd(
         records=GROUPS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3,
-        group=GroupUnit("patient", MOST),
+        user=UserUnit("patient", MOST),
     )  # fmt: skip
     assert same == plan
-    same = replace(same, group=None)
+    same = replace(same, user=None)
     assert plan.guarantee().epsilon == same.guarantee().epsilon
 
 
-def test_parts_hold_whole_groups_and_shares_are_of_groups(root):
+def test_parts_hold_whole_users_and_shares_are_of_users(root):
     recipe = recipe_of(root, data__public=0.3, data__hold_out=0.2, data__fraction=0.6)
     source = chosen.data_source(recipe)
     parts = [
@@ -80,9 +80,9 @@ def test_parts_hold_whole_groups_and_shares_are_of_groups(root):
         chosen.private_records_between(recipe, source, 0.0, 0.2),
         chosen.training_records(recipe, source),
     ]
-    groups = [set(part.group_hashes.tolist()) for part in parts]
-    assert all(groups) and not set.intersection(*groups) and sum(map(len, groups)) < GROUPS
-    assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
+    users = [set(part.user_hashes.tolist()) for part in parts]
+    assert all(users) and not set.intersection(*users) and sum(map(len, users)) < GROUPS
+    assert not users[0] & users[1] and not users[1] & users[2] and not users[0] & users[2]
     alike = chosen.training_records(
         recipe_of(
             root,
@@ -93,11 +93,11 @@ def test_parts_hold_whole_groups_and_shares_are_of_groups(root):
         ),
         source,
     )
-    assert set(alike.group_hashes.tolist()) & groups[0], "parts by record hold whole groups, too"
+    assert set(alike.user_hashes.tolist()) & users[0], "parts by record hold users, too"
 
 
 def test_one_person_s_records_move_nothing_else(root, tmp_path):
-    """However many records a person has: number of groups minus one, and the same sides for all."""
+    """However many records a person has: number of users minus one, and the same sides for all."""
     settings = {
         "data__public": 0.2,
         "data__hold_out": 0.2,
@@ -109,31 +109,31 @@ def test_one_person_s_records_move_nothing_else(root, tmp_path):
     recipe = recipe_of(root, **settings)
     before = chosen.records_with_canaries(recipe, chosen.data_source(recipe))
     write(tmp_path / "fewer", drop=largest)
-    write(tmp_path / "fewer", split="test", seed=1, groups=20, name="other {}")
+    write(tmp_path / "fewer", split="test", seed=1, users=20, name="other {}")
     without = recipe_of(tmp_path / "fewer", **settings)
     after = chosen.records_with_canaries(without, chosen.data_source(without))
-    one, other = set(before.group_hashes.tolist()), set(after.group_hashes.tolist())
+    one, other = set(before.user_hashes.tolist()), set(after.user_hashes.tolist())
     assert own.count(largest) > 3 and len(one - other) <= 1 and not other - one
     assert len(before) - len(after) == len(one - other)
     assert 10 < len(before) < 40
 
 
-def test_identity_of_data_and_recipe_know_the_groups(root, tmp_path):
+def test_identity_of_data_and_recipe_know_the_users(root, tmp_path):
     first = check_trainable(recipe_of(root), "test")[0]
     write(root, change=lambda own: [*own[:-1], "patient 0" if own[-1] != "patient 0" else "b"])
     other = check_trainable(recipe_of(root), "test")[0]
     assert first.stored_fingerprint == other.stored_fingerprint
     assert first.fingerprint != other.fingerprint
-    assert recipe_of(root).experiment_settings["privacy.unit"] == "group"
+    assert recipe_of(root).experiment_settings["privacy.unit"] == "user"
 
 
 # --- plans of records ---------------------------------------------------------------------------
 
 
-def test_plans_of_records_say_nothing_of_groups(root):
+def test_plans_of_records_say_nothing_of_users(root):
     plain = recipe_of(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
     plan = plan_with_noise(plain, 60, 1.0)
-    assert "group" not in plan.to_dict() and "group" not in plan.guarantee().to_dict()
+    assert "user" not in plan.to_dict() and "user" not in plan.guarantee().to_dict()
     mine = plan_with_noise(recipe_of(root), 60, 1.0)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(mine.to_dict()))) == mine
     assert mine.fingerprint() != plan.fingerprint()
@@ -146,33 +146,33 @@ def test_plans_of_records_say_nothing_of_groups(root):
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"privacy__max_records_per_group": None}, "max_records_per_group: required"),
-        ({"privacy__max_records_per_group": 0}, "max_records_per_group: "),
-        ({"privacy__neighbours": "replace-one"}, "neighbours: with unit: group it must be"),
-        ({"privacy__batch_cap": 20}, "batch_cap: with unit: group it must be left out"),
-        ({"privacy__nominal_records": 60}, "nominal_records: with unit: group"),
+        ({"privacy__max_records_per_user": None}, "max_records_per_user: required"),
+        ({"privacy__max_records_per_user": 0}, "max_records_per_user: "),
+        ({"privacy__adjacency": "replace-one"}, "adjacency: with unit: user it must be"),
+        ({"privacy__batch_cap": 20}, "batch_cap: with unit: user it must be left out"),
+        ({"privacy__nominal_records": 60}, "nominal_records: with unit: user"),
         ({"privacy__budget": "/tmp/budget"}, "a budget counts single records and never mixes"),
-        ({"data__columns": {"features": ["f*"]}}, "data.columns.group: required"),
+        ({"data__columns": {"features": ["f*"]}}, "data.columns.user: required"),
         (
             {"audit": {"kind": "canaries", "canary": "blank"}},
-            "audit.kind: must be mechanism with privacy.unit: group",
+            "audit.kind: must be mechanism with privacy.unit: user",
         ),
         ({"audit": {"kind": "many-runs"}}, "audit.kind: must be mechanism with"),
-        ({"method": {"name": "functional"}}, "group works with dp-sgd, dplis, and input-noise"),
-        ({"method": {"name": "secure-sgd", "redistribution": None}}, "group works with"),
-        ({"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}}, "group works with"),
+        ({"method": {"name": "functional"}}, "user works with dp-sgd, dplis, and input-noise"),
+        ({"method": {"name": "secure-sgd", "redistribution": None}}, "user works with"),
+        ({"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}}, "user works with"),
     ],
 )
-def test_what_is_not_made_for_groups_is_refused_in_one_line(root, sections, said):
+def test_what_is_not_made_for_users_is_refused_in_one_line(root, sections, said):
     with pytest.raises(UserError, match=said) as caught:
         recipe_of(root, **sections)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_every_method_says_whether_it_takes_groups():
+def test_every_method_says_whether_it_takes_users():
     from support.methods import every_method
 
-    able = [method for method in every_method() if method.capabilities.supports_groups]
+    able = [method for method in every_method() if method.capabilities.supports_users]
     assert {method.name for method in able} == {"dp-sgd", "dplis", "input-noise"}
     # none inherits from another what it does not do itself
     assert all("capabilities" in vars(type(method)) for method in able)
@@ -182,14 +182,14 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
     plan = make_plan(recipe, GROUPS, "test")
     target = Target(recipe, plan, plan.guarantee())
-    for options in (ManyRunsAudit(), CanaryAudit(canary="mislabelled")):
-        said = f"unit: group does not go with audits of kind {options.kind}, which tell single"
+    for options in (ManyRunsAudit(), CanaryAudit(canary="mislabeled")):
+        said = f"unit: user does not go with audits of kind {options.kind}, which tell single"
         with pytest.raises(UserError, match=said) as caught:
             run_audit(options, target, tmp_path / "audit", lambda done, total: None)
         assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "audit").exists()
-    with pytest.raises(UserError, match="unit: group does not go with shadow models"):
+    with pytest.raises(UserError, match="unit: user does not go with shadow models"):
         Membership().plan_shadows(recipe, GROUPS)
-    with pytest.raises(UserError, match="unit: group bounds whole groups"):
+    with pytest.raises(UserError, match="unit: user bounds users"):
         Poisoning().training_plan(recipe, GROUPS)
 
 
@@ -202,13 +202,13 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
         (lambda own: [[each] for each in own], "must hold one value for each record"),
     ],
 )
-def test_unknown_groups_are_refused(root, change, said):
+def test_unknown_users_are_refused(root, change, said):
     write(root, change=change)
     with pytest.raises(UserError, match=said):
         check_trainable(recipe_of(root), "test")
 
 
-def test_groups_of_two_types_are_refused(root):
+def test_users_of_two_types_are_refused(root):
     whole = pq.read_table(root / "scans" / "train.parquet")
     (root / "scans" / "train.parquet").unlink()
     half = whole.num_rows // 2
@@ -218,13 +218,13 @@ def test_groups_of_two_types_are_refused(root):
         whole.schema.get_field_index("patient"), "patient", numbers
     )
     pq.write_table(other, root / "scans" / "train-1.parquet")
-    with pytest.raises(UserError, match="7 and '7' would be two groups"):
+    with pytest.raises(UserError, match="7 and '7' would be two users"):
         check_trainable(recipe_of(root), "test")
 
 
-def test_a_group_in_both_splits_is_refused(root):
-    write(root, split="test", seed=1, groups=3)
-    with pytest.raises(UserError, match="3 groups of scans/train are in scans/test too"):
+def test_a_user_in_both_splits_is_refused(root):
+    write(root, split="test", seed=1, users=3)
+    with pytest.raises(UserError, match="3 users of scans/train are in scans/test too"):
         check_trainable(recipe_of(root), "test")
 
 
@@ -235,53 +235,53 @@ def test_card_and_guarantee_state_the_relation_in_words(root):
     recipe = recipe_of(root)
     plan = make_plan(recipe, GROUPS, "test")
     words = (
-        "zero-out of a whole group (all records of one value of patient, of which at most 3 count "
+        "zero-out of a user (all records of one value of patient, of which at most 3 count "
         "in a step)"
     )
     assert plan.guarantee().relation == words and words in str(plan.guarantee())
     lines = "\n".join(plan.guarantee().assumptions)
-    assert "every group's summed contribution is clipped to L2 norm 1" in lines
-    assert "every group joins a step independently" in lines
-    assert f"the number of groups ({GROUPS}) is public" in lines
+    assert "every user's summed contribution is clipped to L2 norm 1" in lines
+    assert "every user joins a step independently" in lines
+    assert f"the number of users ({GROUPS}) is public" in lines
     assert "all records of a person have the same value of patient" in lines
     assert "no person whose records are trained on is among public or test records" in lines
     card = build_card(plan, unit=recipe.privacy_unit, extra={"a": "b"})
     assert card["relation"] == words and card["unit"] == words.removeprefix("zero-out of ")
     page = card_markdown(card)
-    assert f"| groups | {GROUPS} (counted) |" in page and words in page
+    assert f"| users | {GROUPS} (counted) |" in page and words in page
     assert recompute_card(card, plan) == card
 
 
-def test_a_plan_for_groups_is_counted_and_uncapped():
+def test_a_plan_for_users_is_counted_and_uncapped():
     steps = GaussianSteps(3, 1.0, 0.1)
-    unit = GroupUnit("patient", 2)
-    for options in ({"nominal": True}, {"neighbours": "replace-one"}):
-        with pytest.raises(ValueError, match="groups need"):
-            PrivacyPlan(100, (steps,), 1e-3, group=unit, **options)
-    with pytest.raises(ValueError, match="groups need"):
-        PrivacyPlan(100, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, group=unit)
+    unit = UserUnit("patient", 2)
+    for options in ({"nominal": True}, {"adjacency": "replace-one"}):
+        with pytest.raises(ValueError, match="users need"):
+            PrivacyPlan(100, (steps,), 1e-3, user=unit, **options)
+    with pytest.raises(ValueError, match="users need"):
+        PrivacyPlan(100, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, user=unit)
     with pytest.raises(ValueError, match="max_records"):
-        GroupUnit("patient", 0)
+        UserUnit("patient", 0)
 
 
 # --- whole trainings ----------------------------------------------------------------------------
 
 
-def test_a_run_on_a_parquet_file_states_its_groups(root, tmp_path):
+def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
     train(recipe, folder)
-    found = read_facts(folder)
-    assert found.guarantee.group is not None and found.plan.records == GROUPS
+    found = load_results(folder)
+    assert found.guarantee.user is not None and found.plan.records == GROUPS
     card = found.privacy_card()
-    assert card["unit"].startswith("a whole group") and card["records"] == GROUPS
+    assert card["unit"].startswith("a user") and card["records"] == GROUPS
     assert found.guarantee.relation == card["relation"]
     told = dict(describe_cost(recipe, found.plan))
-    assert told["groups"].startswith(f"{GROUPS} to train")
+    assert told["users"].startswith(f"{GROUPS} to train")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["dp-sgd", "dplis", "input-noise"])
-def test_methods_with_groups_learn(root, tmp_path, name):
+def test_methods_with_users_learn(root, tmp_path, name):
     method = {"name": name, **({"sigma": 0.05, "draws": 2} if name == "input-noise" else {})}
     method |= {"draws": 2} if name == "dplis" else {}
     recipe = recipe_of(root, method=method, training__steps=4, training__epochs=None)
@@ -300,8 +300,8 @@ def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_on_two_workers_a_group_lies_whole(root, tmp_path):
-    """Sums are those of one worker, for a worker holds groups; to the bit with canonical shards."""
+def test_on_two_workers_a_user_lies_whole(root, tmp_path):
+    """Sums are those of one worker, for a worker holds users; to the bit with canonical shards."""
     for reproducible in (False, True):
         recipe = recipe_of(root, training__reproducible=reproducible)
         one, two = (RunFolder(tmp_path / f"{reproducible}-{count}") for count in (1, 2))
@@ -316,7 +316,7 @@ def test_on_two_workers_a_group_lies_whole(root, tmp_path):
 
 
 PRIVACY = {
-    "noise_multiplier": 1.0, "delta": 1e-2, "unit": "group", "max_records_per_group": 2,
+    "noise_multiplier": 1.0, "delta": 1e-2, "unit": "user", "max_records_per_user": 2,
     "run_key": KEY,
 }  # fmt: skip
 WHOM = [f"p{place % 17}" for place in range(90)]
@@ -342,10 +342,10 @@ def loop_of(folder: Path, data: Any = None, **options: Any) -> dpdist.PrivateTra
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
+def test_a_loop_of_one_s_own_counts_samples_and_states_users(tmp_path):
     training = loop_of(tmp_path / "run")
     assert training.plan.records == 17 and training.plan.step(0).sample_rate == 5 / 17
-    assert training.steps_left == 2 * 17 // 5
+    assert training.remaining_steps == 2 * 17 // 5
     before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     training.step()
     key = training._loop.step.key
@@ -354,18 +354,18 @@ def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
         torch.nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0),
         micro_batch=training._engine.micro_batch,
     )  # fmt: skip
-    groups = GroupedRecords(dpdist.as_records(points()), Groups.from_values(WHOM, 2))
-    alone = PrivateStep(engine, groups, key, training._loop.step.attempt)
+    users = UserRecords(dpdist.as_records(points()), Users.from_values(WHOM, 2))
+    alone = PrivateStep(engine, users, key, training._loop.step.attempt)
     expected = alone.gradient(0, training.plan.step(0))[0].clone()
     after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
     assert training.guarantee.relation == (
-        "zero-out of a whole group (all records of one value of unit_id, of which at most 2 count "
+        "zero-out of a user (all records of one value of unit_id, of which at most 2 count "
         "in a step)"
     )
     run = training.run_all()
-    card = read_facts(run).privacy_card()
-    assert card["records"] == 17 and card["unit"].startswith("a whole group")
+    card = load_results(run).privacy_card()
+    assert card["records"] == 17 and card["unit"].startswith("a user")
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
@@ -377,7 +377,7 @@ def test_a_loop_that_was_left_goes_on_to_the_same_bits(tmp_path):
         first.step()
     first.close()
     again = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
-    assert again.steps_left > 3
+    assert again.remaining_steps > 3
     again.run_all()
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -385,7 +385,7 @@ def test_a_loop_that_was_left_goes_on_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_a_loop_refuses_what_names_no_groups(tmp_path):
+def test_a_loop_refuses_what_names_no_users(tmp_path):
     for data, said in (
         (points(), "must say whom each record belongs to"),
         (dpdist.as_records(points(), unit=[*WHOM[:-1], 7]), "numbers or texts as units"),
@@ -397,19 +397,19 @@ def test_a_loop_refuses_what_names_no_groups(tmp_path):
     with pytest.raises(UserError, match="unit must be known for every record"):
         dpdist.as_records(points(), unit=[*WHOM[:-1], None])
     assert not (tmp_path / "none").exists()
-    with pytest.raises(UserError, match="max_records_per_group: required"):
-        dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, unit="group")
+    with pytest.raises(UserError, match="max_records_per_user: required"):
+        dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, unit="user")
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_a_private_group_is_not_held_out(tmp_path):
+def test_a_private_user_is_not_held_out(tmp_path):
     inputs, labels = points(20)
     public = dpdist.as_records((inputs + 1, labels), unit=["p3", *["x"] * 19])
     with pytest.raises(UserError, match="must share no unit with data, got 1 in common"):
-        loop_of(tmp_path / "run", held_out=public)
+        loop_of(tmp_path / "run", eval_data=public)
     with pytest.raises(UserError, match="must share no record with data"):
-        loop_of(tmp_path / "run", held_out=(inputs, labels))
-    loop_of(tmp_path / "run", held_out=(inputs + 1, labels)).run_all()
+        loop_of(tmp_path / "run", eval_data=(inputs, labels))
+    loop_of(tmp_path / "run", eval_data=(inputs + 1, labels)).run_all()
 
 
 # --- other inputs and targets -------------------------------------------------------------------
@@ -430,7 +430,7 @@ def test_texts_are_grouped_by_their_author(tmp_path):
     write_texts(tmp_path / "data", "train", 12, 0)
     write_texts(tmp_path / "data", "test", 5, 1)
     data = {
-        "name": "notes", "root": str(tmp_path / "data"), "columns": {"group": "who"},
+        "name": "notes", "root": str(tmp_path / "data"), "columns": {"user": "who"},
         "text": {"length": 12, "predict": "next"},
     }  # fmt: skip
     recipe = recipe_of(
@@ -445,7 +445,7 @@ def test_texts_are_grouped_by_their_author(tmp_path):
     assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)
 
 
-def test_numbers_are_learned_by_group(tmp_path):
+def test_numbers_are_learned_by_user(tmp_path):
     for split, seed in (("train", 0), ("test", 1)):
         generator = np.random.default_rng(seed)
         inputs = generator.normal(size=(60, 3)).astype(np.float32)
@@ -457,7 +457,7 @@ def test_numbers_are_learned_by_group(tmp_path):
         pq.write_table(table, tmp_path / "scans" / f"{split}.parquet")
     data = {
         "name": "scans", "root": str(tmp_path), "targets": "number",
-        "columns": {"features": ["f*"], "group": "patient"},
+        "columns": {"features": ["f*"], "user": "patient"},
     }  # fmt: skip
     recipe = recipe_of(
         tmp_path, data=data, training={
@@ -468,10 +468,10 @@ def test_numbers_are_learned_by_group(tmp_path):
     assert torch.isfinite(weights).all()
 
 
-def test_labels_that_are_left_out_take_their_groups_along(root):
+def test_labels_that_are_left_out_take_their_users_along(root):
     recipe = recipe_of(root)
     whole, _ = check_trainable(recipe, "test")
     other = recipe_of(root, data__labels=[1, 0])
     same, _ = check_trainable(other, "test")
     assert len(same) == len(whole)
-    np.testing.assert_array_equal(same.groups.codes, whole.groups.codes)
+    np.testing.assert_array_equal(same.users.codes, whole.users.codes)

@@ -23,7 +23,7 @@ from dpdist.papers.secure_sgd.shares import HiddenNoiseExecution
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.reports.facts import ROWS_MADE_ALONE, read_facts
+from dpdist.reports.results import ROWS_MADE_ALONE, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import private_step, worker
@@ -95,7 +95,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     equal = recipe.method.redistribution is None
     assert (float(noise.relative_variances.max()) < 1 + 1e-6) == equal
     assert first_layer_norm_bound(models.require_split(model)) <= 1 + 1e-6
-    facts = read_facts(folder)
+    facts = load_results(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
     assert facts.assumptions == [
@@ -126,7 +126,7 @@ def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tm
     """In another shape nothing could be compared; the card says so."""
     recipe, folder = make(tmp_path, "secure-sgd")
     train(recipe, folder)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     section = recipe.method.redistribution.model_copy(update={"data": "strokes"})
     method = recipe.method.model_copy(update={"redistribution": section})
     facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
@@ -225,7 +225,7 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["secure-sgd", "paid", "unpaid"])
-def test_neighbour_replay(tmp_path, monkeypatch, name):
+def test_neighbor_replay(tmp_path, monkeypatch, name):
     """One record less, same keys: sums differ by at most C, by nothing where it was not drawn.
 
     An r computed from private records, unpaid, moves every record's gradient: the same test fails.

@@ -16,7 +16,7 @@ from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.data.registry import SYNTHETIC
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe, resolve_recipe
 from dpdist.training import provenance, worker
@@ -118,10 +118,12 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
     assert accuracy(models.load(folder.model_folder).eval(), dataset) > 0.5
-    card = read_facts(folder).privacy_card()["extra"]
-    saw = card["initial weights trained on"]
+    card = load_results(folder).privacy_card()["extra"]
+    pretraining_data = card["initial weights trained on"]
     assert "frozen denoiser" not in card
-    assert "public records of digits" in saw and "compared by content" in saw
+    assert (
+        "public records of digits" in pretraining_data and "compared by content" in pretraining_data
+    )
 
 
 def test_public_records_are_cropped_and_flipped_too(tmp_path):
@@ -169,7 +171,7 @@ def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkey
     run = prepare(recipe, RunFolder(tmp_path / "run"), "test").folder
     assert "400 public records of strokes" in run.pretraining_record.read_text()
     spec = models.read_spec(folder)
-    trained, fresh = models.load(folder).state_dict(), models.initialise(spec, 0).state_dict()
+    trained, fresh = models.load(folder).state_dict(), models.initialize(spec, 0).state_dict()
     assert spec.classes == 10
     for name in trained:
         assert torch.equal(trained[name], fresh[name]) == name.startswith("5."), name
@@ -232,11 +234,11 @@ def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
     models.save(models.load(weights), models.read_spec(weights), bare)
     recipe = parse_recipe(raw(bare), "test")
     with pytest.raises(
-        UserError, match=r"nothing says what it was trained on.*model\.initial\.saw"
+        UserError, match=r"nothing says what it was trained on.*model\.initial\.pretraining_data"
     ):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     declared = raw(bare)
-    declared["model"]["initial"] = {"folder": str(bare), "saw": "a public set"}
+    declared["model"]["initial"] = {"folder": str(bare), "pretraining_data": "a public set"}
     prepare(parse_recipe(declared, "test"), RunFolder(tmp_path / "run"), "test")
 
 
@@ -297,7 +299,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
     public = models.load(tmp_path / "public").state_dict()
     assert all(torch.equal(after[name], public[name]) for name in before.keys() - moved)
-    assert "not changed by this run" in str(read_facts(folder).privacy_card())
+    assert "not changed by this run" in str(load_results(folder).privacy_card())
 
 
 # --- features that public records whiten

@@ -23,7 +23,7 @@ from dpdist.training import monitoring, trainer, worker
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
-    read_groups,
+    read_users,
     request_stop,
     stopped_between_steps,
 )
@@ -75,7 +75,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     trainer.fit(job, threads)
     reporter.poll()
     assert torch.equal(parameters(job.folder), undisturbed)
-    assert [(g.step, g.saved, g.again) for g in read_groups(job.folder)] == [
+    assert [(g.step, g.saved, g.again) for g in read_users(job.folder)] == [
         (0, 0, 0), (5, 5, 0), (8, 3, 0),
     ]  # fmt: skip
     assert threads.questions == [{0: 5, 1: 5}, {0: 3, 1: 3}, {0: 4, 1: 4}]
@@ -104,7 +104,7 @@ def test_a_method_with_steps_of_its_own_hears_of_a_preemption(tmp_path):
         recipe = load_recipe(find_recipe("digits-dpal"), {**changes, "name": name})
         job = prepare(recipe, RunFolder(tmp_path / name), "test")
         trainer.fit(job, threads)
-        groups = [(g.step, g.saved, g.again) for g in read_groups(job.folder)]
+        groups = [(g.step, g.saved, g.again) for g in read_users(job.folder)]
         assert groups == {"undisturbed": [(0, 0, 0)]}.get(name, [(0, 0, 0), (2, 2, 0), (5, 3, 0)])
         assert Ledger.read(job.folder.ledger).release_counts == dict.fromkeys(range(6), 1)
         assert not job.folder.stop_request.exists() and job.folder.training_summary.exists()
@@ -115,7 +115,7 @@ def test_a_method_with_steps_of_its_own_hears_of_a_preemption(tmp_path):
 def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
     job = prepared(tmp_path, "run")
     trainer.fit(job, Threads(STEPS))
-    assert [g.step for g in read_groups(job.folder)] == [0]
+    assert [g.step for g in read_users(job.folder)] == [0]
     assert job.folder.training_summary.exists()
 
 
@@ -125,9 +125,9 @@ def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
     job = prepared(tmp_path, "run")
     with pytest.raises(ClusterError, match=r"pre-empted 3 times; the same command continues it"):
         trainer.fit(job, Threads(*[1] * STEPS))
-    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2]
+    assert [g.step for g in read_users(job.folder)] == [0, 1, 2]
     trainer.fit(job, Threads())
-    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2, 3]
+    assert [g.step for g in read_users(job.folder)] == [0, 1, 2, 3]
 
 
 def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
@@ -152,14 +152,14 @@ def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
         trainer.fit(job, Told())
     job.folder.stop_request.unlink()
     trainer.fit(job, Threads())
-    first, second = read_groups(job.folder)
+    first, second = read_users(job.folder)
     assert second.step == second.saved == 5 and (first.again, second.again) == (0, 0)
     assert torch.equal(parameters(job.folder), undisturbed)
     assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
 
 
-class Signalled(LocalExecutor):
+class Signaled(LocalExecutor):
     """Ends itself with SIGTERM once steps are taken; `times` as often."""
 
     def __init__(self, times: int) -> None:
@@ -169,14 +169,14 @@ class Signalled(LocalExecutor):
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
         real = worker.Loop.save
 
-        def signalled(loop: worker.Loop) -> None:
+        def signaled(loop: worker.Loop) -> None:
             real(loop)
             if loop.done == 3:
                 for _ in range(self.times):
                     signal.raise_signal(signal.SIGTERM)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker.Loop, "save", signalled)
+            patch.setattr(worker.Loop, "save", signaled)
             super().supervise(work, poll)
 
 
@@ -188,14 +188,14 @@ def test_one_sigterm_waits_for_a_checkpoint_and_two_do_not(tmp_path, times):
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            trainer.train(prepare(recipe, folder, "test"), Signalled(times))
+            trainer.train(prepare(recipe, folder, "test"), Signaled(times))
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not folder.stop_request.exists()
     assert len(Ledger.read(folder.ledger).release_counts) == (4 if times == 1 else 3)
     trainer.train(prepare(recipe, folder, "test"), LocalExecutor())
-    assert read_groups(folder)[-1].step == (4 if times == 1 else 3)
+    assert read_users(folder)[-1].step == (4 if times == 1 else 3)
     assert torch.equal(parameters(folder), undisturbed)
 
 

@@ -31,7 +31,7 @@ from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.gradients.passes import rows_per_pass
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.collectives import MissingRank
@@ -50,7 +50,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     [
         ("dp-sgd", 100),
         pytest.param(
-            {"name": "input-noise", "sigma": 0.2, "draws": 2}, 30, marks=pytest.mark.long,
+            {"name": "input-noise", "sigma": 0.2, "augmentations": 2}, 30, marks=pytest.mark.long,
         ),
         pytest.param(
             {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, 30,
@@ -301,13 +301,13 @@ def test_nothing_private_lies_outside_private(tmp_path):
     "method",
     [
         "dp-sgd",
-        {"name": "dplis", "draws": 3},
-        {"name": "input-noise", "sigma": 0.3, "draws": 3},
+        {"name": "dplis", "augmentations": 3},
+        {"name": "input-noise", "sigma": 0.3, "augmentations": 3},
     ],
     ids=["dp-sgd", "dplis", "input-noise"],
 )
 @pytest.mark.parametrize("workers", first_cases([3, 1], 1))
-def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
+def test_neighbor_replay(tmp_path, monkeypatch, method, workers):
     """D and D' differ in one record; same keys, same state: every pre-noise sum differs by at most
     C, and by exactly nothing when the record was not drawn."""
     differences, drawn = _replay(tmp_path, monkeypatch, method, workers)
@@ -319,7 +319,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
 
 
 @pytest.mark.slow
-def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
+def test_neighbor_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
     """Clipping the batch's mean gradient instead of each record's moves the sum by more than C."""
 
     def per_batch(self, inputs, targets, *, out, **_):
@@ -335,7 +335,7 @@ def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
 
 def _replay(tmp_path, monkeypatch, method, workers):
     """The pre-noise sums of six steps, on D and on D' (the special record never joins), all at the
-    parameters that the run began with: nothing is learnt of the sums.
+    parameters that the run began with: nothing is learned of the sums.
 
     Returns the norms of the differences, and whether the record was drawn on D.
     """
@@ -443,15 +443,15 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("isolate", "how"), [(False, "known layers"), (True, "per-example")])
-def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isolate, how):
+@pytest.mark.parametrize(("vmap", "how"), [(False, "known layers"), (True, "per-example")])
+def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, vmap, how):
     """dpdist's own factory by its path counts as custom; isolated, it learns the same."""
-    custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "isolate": isolate}
+    custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "vmap": vmap}
     recipe, folder = make(tmp_path, "custom", model=custom, training__steps=3)
     found = train(recipe, folder)
-    notes = read_facts(folder).privacy_card()["notes"]
+    notes = load_results(folder).privacy_card()["notes"]
     assert any("independence" in n and f": {how} (" in n for n in notes)
     assert any("Custom model: dpdist.models.zoo:small_cnn" in n for n in notes)
     recipe, folder = make(tmp_path, "zoo", training__steps=3)
     assert relative(found, train(recipe, folder)) < 1e-3  # another plan's noise would be 0.1 away
-    assert not any("Custom" in note for note in read_facts(folder).privacy_card()["notes"])
+    assert not any("Custom" in note for note in load_results(folder).privacy_card()["notes"])

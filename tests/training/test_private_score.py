@@ -22,7 +22,7 @@ from torch import nn
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
-from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.data.protocol import Groups, UserRecords
 from dpdist.gradients import noise as gaussian_noise
 from dpdist.privacy.card import build_card
 from dpdist.privacy.ledger import Ledger
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
 ]  # fmt: skip
 
-WIDTH, HELD_OUT, STEPS = 6, 40, 6
+WIDTH, EVAL_DATA, STEPS = 6, 40, 6
 FIXED = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
 
@@ -47,7 +47,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs.sum(1) > WIDTH / 2).long()
 
 
-TRAINED, SCORED = rows(80, 1), rows(HELD_OUT, 2)
+TRAINED, SCORED = rows(80, 1), rows(EVAL_DATA, 2)
 
 
 def net() -> nn.Module:
@@ -67,7 +67,7 @@ def training(folder: Path, model: nn.Module | None = None, **given: Any) -> Priv
 
 def scores(t: PrivateTraining, steps: int = STEPS) -> list[float | None]:
     found = []
-    while t.steps_left and len(found) < steps:
+    while t.remaining_steps and len(found) < steps:
         found.append(t.step().score)
     return found
 
@@ -80,7 +80,7 @@ def test_a_score_is_the_noisy_sum_worked_out_by_hand(tmp_path):
     t, sums, models = training(tmp_path / "own"), [], []
     t.score(SCORED, every=2, noise=3.0)
     found = []
-    while t.steps_left:
+    while t.remaining_steps:
         found.append(t.step().score)
         weights = {name: w.double().numpy() for name, w in t.model.state_dict().items()}
         total = 0
@@ -102,7 +102,7 @@ def test_a_score_is_the_noisy_sum_worked_out_by_hand(tmp_path):
         uniform, turn = stream_words(drawn, 0, 2).tolist()
         length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
         normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
-        assert found[step] * HELD_OUT == pytest.approx(sums[step] + 3.0 * normal, abs=1e-5)
+        assert found[step] * EVAL_DATA == pytest.approx(sums[step] + 3.0 * normal, abs=1e-5)
     assert len(set(sums)) > 1, "a model that never changes would prove little"
 
 
@@ -121,13 +121,15 @@ RULED = torch.tensor([1.0, 0.0, 0.0, 0.625, 0.0]).double()
 
 @pytest.mark.parametrize("value", [None, ruled])
 def test_one_record_moves_a_sum_by_one_at_most(tmp_path, value):
-    """Exact neighbour replay: each held-out record is taken away, and the sums are compared."""
+    """Exact neighbor replay: each held-out record is taken away, and the sums are compared."""
     model = net()
 
-    def sum_of(held_out: tuple[torch.Tensor, torch.Tensor]) -> float:
-        terms = private_score.ScriptScore(every=1, noise=1.0, records=len(held_out[0]), value="v")
+    def sum_of(private_eval_data: tuple[torch.Tensor, torch.Tensor]) -> float:
+        terms = private_score.ScriptScore(
+            every=1, noise=1.0, records=len(private_eval_data[0]), value="v"
+        )
         score = private_score.PrivateScore(
-            dpdist.as_records(held_out), terms, value, torch.device("cpu")
+            dpdist.as_records(private_eval_data), terms, value, torch.device("cpu")
         )
         score._key = bytes(32)
         return score.private_units(model, bytes(32)) / 2**20
@@ -135,12 +137,12 @@ def test_one_record_moves_a_sum_by_one_at_most(tmp_path, value):
     whole = sum_of(SCORED)
     others = [
         sum_of(tuple(torch.cat([part[:i], part[i + 1 :]]) for part in SCORED))
-        for i in range(HELD_OUT)
+        for i in range(EVAL_DATA)
     ]
     moved = [whole - other for other in others]
     if value is None:
         right = (model(SCORED[0]).argmax(1) == SCORED[1]).double()
-        assert 0 < right.sum() < HELD_OUT
+        assert 0 < right.sum() < EVAL_DATA
     else:
         right = RULED[(SCORED[0][:, 0] * 5).long()]
     assert moved == right.tolist() and whole == float(right.sum())
@@ -156,8 +158,8 @@ def test_a_record_s_draws_do_not_move_another_s(draw):
         found = [draw() for _ in range(2 if batch[0].max() > 100 else 1)]
         return batch[0].new_tensor([float((found[-1] < 0.5) == bool(batch[1]))])
 
-    def sum_of(held_out: torch.Tensor, key: int) -> float:
-        records = dpdist.as_records((held_out, SCORED[1]))
+    def sum_of(private_eval_data: torch.Tensor, key: int) -> float:
+        records = dpdist.as_records((private_eval_data, SCORED[1]))
         values = private_score.RecordValues(records, drawing, torch.device("cpu"))
         return values.private_units(net(), bytes([key]) * 32) / 2**20
 
@@ -189,12 +191,12 @@ def test_a_record_leaves_nothing_to_the_next_one(tmp_path):
 
     model = Keeping()
     t = training(tmp_path / "own", model)
-    held_out = SCORED[0] * 1e5, SCORED[1]
-    t.score(held_out, every=1, noise=1.0, value=seen)
+    private_eval_data = SCORED[0] * 1e5, SCORED[1]
+    t.score(private_eval_data, every=1, noise=1.0, value=seen)
     t._begin()
-    wanted = torch.floor((held_out[0].amax(1) / 1e6).double() * 2**20).sum() / 2**20
+    wanted = torch.floor((private_eval_data[0].amax(1) / 1e6).double() * 2**20).sum() / 2**20
     assert t._scored.private_units(model, bytes(32)) / 2**20 == float(wanted)
-    t._scored.records._inputs = held_out[0].flip(0)
+    t._scored.records._inputs = private_eval_data[0].flip(0)
     assert (
         t._scored.private_units(model, bytes(32)) / 2**20 == float(wanted)
         and float(model.largest) == 0
@@ -206,7 +208,7 @@ def test_noise_has_its_scale(tmp_path, monkeypatch):
     """False failure: 1e-6 for each of the two quantiles of chi-square (400 draws)."""
     t = training(tmp_path / "own", privacy=FRESH, steps=400, batch_size=1)
     t.score(SCORED, every=1, noise=7.0, value=lambda module, batch: torch.ones(1))
-    drawn = np.array(list(scores(t, 400))) * HELD_OUT - HELD_OUT
+    drawn = np.array(list(scores(t, 400))) * EVAL_DATA - EVAL_DATA
     assert 291 < float(np.sum((drawn / 7.0) ** 2)) < 545
     assert len({*drawn.tolist()}) == 400
 
@@ -256,7 +258,7 @@ def test_a_score_is_taken_again_as_it_was(tmp_path, monkeypatch, privacy, lost):
     drawn = []
 
     def noisy(*given: Any) -> Any:
-        drawn.append(float(gaussian_noise.add_noise(*given)[0]) / HELD_OUT)
+        drawn.append(float(gaussian_noise.add_noise(*given)[0]) / EVAL_DATA)
         if lost and len(drawn) == 2:
             raise Killed
         return gaussian_noise.add_noise(*given)
@@ -292,7 +294,7 @@ def test_other_sums_never_get_the_same_noise_and_are_charged(tmp_path):
     assert ledger.num_superseded == 4 and ledger.num_queries == 3 == t.plan.num_queries
     assert [second[3], second[5]] == [None, None] and second[1] not in first
     assert len(ledger.recorded_answers) == 3
-    assert dpdist.read_facts(t.run).guarantee == ledger.guarantee(t.plan)
+    assert dpdist.load_results(t.run).guarantee == ledger.guarantee(t.plan)
 
 
 def test_equal_sums_of_other_models_get_other_noise(tmp_path):
@@ -331,7 +333,7 @@ def test_another_sum_of_the_same_model_gets_other_noise(tmp_path, monkeypatch):
                 t.step()
         t.close()
     assert Ledger.read(t.run.ledger).num_queries == 1
-    assert drawn[1] - drawn[0] != pytest.approx(0.5 * HELD_OUT, abs=1e-3)
+    assert drawn[1] - drawn[0] != pytest.approx(0.5 * EVAL_DATA, abs=1e-3)
 
 
 def test_a_ledger_with_more_scores_than_planned_is_refused(tmp_path):
@@ -341,7 +343,7 @@ def test_a_ledger_with_more_scores_than_planned_is_refused(tmp_path):
     with Ledger.open(t.run.ledger, t.plan.fingerprint()) as ledger:
         ledger._append({"kind": "asked", "id": "ab" * 32})
     with pytest.raises(UserError, match="more answers than"):
-        dpdist.read_facts(t.run)
+        dpdist.load_results(t.run)
 
 
 SCRIPT = """
@@ -371,7 +373,7 @@ training = dpdist.PrivateTraining(
     batch_size=16, steps=6, folder=sys.argv[1], resources={"checkpoint_seconds": 1e-6},
 )
 training.score((inputs[80:], labels[80:]), every=2, noise=2.0, value=value)
-while training.steps_left:
+while training.remaining_steps:
     report = training.step()
     if report.score is not None:
         print(report.step, report.score.hex(), flush=True)
@@ -412,13 +414,13 @@ def test_the_guarantee_is_the_worse_of_both_sides(tmp_path, noise):
     t.score(SCORED, every=2, noise=noise)
     steps = GaussianSteps(STEPS, 1.0, 16 / 80)
     alone = PrivacyPlan(80, (steps,), 1e-3).guarantee().epsilon
-    looked = PrivacyPlan(HELD_OUT, (GaussianReleases(noise, 3),), 1e-3).guarantee().epsilon
+    looked = PrivacyPlan(EVAL_DATA, (GaussianReleases(noise, 3),), 1e-3).guarantee().epsilon
     assert t.guarantee.epsilon == looked  # from the beginning, when nothing is released
     reports = []
-    while t.steps_left:
+    while t.remaining_steps:
         reports.append(t.step())
     assert t.guarantee.epsilon == reports[-1].epsilon == max(alone, looked)
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     assert facts.guarantee.epsilon == max(alone, looked) and facts.guarantee.kind == "proved"
     assert PrivacyPlan.from_dict(read_json(t.run.plan)) == t.plan
     assert reports[0].epsilon == max(looked, PrivacyPlan(80, (steps,), 1e-3).guarantee(1).epsilon)
@@ -435,7 +437,7 @@ def test_the_steps_get_the_noise_that_they_get_without_scores(tmp_path):
     scores(t)
     assert 2.99 < t.guarantee.epsilon <= 3.0
     noise = phase.parts[1][0].noise_multiplier
-    other = PrivacyPlan(HELD_OUT, (GaussianReleases(0.99 * noise, STEPS),), 1e-3)
+    other = PrivacyPlan(EVAL_DATA, (GaussianReleases(0.99 * noise, STEPS),), 1e-3)
     assert other.guarantee().epsilon > 3.0, "it is the least noise"
 
 
@@ -488,14 +490,14 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
     [
         (TRAINED, once(), {}, "score: held-out records must not be in data, got 80 in common"),
         (tuple(part[79:] for part in TRAINED), once(), {}, "in data, got 1 in common"),
-        (SCORED, once(), {"held_out": tuple(p[:3] for p in SCORED)}, "in held_out, got 3"),
+        (SCORED, once(), {"private_eval_data": tuple(p[:3] for p in SCORED)}, "in held_out, got 3"),
         (SCORED, once(every=7), {}, "score.every: must be a whole number from 1 to the 6 steps"),
         (SCORED, once(noise=0.0), {}, "score.noise: must be a number between 0.01 and 10000"),
         (SCORED, {"every": 2}, {"privacy": {"noise_multiplier": 0, "delta": 1e-3}},
          "score.noise: must be given in a training that proves no epsilon"),
         (SCORED, once(value=lambda m, b: torch.rand(1)), {}, "must not draw random numbers"),
         (SCORED, once(value=spoiling), {}, "score.value: must leave the model as it is"),
-        (SCORED, once(), {"privacy": {**FRESH, "neighbours": "replace-one"}}, "replace-one"),
+        (SCORED, once(), {"privacy": {**FRESH, "adjacency": "replace-one"}}, "replace-one"),
         (SCORED, once(), {"privacy": {**FRESH, "nominal_records": 80}}, "nominal_records"),
         (SCORED, once(), {"data": (TRAINED[0], TRAINED[1].float()), "loss": "mse",
                           "model": nn.Linear(WIDTH, 1)},
@@ -504,10 +506,10 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
         (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be group"),
     ],
 )  # fmt: skip
-def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, options, said):
+def test_refusals_are_one_line_and_leave_nothing(tmp_path, private_eval_data, terms, options, said):
     t = training(tmp_path / "own", **options)
     with pytest.raises(UserError, match=re.escape(said)) as error:
-        t.score(held_out, **terms)
+        t.score(private_eval_data, **terms)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
 
@@ -515,8 +517,8 @@ def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, opti
 # --- a group as the unit
 
 
-GROUPED = {**FIXED, "unit": "group", "max_records_per_group": 3}
-WHOM = [0, 1, 1, 2, 2, 2, 3] + [4] * 9 + [place % 5 + 5 for place in range(HELD_OUT - 16)]
+GROUPED = {**FIXED, "unit": "user", "max_records_per_user": 3}
+WHOM = [0, 1, 1, 2, 2, 2, 3] + [4] * 9 + [place % 5 + 5 for place in range(EVAL_DATA - 16)]
 
 
 def by_group(data: tuple[torch.Tensor, torch.Tensor], whom: list[Any]) -> dpdist.Records:
@@ -554,7 +556,7 @@ def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path)
     normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
     assert found * groups == pytest.approx(total + 2.0 * normal, abs=1e-5)
     t.run_all()
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     assert facts.guarantee == t.guarantee and "a whole group" in facts.guarantee.relation
     assert f"on {groups} held-out groups, noise 2" in str(facts._score_rows)
     assert f"each of {groups} held-out groups" in str(build_card(facts.plan)["mechanism"])
@@ -562,19 +564,19 @@ def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path)
 
 @pytest.mark.parametrize("value", [None, ruled])
 def test_a_whole_group_moves_a_sum_by_one_at_most(value):
-    """Exact neighbour replay: all records of each group are taken away."""
+    """Exact neighbor replay: all records of each group are taken away."""
     model = net()
 
     def sum_of(kept: list[int]) -> float:
         data = tuple(part[kept] for part in SCORED)
         whom = [WHOM[place] for place in kept]
-        records = GroupedRecords(by_group(data, whom), Groups.from_values(whom, 3))
+        records = UserRecords(by_group(data, whom), Groups.from_values(whom, 3))
         terms = private_score.ScriptScore(every=1, noise=1.0, records=len(records), value="v")
         score = private_score.PrivateScore(records, terms, value, torch.device("cpu"))
         score._key = bytes(32)
         return score.private_units(model, bytes(32)) / 2**20
 
-    every = list(range(HELD_OUT))
+    every = list(range(EVAL_DATA))
     moved = [
         sum_of(every) - sum_of([place for place in every if WHOM[place] != each])
         for each in range(10)
@@ -594,16 +596,18 @@ def test_a_whole_group_moves_a_sum_by_one_at_most(value):
         (by_group(TRAINED, list(range(200, 280))), "must not be in data, got 80 in common"),
     ],
 )
-def test_groups_that_cannot_be_scored_are_refused(tmp_path, held_out, said):
+def test_groups_that_cannot_be_scored_are_refused(tmp_path, private_eval_data, said):
     t = grouped_training(tmp_path / "own")
     with pytest.raises(UserError, match=re.escape(said)) as error:
-        t.score(held_out, **once())
+        t.score(private_eval_data, **once())
     assert "\n" not in str(error.value)
     assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
 
 
 def test_a_group_in_public_records_is_not_scored(tmp_path):
-    t = grouped_training(tmp_path / "own", held_out=by_group(rows(20, 5), list(range(19, -1, -1))))
+    t = grouped_training(
+        tmp_path / "own", private_eval_data=by_group(rows(20, 5), list(range(19, -1, -1)))
+    )
     with pytest.raises(UserError, match="must share no unit with data, got 10 in common"):
         t.score(by_group(SCORED, WHOM), **once())
     assert not (tmp_path / "own").exists()
@@ -666,7 +670,7 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
     with pytest.raises(UserError, match=r"score\.records: must be 40"):
         again.score(tuple(part[1:] for part in SCORED), every=2)
     with pytest.raises(UserError, match=r"held-out records must be those that .* was begun with"):
-        again.score(rows(HELD_OUT, 9), every=2)
+        again.score(rows(EVAL_DATA, 9), every=2)
     again.score(SCORED, every=2)
     assert scores(again)[1] == first[1]
     with pytest.raises(UserError, match=r"a different recipe \(training\.steps differ\)"):
@@ -684,7 +688,7 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     t = training(tmp_path / "own", privacy=Privacy(epsilon=3.0, delta=1e-3))
     t.score(SCORED, every=2, noise=9.0, value=halved)
     scores(t)
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     said = "every 2 steps, test_private_score."
     rows_ = dict(facts.summary())
     assert said in rows_["private scores"] and "on 40 held-out records" in rows_["private scores"]
@@ -703,7 +707,7 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     assert "a held-out record adds at most 1" in " ".join(t.guarantee.assumptions)
     plain = training(tmp_path / "plain")
     plain.run_all()
-    assert "private scores" not in dict(dpdist.read_facts(plain.run).summary())
+    assert "private scores" not in dict(dpdist.load_results(plain.run).summary())
 
 
 def test_another_noise_in_its_files_is_found(tmp_path):
@@ -714,4 +718,4 @@ def test_another_noise_in_its_files_is_found(tmp_path):
     assert text.count("noise: 3.0") == 1
     t.run.recipe_file.write_text(text.replace("noise: 3.0", "noise: 30.0"))
     with pytest.raises(UserError, match=r"script\.score\.noise"):
-        dpdist.read_facts(t.run)
+        dpdist.load_results(t.run)

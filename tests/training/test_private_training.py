@@ -37,7 +37,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.reports.technical_file import technical_file
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, job, model_setup
-from dpdist.training.monitoring import read_groups
+from dpdist.training.monitoring import read_users
 from dpdist.training.records import records_with_canaries
 from dpdist.training.script_learner import is_finite
 from dpdist.training.script_state import form_of
@@ -144,7 +144,7 @@ def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
     private = {**PRIVATE, "clip_norm": clip}
     t = training(tmp_path / "run", model, data=(inputs.double(), labels), privacy=private)
     reports = []
-    while t.steps_left:
+    while t.remaining_steps:
         reports.append(t.step())
     wanted = by_hand(t.run, Net(), 6, clip)
     torch.testing.assert_close(flat(model), wanted, rtol=1e-6, atol=1e-7)
@@ -198,7 +198,7 @@ def test_an_automatic_clip_is_on_the_card(tmp_path):
                                                    clip_norm="automatic"))  # fmt: skip
     t.run_all()
     said = "Clipping: automatic: every gradient g becomes 1 g / (|g| + 0.01) (Bu et al. 2023)."
-    card = dpdist.read_facts(t.run).privacy_card()
+    card = dpdist.load_results(t.run).privacy_card()
     assert said in card["notes"] and card["clip_norm"] == 1.0
     assert "every record's contribution is clipped to L2 norm 1" in card["assumptions"]
     assert t.plan.clip_norm == AutomaticClipping(1.0).sensitivity
@@ -221,11 +221,11 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     model = nets_of_a_test.net((WIDTH,), 2)
     t = training(
         tmp_path / "runs" / "own", model, privacy={"epsilon": 3.0, "delta": 1e-3},
-        held_out=records(30, 2), factory="nets_of_a_test:net",
+        eval_data=records(30, 2), factory="nets_of_a_test:net",
         certify={"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 3},
     )  # fmt: skip
     t.run_all()
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     assert facts.guarantee.epsilon <= 3.0 and facts.guarantee.kind == "proved"
     assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
     card = facts.privacy_card()
@@ -300,7 +300,7 @@ def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
     torch.manual_seed(2)
     model = given["Mine"]()
     privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
-    t = training(tmp_path / "own", model, sgd(model), privacy=privacy, held_out=records(20, 2))
+    t = training(tmp_path / "own", model, sgd(model), privacy=privacy, eval_data=records(20, 2))
     t.run_all()
     return t
 
@@ -345,8 +345,8 @@ def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
 
 
 def test_held_out_records_must_not_be_private(tmp_path):
-    with pytest.raises(UserError, match="held_out: must share no record with data, got 1"):
-        training(tmp_path / "own", held_out=tuple(each[:1] for each in records()))
+    with pytest.raises(UserError, match="eval_data: must share no record with data, got 1"):
+        training(tmp_path / "own", eval_data=tuple(each[:1] for each in records()))
     assert not (tmp_path / "own").exists()
 
 
@@ -366,7 +366,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     t.close()
     t = training(tmp_path / "own", **slow)
     t.run_all()
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
     assert facts.privacy_card()["guarantee"]["kind"] == "assumed: post-processing"
     assert any("changed parameters" in line for line in facts.privacy_card()["assumptions"])
@@ -375,7 +375,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     assert len(kept) == len(lines) - 1
     t.run.ledger.write_text("".join(kept))
     with pytest.raises((UserError, LedgerError)):  # no edit takes it off the card
-        dpdist.read_facts(t.run)
+        dpdist.load_results(t.run)
 
 
 @pytest.mark.long
@@ -402,7 +402,7 @@ def test_a_registered_scheduler_is_no_change(tmp_path):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     t = training(tmp_path / "own", model, optimizer, state=[scheduler])
     rates = []
-    while t.steps_left:
+    while t.remaining_steps:
         rates.append(round(t.step().learning_rate, 9))
         scheduler.step()
     assert rates == [0.3, 0.3, 0.03, 0.03, 0.003, 0.003]
@@ -436,14 +436,14 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
     t.close()
     again = training(tmp_path / "own", **slow)
     again.step()
-    assert again.steps_left == 2
+    assert again.remaining_steps == 2
     again.run_all()
     again.checkpoint()
     assert Ledger.read(again.run.ledger).release_counts == dict.fromkeys(range(6), 1)
-    assert [group.step for group in read_groups(again.run)] == [0, 3]
+    assert [group.step for group in read_users(again.run)] == [0, 3]
     assert len(again.run.metrics.read_text().splitlines()) == 6, "a step was repeated"
     assert torch.equal(flat(again.model), flat(whole.model))
-    took = [dpdist.read_facts(each.run).training_took for each in (whole, again)]
+    took = [dpdist.load_results(each.run).training_took for each in (whole, again)]
     assert took[0].endswith(" s") and took[1].endswith(" s since step 3")
     with pytest.raises(UserError, match=r"^step: this object let go of"):
         t.checkpoint()
@@ -457,13 +457,13 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
         t.step()
     weights, planned = flat(t.model), t.plan.guarantee()
     run = t.finish()
-    assert (t.steps_left, t.steps_taken, t.guarantee) == (0, 2, planned)
-    ledger = dpdist.read_facts(run).ledger
+    assert (t.remaining_steps, t.steps_taken, t.guarantee) == (0, 2, planned)
+    ledger = dpdist.load_results(run).ledger
     assert ledger.release_counts == dict.fromkeys(range(6), 1)
     assert t.finish() == run and Ledger.read(run.ledger).anchor == ledger.anchor
     with pytest.raises(UserError, match=r"^step: all 6 steps of the plan are done"):
         t.step()
-    facts = dpdist.read_facts(run)
+    facts = dpdist.load_results(run)
     card = facts.privacy_card()
     assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
     assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
@@ -474,7 +474,7 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
     assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)
     assert torch.equal(flat(load_model(facts.recipe, run)), weights)
     again = training(run.path, privacy=private, factory=f"{__name__}:net")
-    assert (again.steps_left, again.steps_taken) == (0, 2)
+    assert (again.remaining_steps, again.steps_taken) == (0, 2)
     assert torch.equal(flat(again.model), weights) and again.finish() == run
 
 
@@ -499,8 +499,8 @@ def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charge
     monkeypatch.undo()
     assert seen == list(range(2, 2 + charged))
     again = training(tmp_path / "run")
-    assert again.steps_left == 0 and again.guarantee == again.plan.guarantee()
-    assert dpdist.read_facts(again.run).training_summary["steps_taken"] == 2
+    assert again.remaining_steps == 0 and again.guarantee == again.plan.guarantee()
+    assert dpdist.load_results(again.run).training_summary["steps_taken"] == 2
 
 
 def test_an_early_end_that_failed_is_asked_for_again(tmp_path, monkeypatch):
@@ -514,7 +514,7 @@ def test_an_early_end_that_failed_is_asked_for_again(tmp_path, monkeypatch):
         patched.setattr(models, "save", full)
         t.finish()
     assert not t.run.training_summary.exists()
-    assert t.finish() == t.run and dpdist.read_facts(t.run).training_summary["steps_taken"] == 1
+    assert t.finish() == t.run and dpdist.load_results(t.run).training_summary["steps_taken"] == 1
 
 
 def test_what_changed_before_an_early_end_is_on_the_card(tmp_path):
@@ -560,7 +560,7 @@ def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
 def test_only_the_gradient_that_was_released_is_read(tmp_path):
     one, other = training(tmp_path / "one"), training(tmp_path / "other")
     one.run_all()
-    while other.steps_left:
+    while other.remaining_steps:
         nn.functional.cross_entropy(other.model(records()[0]), records()[1]).backward()
         other.step()
         assert all(p.grad is None for p in other.model.parameters())
@@ -636,7 +636,7 @@ class Two(nn.Module):
         (Net, lambda m: torch.optim.LBFGS(m.parameters()), {}, "must take its step from .grad"),
         (Net, lambda m: sgd(m.first), {}, "must hold every trained parameter, lacks second.weight"),
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
-        (normed, sgd, {}, "normalises over the batch"),
+        (normed, sgd, {}, "normalizes over the batch"),
         (lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 2)), sgd, {},
          "model: must draw random numbers for each record, got rand for all rows of a pass"),
         (Mixing, sgd, {}, "depends on another example"),
@@ -645,8 +645,8 @@ class Two(nn.Module):
          "one loss per example"),
         (Net, sgd, {"data": (records()[0], records()[1][:, None])},
          "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
-        (Net, sgd, {"held_out": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
-         "held_out: targets must be 0 to 1 (2 classes), got others"),
+        (Net, sgd, {"private_eval_data": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
+         "eval_data: targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss(),
                     "data": (records()[0], 7 * torch.ones(80).long())},
          "targets must be 0 to 1 (2 classes), got others"),
@@ -713,10 +713,10 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
     killed.close()
     training(tmp_path / "killed", again := network()).run_all()
     assert torch.equal(flat(model), flat(again))
-    card = dpdist.read_facts(whole.run).privacy_card()
+    card = dpdist.load_results(whole.run).privacy_card()
     assert DRAWS_BY_ROW in card["assumptions"]
     plain = training(tmp_path / "plain").run_all()
-    assert DRAWS_BY_ROW not in dpdist.read_facts(plain).privacy_card()["assumptions"]
+    assert DRAWS_BY_ROW not in dpdist.load_results(plain).privacy_card()["assumptions"]
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_a_rate_is_a_function_of_its_steps_or_on_the_card(tmp_path, make, proved
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = make(optimizer)
         t = training(tmp_path / "own", model, optimizer, state=[scheduler])
-        while t.steps_left and t.steps_taken < steps:
+        while t.remaining_steps and t.steps_taken < steps:
             report = t.step()
             if isinstance(scheduler, Told):
                 scheduler.told.append(report.noisy_norm)
@@ -778,7 +778,7 @@ def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
 
 def test_nothing_released_costs_nothing(tmp_path):
     t = training(tmp_path / "own")
-    assert t.guarantee.epsilon == 0 and t.steps_left == 6
+    assert t.guarantee.epsilon == 0 and t.remaining_steps == 6
 
 
 @pytest.mark.parametrize("label", [7, -1])
@@ -992,7 +992,7 @@ def test_another_setting_is_another_run(tmp_path):
     with pytest.raises(UserError, match=r"model\.options\.structure"):
         training(tmp_path / "own", Net(7))
     finished = training(tmp_path / "own", Net())
-    assert finished.steps_left == 0 and finished.guarantee == finished.plan.guarantee()
+    assert finished.remaining_steps == 0 and finished.guarantee == finished.plan.guarantee()
     with pytest.raises(UserError, match="all 6 steps of the plan are done"):
         finished.step()
 
@@ -1055,7 +1055,7 @@ def test_another_setting_on_a_run_that_began_is_refused(tmp_path, steps, other, 
     assert "\n" not in str(error.value)
     assert before == sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
     # The script of then goes on, from the checkpoint that the last step began with.
-    assert begun_or_not(tmp_path / "own").steps_left == {2: 5, 6: 0}[steps]
+    assert begun_or_not(tmp_path / "own").remaining_steps == {2: 5, 6: 0}[steps]
 
 
 def test_the_run_holds_the_settings_of_its_beginning(tmp_path):
@@ -1077,7 +1077,7 @@ def test_a_notebook_s_objects_go_on_after_their_steps(tmp_path):
         state[0].step()
     torch.manual_seed(17)
     again = training(tmp_path / "own", model, optimizer, state=state)
-    assert 0 < again.steps_left < 6
+    assert 0 < again.remaining_steps < 6
     again.run_all()
     assert t.run.training_summary.exists()
 
@@ -1091,7 +1091,7 @@ def test_weights_without_a_seed_are_those_of_the_run(tmp_path):
     t.close()
     torch.seed()
     again = training(tmp_path / "own", nn.Linear(WIDTH, 2), steps=4)
-    assert again.steps_left == 3
+    assert again.remaining_steps == 3
     again.close()
     seeded = tmp_path / "seeded"
     torch.manual_seed(5)
@@ -1108,8 +1108,8 @@ def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
     t.run_all()
     t.run.training_summary.unlink()
     again = training(tmp_path / "own")
-    assert again.steps_left == 0 and t.run.training_summary.exists()
-    assert dpdist.read_facts(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
+    assert again.remaining_steps == 0 and t.run.training_summary.exists()
+    assert dpdist.load_results(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
     assert torch.equal(flat(again.model), flat(t.model))
 
 
@@ -1153,7 +1153,7 @@ def test_a_damaged_checkpoint_can_be_moved_away(tmp_path):
     again = training(tmp_path / "own")
     again.run_all()
     assert torch.equal(flat(again.model), flat(whole.model))
-    assert dpdist.read_facts(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
+    assert dpdist.load_results(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
 
 
 def test_the_fingerprint_is_keyed(tmp_path):
@@ -1172,7 +1172,7 @@ def test_units_of_several_records_must_be_the_unit(tmp_path):
     data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
     with pytest.raises(UserError, match=r"privacy\.unit: must be group, .* 4 records .*got record"):
         training(tmp_path / "own", data=data)
-    by_group = {**PRIVATE, "unit": "group", "max_records_per_group": 4}
+    by_group = {**PRIVATE, "unit": "user", "max_records_per_user": 4}
     t = training(tmp_path / "own", data=data, privacy=by_group)
     t.run_all()
     assert t.plan.records == RECORDS // 4 and "a whole group" in t.guarantee.relation
@@ -1197,14 +1197,14 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     held = records(20, 2)
     u = training(
         tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,
-        held_out=(held[0], held[1].float()),
+        eval_data=(held[0], held[1].float()),
     )  # fmt: skip
     u.run_all()
     assert read_json(u.run.evaluation)["measures"].keys() == {
         "mean squared error", "mean absolute error"
     }  # fmt: skip
     assert "loss test_private_training" in " ".join(
-        dpdist.read_facts(u.run).privacy_card()["notes"]
+        dpdist.load_results(u.run).privacy_card()["notes"]
     )
 
 
@@ -1231,7 +1231,7 @@ def test_a_run_over_the_budget_is_refused_before_a_step(tmp_path):
     one.run_all()
     (charge,) = charges(tmp_path)
     assert charge.status == "settled" and charge.phases == one.plan.phases
-    assert dpdist.read_facts(one.run).data_set_guarantee.epsilon == 2.2
+    assert dpdist.load_results(one.run).data_set_guarantee.epsilon == 2.2
     other = (inputs.flip(0).numpy(), 1 - labels.flip(0).numpy())
     for number, refused in enumerate([False, True]):
         folder = tmp_path / f"more-{number}"
@@ -1367,8 +1367,8 @@ training = dpdist.PrivateTraining(
     steps=12, folder=sys.argv[1], state=[scheduler],
     resources={"checkpoint_seconds": float(sys.argv[5])},
 )
-while training.steps_left:
-    if training.plan.steps - training.steps_left == kill:
+while training.remaining_steps:
+    if training.plan.steps - training.remaining_steps == kill:
         os.kill(os.getpid(), signal.SIGKILL)
     training.step()
     scheduler.step()
@@ -1417,7 +1417,7 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
 def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
     assert script(tmp_path, tmp_path / "own", 5, key="-", each=1e6).returncode == -signal.SIGKILL
     assert script(tmp_path, tmp_path / "own", key="-", each=1e6).returncode == 0
-    facts = dpdist.read_facts(RunFolder(tmp_path / "own"))
+    facts = dpdist.load_results(RunFolder(tmp_path / "own"))
     assert facts.ledger.release_counts == dict.fromkeys(range(12), 1)
     assert facts.guarantee == facts.plan.guarantee()
     assert facts.privacy_card()["private"] is True
@@ -1544,7 +1544,7 @@ def test_the_page_runs_as_it_is_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["9", "19", "29", "39"]
-    assert last == str(dpdist.read_facts(tmp_path / "runs" / "mine").guarantee) and "-DP" in last
+    assert last == str(dpdist.load_results(tmp_path / "runs" / "mine").guarantee) and "-DP" in last
 
 
 def test_a_fixed_run_key_is_warned_of(tmp_path):

@@ -65,9 +65,16 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def begun(root: Path, folder: Path, saw: str | None = None, name: str = "own") -> Any:
+def begun(root: Path, folder: Path, pretraining_data: str | None = None, name: str = "own") -> Any:
     """What a run on `name` finds out of the weights in `folder`."""
-    described = recipe(root, name, {"folder": str(folder), **({"saw": saw} if saw else {})})
+    described = recipe(
+        root,
+        name,
+        {
+            "folder": str(folder),
+            **({"pretraining_data": pretraining_data} if pretraining_data else {}),
+        },
+    )
     return check_pretrained(described, records(described), "r.yaml")
 
 
@@ -144,12 +151,12 @@ def test_records_of_an_earlier_run_count_as_compared_only_while_they_are_there(r
 def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
     """Held out of training, and scored on: its search would be of these records too."""
     write(root, "whole", images(slice(0, 80)))
-    described = recipe(root, "whole", hold_out=0.5)
+    described = recipe(root, "whole", private_eval_fraction=0.5)
     trained = records_with_canaries(described, data_source(described))
     everything = images(slice(0, 80))
     held_out = ~np.isin(records(described).hashes, trained.hashes)
     assert 10 < held_out.sum() < 70
-    run = run_on(root, "whole", hold_out=0.5)
+    run = run_on(root, "whole", private_eval_fraction=0.5)
     write(root, "rest", everything[held_out])
     with pytest.raises(UserError, match="chose its settings"):
         begun(root, run.model_folder, "what it saw", name="rest")

@@ -22,8 +22,8 @@ from dpdist import data
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PER_EXAMPLE, SCREENED, describe_rounding
 from dpdist.gradients.engine import GradientEngine
-from dpdist.models import ModelSpec, initialise
-from dpdist.reports.facts import read_facts
+from dpdist.models import ModelSpec, initialize
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import monitoring
@@ -41,7 +41,7 @@ WIDTH, CLASSES = 64, 3
 
 def tied() -> np.ndarray:
     """A record of scale 1e10 whose two best logits tie in the untrained model."""
-    layer = initialise(ModelSpec("linear", (WIDTH,), CLASSES), 0)[1]
+    layer = initialize(ModelSpec("linear", (WIDTH,), CLASSES), 0)[1]
     weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
     for scale, third in product((1e10, -1e10), range(CLASSES)):
         one, other = (each for each in range(CLASSES) if each != third)
@@ -130,7 +130,7 @@ def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
         job = prepare(recipe, RunFolder(root / "run"), "test")
         with nullcontext() if first is None else pytest.raises(RuntimeError, match="too large"):
             execute(job)
-    assert read_facts(RunFolder(tmp_path / "one" / "run")).record_independence == SCREENED
+    assert load_results(RunFolder(tmp_path / "one" / "run")).record_independence == SCREENED
 
 
 def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
@@ -221,7 +221,7 @@ def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path: Path
 SAID = {
     "of the zoo": ({}, KNOWN_LAYERS),
     "own": ({"model": f"{HERE}:rows"}, SCREENED),
-    "own, isolated": ({"model": {"name": f"{HERE}:rows", "isolate": True}}, PER_EXAMPLE),
+    "own, isolated": ({"model": {"name": f"{HERE}:rows", "vmap": True}}, PER_EXAMPLE),
     "dplis": ({"method": "dplis"}, KNOWN_LAYERS),
     "dplis, by record": ({"method": {"name": "dplis", "per_example": True}}, PER_EXAMPLE),
     "stobatch": ({"method": {"name": "stobatch", "steps": 1}}, KNOWN_LAYERS),
@@ -236,8 +236,8 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
     execute(prepare(recipe, folder, "test"), 2 if name == "of the zoo" else 1)
-    assert [group.independence for group in monitoring.read_groups(folder)] == [said]
-    card = read_facts(folder).privacy_card()
+    assert [group.independence for group in monitoring.read_users(folder)] == [said]
+    card = load_results(folder).privacy_card()
     (note,) = [note for note in card["notes"] if "independence" in note]
     assert note.startswith(f"Record independence of the model: {said} (")
     alone = "the model and the loss treat each record alone"
@@ -255,10 +255,10 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
         other.setattr(GradientEngine, "independence", SCREENED)
         execute(job, until=6)
     execute(job)
-    found = [group.independence for group in monitoring.read_groups(folder)]
+    found = [group.independence for group in monitoring.read_users(folder)]
     assert found == [KNOWN_LAYERS, SCREENED, KNOWN_LAYERS]
     assert json.loads(folder.training_summary.read_text())["independence"] == SCREENED
-    assert read_facts(folder).record_independence == SCREENED
+    assert load_results(folder).record_independence == SCREENED
 
 
 @pytest.mark.long
@@ -271,14 +271,14 @@ def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
         folder.training_summary.write_text(
             json.dumps(trained | ({"independence": said} if said else {}))
         )
-        assert read_facts(folder).record_independence == SCREENED
+        assert load_results(folder).record_independence == SCREENED
 
 
 def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2, privacy__noise_multiplier=0)
     train(recipe, folder)
-    assert [group.independence for group in monitoring.read_groups(folder)] == [""]
-    assert not any("independence" in note for note in read_facts(folder).privacy_card()["notes"])
+    assert [group.independence for group in monitoring.read_users(folder)] == [""]
+    assert not any("independence" in note for note in load_results(folder).privacy_card()["notes"])
 
 
 def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) -> None:
@@ -312,7 +312,7 @@ def test_a_card_says_what_is_assumed_of_rounding(
 ) -> None:
     recipe, folder = make(tmp_path, training__steps=2, resources=resources)
     execute(prepare(recipe, folder, "test"))
-    (note,) = [n for n in read_facts(folder).privacy_card()["notes"] if n.startswith("Floating")]
+    (note,) = [n for n in load_results(folder).privacy_card()["notes"] if n.startswith("Floating")]
     assert said in note
     moves = json.loads(folder.training_summary.read_text())["rounding"].get("moves")
     assert (moves is not None) == measured and (moves is None or 0 <= moves < 2.0**-19)

@@ -21,8 +21,8 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Anchor, JournalError, Ledger
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import (
@@ -110,8 +110,8 @@ def denoise(recipe: Recipe, folder: RunFolder) -> None:
 
 
 READERS: dict[str, Callable[[Recipe, RunFolder], object]] = {
-    "facts": lambda recipe, folder: read_facts(folder),
-    "card": lambda recipe, folder: read_facts(folder).privacy_card(),
+    "facts": lambda recipe, folder: load_results(folder),
+    "card": lambda recipe, folder: load_results(folder).privacy_card(),
     "report": lambda recipe, folder: write_report(folder),
     "release": lambda recipe, folder: write_release(folder, not_private=True),
     "budget": settle,
@@ -135,7 +135,7 @@ def test_an_undamaged_run_is_read_by_all(run):
     whole = read_verified_ledger(folder)
     assert whole.ledger.release_counts == {step: 2 if step < 4 else 1 for step in range(STEPS)}
     paths = whole.plan.path_events(whole.plan.executed_phases([STEPS + 4]))
-    assert read_facts(folder).guarantee == whole.plan.guarantee_for_events(paths)
+    assert load_results(folder).guarantee == whole.plan.guarantee_for_events(paths)
     for place, reader in (("copies", read_copy), ("restored", restore)):
         reader(recipe, folder)
         copy = read_verified_ledger(RunFolder(folder.path.parent / place / recipe.name))
@@ -244,7 +244,7 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
             train(recipe, folder)
     put(folder, kept)
     train(recipe, folder)
-    assert read_facts(folder).ledger.num_superseded == 0
+    assert load_results(folder).ledger.num_superseded == 0
 
 
 def test_a_step_that_the_plan_has_not(run):
@@ -307,16 +307,16 @@ def test_a_recipe_that_was_exchanged_is_refused(run):
     folder.pin_recipe(recipe, noise)  # as it was: now another recipe says that it was trained so
     anew.pin_recipe(other, noise, trained_run=folder)
     with pytest.raises(UserError, match=r"begun-with\.json: training\.learning_rate: must be"):
-        read_facts(anew)
+        load_results(anew)
     anew.start_record.unlink()
     with pytest.raises(UserError, match=r"begun-with\.json: recipe: must be"):
-        read_facts(anew)
+        load_results(anew)
     folder.recipe_file.write_text(recipe.to_yaml())
-    assert folder.recipe_identity == {RECIPE_IDENTITY: told} and read_facts(folder)
+    assert folder.recipe_identity == {RECIPE_IDENTITY: told} and load_results(folder)
 
 
 def test_a_budget_that_was_cut_is_refused(run):
-    """Its last line says what was really released; cut off, superseded attempts are free."""
+    """Its last line says what was really released; cut off, re-executed steps are free."""
     recipe, folder = run
     (file,) = Path(recipe.privacy.budget).glob("*.jsonl")
     raw = file.read_bytes()

@@ -86,7 +86,7 @@ def test_a_damaged_model_is_not_published(run, name, content):
 def test_another_model_is_not_published_under_this_guarantee(run):
     write_release(run)
     other = ModelSpec("linear", (1, 8, 8), 10)
-    models.save(models.initialise(other, 5), other, run.model_folder)
+    models.save(models.initialize(other, 5), other, run.model_folder)
     refused(run, "is not the model that this run trained")
     shutil.rmtree(run.model_folder)
     refused(run, "no such file")

@@ -106,7 +106,7 @@ def test_trained_weights_are_refused_unless_their_run_is_named(first, tmp_path, 
     assert [each.name for each in found.recipe.stages] == ["first"]
 
 
-def test_weights_of_a_training_under_way_are_recognised(tmp_path):
+def test_weights_of_a_training_under_way_are_recognized(tmp_path):
     t = training(tmp_path / "elsewhere" / "first")
     t.step()
     for model in (t.model, loaded(t.model)):
@@ -133,7 +133,7 @@ def test_the_guarantee_is_that_of_both_stages(first, tmp_path):
     plan = first.plan
     charges = [Charge.for_plan(name, name, plan, plan.phases) for name in ("one", "two")]
     both = composed_guarantee(charges, plan.delta).epsilon
-    facts = dpdist.read_facts(t.run)
+    facts = dpdist.load_results(t.run)
     card = facts.privacy_card()
     for epsilon in (t.guarantee.epsilon, facts.guarantee.epsilon, card["guarantee"]["epsilon"]):
         assert epsilon == pytest.approx(both, rel=1e-6)
@@ -152,7 +152,7 @@ def test_a_third_stage_counts_the_first_two(first, tmp_path):
     third = training(tmp_path / "third", second.model, began_with=second.run)
     third.run_all()
     assert third.guarantee.epsilon > second.guarantee.epsilon > first.guarantee.epsilon
-    found = dpdist.read_facts(third.run).privacy_card()
+    found = dpdist.load_results(third.run).privacy_card()
     assert len(found["mechanism"]) == 3
     assert "public" not in found["extra"]["frozen"]
 
@@ -184,7 +184,7 @@ def test_words_of_the_first_stage_are_inherited(tmp_path):
     t.run_all()
     second = training(tmp_path / "second", t.model, began_with=t.run)
     second.run_all()
-    facts = dpdist.read_facts(second.run)
+    facts = dpdist.load_results(second.run)
     assert facts.guarantee.kind == second.guarantee.kind == POST_PROCESSED
     assert facts.has_fixed_key and not facts.privacy_card()["private"]
     assert "NOT PRIVATE" in str(second.guarantee)
@@ -196,15 +196,15 @@ def test_without_noise_before_nothing_is_proved_after(tmp_path):
     second = training(tmp_path / "second", t.model, began_with=t.run)
     second.run_all()
     assert math.isinf(second.guarantee.epsilon)
-    assert not dpdist.read_facts(second.run).privacy_card()["private"]
+    assert not dpdist.load_results(second.run).privacy_card()["private"]
 
 
 def test_two_relations_have_no_joint_number(tmp_path):
-    t = training(tmp_path / "first", privacy={**PRIVATE, "neighbours": "replace-one"})
+    t = training(tmp_path / "first", privacy={**PRIVATE, "adjacency": "replace-one"})
     t.run_all()
     second = training(tmp_path / "second", t.model, began_with=t.run)
     second.run_all()
-    facts = dpdist.read_facts(second.run)
+    facts = dpdist.load_results(second.run)
     card = facts.privacy_card()
     assert any(line.startswith(BEGAN_APART) for line in card["assumptions"])
     own = second.plan.guarantee().epsilon
@@ -230,7 +230,7 @@ def test_the_same_script_continues_a_second_stage(first, tmp_path):
 
 
 def released(t: PrivateTraining) -> Path:
-    write_release(t.run, not_private=True, licence="MIT")
+    write_release(t.run, not_private=True, license="MIT")
     return t.run.release_folder
 
 
@@ -271,7 +271,7 @@ def test_private_metrics_make_the_kind_assumed_wherever_it_stands(tmp_path, fact
     t.close()
     again = training(tmp_path / "first", factory=factory)  # no longer asked for, and on record
     again.run_all()
-    facts = dpdist.read_facts(again.run)
+    facts = dpdist.load_results(again.run)
     assert facts.guarantee.kind == again.guarantee.kind == POST_PROCESSED
     folder = released(again)
     said = dict(verify_release(folder, trusted_factory=factory))
@@ -281,7 +281,7 @@ def test_private_metrics_make_the_kind_assumed_wherever_it_stands(tmp_path, fact
 
 
 def test_the_card_says_what_nobody_checked_of_rows_model_and_loss(first):
-    lines = dpdist.read_facts(first.run).privacy_card()["assumptions"]
+    lines = dpdist.load_results(first.run).privacy_card()["assumptions"]
     assert sum("made of one record only" in line for line in lines) == 1
     assert any("keep nothing from pass to pass" in line for line in lines)
     assert any("released fields" in line for line in lines)
@@ -291,7 +291,8 @@ def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
     recipe, _ = make(
         tmp_path / "runs", "recipe", model={
             "name": "linear",
-            "initial": {"folder": str(first.run.model_folder), "saw": "public pictures"},
+            "initial": {"folder": str(first.run.model_folder),
+            "pretraining_data": "public pictures"},
         },
     )  # fmt: skip
     private = load(data_source(recipe), "train")
@@ -307,7 +308,7 @@ def test_a_budget_over_both_stages_states_no_less(tmp_path):
     t.run_all()
     second = training(tmp_path / "second", t.model, began_with=t.run, **charged)
     second.run_all()
-    facts = dpdist.read_facts(second.run)
+    facts = dpdist.load_results(second.run)
     assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon, rel=1e-6)
 
 
@@ -326,7 +327,7 @@ def test_a_search_is_a_first_stage(tmp_path):
 
     search = dpdist.tune(
         train, {"lr": {"choice": [0.1, 0.5]}}, data=(inputs[:40], labels[:40]),
-        law={"name": "fixed", "runs": 2}, score={"public": (inputs[40:], labels[40:])},
+        num_trials={"name": "fixed", "runs": 2}, score={"public": (inputs[40:], labels[40:])},
         privacy={"noise_multiplier": 4.0, "delta": 1e-3}, folder=tmp_path / "search",
         executor="local",
     )  # fmt: skip

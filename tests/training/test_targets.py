@@ -23,7 +23,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.publishing import write_release
 from dpdist.release.bundle import load as load_release
 from dpdist.reports.export import run_as_json
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.reports.summary import make_verdict
 from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
@@ -67,7 +67,7 @@ def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
     return request.param, recipe, folder
 
 
-def test_a_recipe_warns_of_columns_that_look_standardised(tmp_path):
+def test_a_recipe_warns_of_columns_that_look_standardized(tmp_path):
     for name, scaled in (("raw", False), ("scaled", True)):
         rows = columns("number", 2, 0)
         if scaled:
@@ -112,7 +112,7 @@ def test_the_measures_are_those_of_the_model(finished):
 
 def test_report_card_tracker_and_json_tell_them(finished):
     kind, _, folder = finished
-    facts = read_facts(folder)
+    facts = load_results(folder)
     first, second = MEASURES[kind]
     assert list(facts.measures) == [first, second] and facts.accuracy is None
     said = dict(facts.summary())
@@ -182,7 +182,7 @@ def test_an_edited_evaluation_is_refused(finished, tmp_path):
             raw["measures"] = raw["measures"] | change
             folder.evaluation.write_text(json.dumps(raw))
             with pytest.raises(UserError, match="damaged: its measures are not those of"):
-                read_facts(folder)
+                load_results(folder)
     finally:
         folder.evaluation.write_text(before)
 

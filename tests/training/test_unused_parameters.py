@@ -51,7 +51,7 @@ def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path: Path
     assert torch.equal(model.used.weight, without.used.weight)
     assert torch.equal(model.used.bias, without.used.bias)
     assert torch.equal(model.mask, torch.ones(4))
-    notes = dpdist.read_facts(training.run.path).privacy_card()["notes"]
+    notes = dpdist.load_results(training.run.path).privacy_card()["notes"]
     assert any("idle.weight" in note for note in notes)
 
 
@@ -63,7 +63,7 @@ def test_a_module_that_is_given_again_continues_its_run(tmp_path: Path) -> None:
     training.checkpoint()
     training.close()
     again = begin(model, tmp_path / "run")
-    assert again.steps_left == 2
+    assert again.remaining_steps == 2
     again.run_all()
 
 
@@ -76,5 +76,5 @@ def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: 
     training = begin(model, tmp_path / "second")
     training.step()
     assert not torch.equal(model.mask, torch.ones(4))
-    notes = dpdist.read_facts(training.finish().path).privacy_card()["notes"]
+    notes = dpdist.load_results(training.finish().path).privacy_card()["notes"]
     assert not any("mask" in note for note in notes) and any("idle.weight" in n for n in notes)

@@ -154,11 +154,11 @@ def _watch_writes(event: str, words: tuple[Any, ...]) -> None:
 def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) -> dict[str, Any]:
     WRITES.clear()
     t = begin(folder, **given)
-    reports = [t.step() for _ in range(until - (STEPS - t.steps_left))]
+    reports = [t.step() for _ in range(until - (STEPS - t.remaining_steps))]
     found = {
         "parameters": flat(t.model), "norms": [report.noisy_norm for report in reports],
         "epsilon": [report.epsilon for report in reports], "guarantee": str(t.guarantee),
-        "writes": [name for name in WRITES if str(folder) in name], "left": t.steps_left,
+        "writes": [name for name in WRITES if str(folder) in name], "left": t.remaining_steps,
         "examples": [(report.private or {}).get("examples") for report in reports],
     }  # fmt: skip
     t.close()
@@ -186,8 +186,8 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
     assert (shares.sum(0) == one["examples"]).all() and (shares.sum(1) > 0).all()
     assert Ledger.read(b.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
     assert first["writes"] and second["writes"] == []
-    assert [group.workers for group in monitoring.read_groups(b)] == [2]
-    facts = dpdist.read_facts(b)
+    assert [group.workers for group in monitoring.read_users(b)] == [2]
+    facts = dpdist.load_results(b)
     kind = facts.guarantee.kind
     assert facts.guarantee == replace(facts.plan.guarantee(), kind=kind)
     assert kind == "assumed: post-processing"  # by the private metrics
@@ -196,10 +196,10 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
 
 def ended(rank: int, folder: Path) -> tuple[list[float], int, int, str]:
     t = begin(folder)
-    if t.steps_left:  # else the second process finds it ended
+    if t.remaining_steps:  # else the second process finds it ended
         t.step()
         t.finish()
-    return flat(t.model), t.steps_left, t.steps_taken, str(t.guarantee)
+    return flat(t.model), t.remaining_steps, t.steps_taken, str(t.guarantee)
 
 
 @pytest.mark.long
@@ -207,7 +207,7 @@ def test_an_early_end_is_one_end_of_all_workers(tmp_path, pair):
     first, second = pair.do(ended, tmp_path / "run")
     assert first == second and first[1:3] == (0, 1)
     assert pair.do(ended, tmp_path / "run") == [first, second]
-    facts = dpdist.read_facts(RunFolder(tmp_path / "run"))
+    facts = dpdist.load_results(RunFolder(tmp_path / "run"))
     assert facts.ledger.release_counts == dict.fromkeys(range(STEPS), 1)
     assert str(facts.guarantee) == first[3] and facts.guarantee == facts.plan.guarantee()
 
@@ -225,7 +225,7 @@ def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
     first, second = pair.do(whole, folder, given)
     assert first["parameters"] == second["parameters"] and first["left"] == 0
     ledger = Ledger.read(folder / "private" / "ledger.jsonl")
-    assert [g.workers for g in monitoring.read_groups(RunFolder(folder))] == [2, 1, 2]
+    assert [g.workers for g in monitoring.read_users(RunFolder(folder))] == [2, 1, 2]
     if reproducible:
         assert ledger.release_counts == dict.fromkeys(range(STEPS), 1)
         assert first["parameters"] == undisturbed["parameters"]
@@ -234,7 +234,7 @@ def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
         assert first["guarantee"] == second["guarantee"] != undisturbed["guarantee"]
 
 
-def test_a_group_of_one_is_no_group(tmp_path):
+def test_a_group_of_one_is_no_user(tmp_path):
     alone = whole(0, tmp_path / "alone", {})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -324,7 +324,7 @@ def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
         ),
         ({"rate": 0.06}, "optimizer settings: must be the same on all workers"),
         ({"batch_size": 200}, "training.batch_size: must be <= the 80"),
-        ({"model": nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))}, "normalises"),
+        ({"model": nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))}, "normalizes"),
     ],
 )
 def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
@@ -462,7 +462,7 @@ def unwritten(rank: int, folder: Path, what: str) -> tuple[str, int]:
     try:
         t.step()
     except (OSError, ClusterError) as error:
-        return f"{type(error).__name__}: {error}", t.steps_left
+        return f"{type(error).__name__}: {error}", t.remaining_steps
     finally:
         Ledger.note_changes, checkpoint.save = kept  # type: ignore[method-assign]
         t.close()
@@ -483,10 +483,10 @@ def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
 WHOM = [
     place // 3 for place in range(25)
 ]  # of held-out records: eight persons of three, one of one
-BY_PERSON = {**PRIVATE, "unit": "group", "max_records_per_group": 2}
+BY_PERSON = {**PRIVATE, "unit": "user", "max_records_per_user": 2}
 
 
-def held_out(shift: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def private_eval_data(shift: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = records()
     return inputs[:25] + shift, labels[:25]
 
@@ -501,7 +501,7 @@ def scored(
 ) -> dict[str, Any]:
     WRITES.clear()
     given, declared = dict(given), {"every": 2, "noise": 3.0, **declared}
-    data = declared.pop("data", held_out())
+    data = declared.pop("data", private_eval_data())
     if given.get("privacy") == BY_PERSON:
         given["data"] = dpdist.as_records(records(), unit=[100 + k // 2 for k in range(RECORDS)])
         data = dpdist.as_records(data, unit=WHOM)
@@ -516,7 +516,7 @@ def scored(
             return kept(*words)
 
         t._scored._value_at = counted
-        seen = [t.step().score for _ in range(until - (STEPS - t.steps_left))]
+        seen = [t.step().score for _ in range(until - (STEPS - t.remaining_steps))]
         return {
             "scores": seen, "parameters": flat(t.model), "guarantee": str(t.guarantee),
             "passes": passes, "writes": [name for name in WRITES if str(folder) in name],
@@ -567,7 +567,7 @@ def test_a_run_with_scores_goes_on_with_other_workers(tmp_path, pair, alone):
 
 def otherwise(rank: int, folder: Path, other: dict[str, Any]) -> None:
     """Declare scores, worker 1 in another way."""
-    terms = {"data": held_out(), "every": 2, "noise": 3.0, **(other if rank == 1 else {})}
+    terms = {"data": private_eval_data(), "every": 2, "noise": 3.0, **(other if rank == 1 else {})}
     with begin(folder) as t:
         t.score(terms.pop("data"), **terms)
         t.step()
@@ -580,7 +580,7 @@ def otherwise(rank: int, folder: Path, other: dict[str, Any]) -> None:
             {"noise": 3.5},
             "score settings: must be the same on all workers, got another on worker 1",
         ),
-        ({"data": held_out(2.0)}, "held-out records: must be the same on all workers"),
+        ({"data": private_eval_data(2.0)}, "held-out records: must be the same on all workers"),
         ({"data": records()}, "held-out records must not be in data, got 80 in common"),
     ],
 )
@@ -593,7 +593,7 @@ def test_workers_that_score_otherwise_are_refused(tmp_path, pair, other, said):
 def drifting(rank: int, folder: Path) -> None:
     """Take a step behind which each worker has a model of its own, as other hardware could."""
     with begin(folder) as t:
-        t.score(held_out(), every=1, noise=3.0)
+        t.score(private_eval_data(), every=1, noise=3.0)
         kept = t.optimizer.step
 
         def step() -> None:
@@ -614,7 +614,7 @@ def test_workers_whose_models_drift_apart_are_not_scored(tmp_path, pair):
 def unpaid(rank: int, folder: Path, what: str) -> tuple[str, list[bytes]]:
     """Take two steps, the second with a score that worker 0 cannot put on record."""
     with begin(folder) as t:
-        t.score(held_out(), every=2, noise=3.0)
+        t.score(private_eval_data(), every=2, noise=3.0)
         kept, drawn = (Ledger.record_query, Ledger.record_answer), list[bytes]()
 
         def full(*_: Any) -> Any:
@@ -701,9 +701,9 @@ def train_loop_per_worker(config):
     )
     training.score((inputs[:20] + 1, labels[:20]), every=3, noise=2.0)
     scores = []
-    while training.steps_left:
+    while training.remaining_steps:
         mark = config["kill"]
-        if training.steps_left == 5 and rank == 1 and not os.path.exists(mark):
+        if training.remaining_steps == 5 and rank == 1 and not os.path.exists(mark):
             open(mark, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         scores.append(training.step().score)
@@ -802,7 +802,7 @@ dist.init_process_group("gloo")
 t = here.begin(Path(sys.argv[1]))
 reduce = ScriptReducer.all_reduce
 def dying(self, buffer):
-    if t.steps_left == here.STEPS - 2 and dist.get_rank() == int(sys.argv[2]):
+    if t.remaining_steps == here.STEPS - 2 and dist.get_rank() == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)  # in the middle of a step
     reduce(self, buffer)
 ScriptReducer.all_reduce = dying

@@ -42,7 +42,7 @@ def recipe():
             "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5},
             "tune": {
                 "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-                "law": {"name": "geometric", "mean": 3.0},
+                "num_trials": {"name": "geometric", "mean": 3.0},
             },
         }
         return parse_recipe(merge_sections(raw, sections), "r.yaml")

@@ -24,7 +24,7 @@ from dpdist.privacy.phases import (
     WorstOf,
 )
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.selection import TrialDistribution
 from dpdist.runs.recipe import make_plan, plan_with_noise
 from dpdist.tuning import preview
 from dpdist.tuning.space import (
@@ -49,26 +49,26 @@ TARGET = {"epsilon": 2.0, "noise_multiplier": None, "delta": 1e-5}
 
 
 def cost_of(asked) -> SearchCost:
-    return SearchCost(asked, SIZES, asked.tune.law, "r.yaml")
+    return SearchCost(asked, SIZES, asked.tune.num_trials, "r.yaml")
 
 
 @pytest.fixture
 def searched(recipe):
-    """A recipe with this law and space (replacing the usual ones)."""
+    """A recipe with this distribution and space (replacing the usual ones)."""
 
-    def make(law, space=None, tune=None, **sections):
+    def make(num_trials, space=None, tune=None, **sections):
         asked = recipe(training={"batch_size": 200, "steps": 100}, **sections)
         raw = asked.tune.model_dump(mode="json", exclude_none=True)
-        raw |= {"law": law, "space": space or raw["space"], **(tune or {})}
+        raw |= {"num_trials": num_trials, "space": space or raw["space"], **(tune or {})}
         return asked.model_copy(update={"tune": TuneRecipe.model_validate(raw)})
 
     return make
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
-def test_training_and_search_together_meet_the_target(searched, law):
-    cost = cost_of(searched(law, privacy=TARGET))
+@pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
+def test_training_and_search_together_meet_the_target(searched, num_trials):
+    cost = cost_of(searched(num_trials, privacy=TARGET))
     assert 0.997 * 2.0 <= cost.guarantee.epsilon <= 2.0
     assert cost.one_training_guarantee.epsilon < 0.9 * 2.0
     # Both kinds of record pay about the target; taken for one record's both, they pay more.
@@ -77,10 +77,12 @@ def test_training_and_search_together_meet_the_target(searched, law):
     assert [type(part[0]) for part in parts.parts] == [GaussianSteps, GaussianReleases]
 
     def paid(phases) -> float:
-        """For this part of the trials, by the law itself."""
-        if law["name"] == "fixed":
+        """For this part of the trials, by the distribution itself."""
+        if num_trials["name"] == "fixed":
             return PrivacyPlan(9000, phases, 1e-5).guarantee().epsilon
-        return search_guarantee(phases, cost.law.secret_law, records=9000, delta=1e-5).epsilon
+        return search_guarantee(
+            phases, cost.num_trials.secret_distribution, records=9000, delta=1e-5
+        ).epsilon
 
     assert 0.99 * 2.0 <= paid(parts.parts[0]) <= 2.0
     assert 0.98 * 2.0 <= paid(parts.parts[1]) <= 2.0
@@ -106,9 +108,9 @@ def test_a_fixed_number_of_runs_is_composed(searched):
 
 
 def test_public_scores_are_free(searched):
-    law = {"name": "poisson", "mean": 4.0}
-    free = cost_of(searched(law, tune={"score": {"public": {"name": "digits"}}}))
-    paid = cost_of(searched(law, tune={"score": {"noise": 1.0}}))
+    num_trials = {"name": "poisson", "mean": 4.0}
+    free = cost_of(searched(num_trials, tune={"score": {"public": {"name": "digits"}}}))
+    paid = cost_of(searched(num_trials, tune={"score": {"noise": 1.0}}))
     assert free.score_noise is None and free.guarantee.epsilon < paid.guarantee.epsilon
 
 
@@ -190,13 +192,13 @@ def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
 
 
 def test_what_no_theorem_covers_is_refused(searched):
-    replaced = searched(LAWS[3], privacy={"neighbours": "replace-one"})
+    replaced = searched(LAWS[3], privacy={"adjacency": "replace-one"})
     with pytest.raises(UserError, match="add-or-remove-one only"):
         cost_of(replaced).plan  # noqa: B018
 
 
 @pytest.mark.parametrize(
-    "privacy", [{"batch_cap": 250}, {"neighbours": "replace-one"}], ids=lambda p: next(iter(p))
+    "privacy", [{"batch_cap": 250}, {"adjacency": "replace-one"}], ids=lambda p: next(iter(p))
 )
 def test_what_only_loss_distributions_price_is_searched(searched, privacy):
     """A secret number of trials, public scores; one trial costs less, four shown ones more."""
@@ -262,12 +264,12 @@ def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched)
 @pytest.mark.slow
 def test_splits_of_one_mu_cost_the_same(searched):
     """Functional's sums: whatever part the first has, the profile is that of one Gaussian."""
-    space = {"method.centre": {"choice": [0.02, 0.05, 0.2]}}
+    space = {"method.center": {"choice": [0.02, 0.05, 0.2]}}
     asked = searched(LAWS[0], space, PUBLIC, privacy=TARGET, method={"name": "functional"})
     cost = cost_of(asked)
     assert cost.varies_cost and 1.98 < cost.guarantee.epsilon <= 2.0
-    for centre in (0.02, 0.05, 0.2):
-        trial = apply_values(asked, {"method.centre": centre}, "r.yaml")
+    for center in (0.02, 0.05, 0.2):
+        trial = apply_values(asked, {"method.center": center}, "r.yaml")
         assert cost.trial_noise_multiplier(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
 
 
@@ -299,7 +301,7 @@ def test_splits_that_cannot_be_priced_are_refused(searched, space, privacy, word
 
 
 def generated_space(rng: np.random.Generator, target: bool) -> dict:
-    """A space that searches costly fields as fields, as sections, by `also`, or by several."""
+    """A space that searches costly fields as fields, as sections, by `linked`, or by several."""
 
     def training() -> dict:
         length = {"steps": int(rng.integers(20, 300))}
@@ -316,9 +318,9 @@ def generated_space(rng: np.random.Generator, target: bool) -> dict:
         space["training"] = {"choice": [training() for _ in range(rng.integers(1, 4))]}
     elif rng.random() < 0.5:
         space["training.batch_size"] = {"integer": [30, int(rng.integers(31, 500))]}
-        space["training.steps"] = {"choice": [50, 250], "also": ["training.init_seed"]}
+        space["training.steps"] = {"choice": [50, 250], "linked": ["training.init_seed"]}
     else:
-        space["training.init_seed"] = {"choice": [60, 200], "also": ["training.steps"]}
+        space["training.init_seed"] = {"choice": [60, 200], "linked": ["training.steps"]}
     if rng.random() < 0.5:
         space["privacy"] = {"choice": [privacy() for _ in range(2)]}
     elif not target:
@@ -334,10 +336,10 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
     """Trials drawn from generated spaces: the search is priced at least as high as the same search
     over that one training, computed here from the trial's own numbers."""
     rng = np.random.default_rng(100 * seed + target)
-    law = LAWS[seed % 4]
+    num_trials = LAWS[seed % 4]
     privacy = TARGET if target else {"noise_multiplier": 2.0, "delta": 1e-5}
     public = {"score": {"public": {"name": "digits"}}}
-    asked = searched(law, generated_space(rng, target), tune=public, privacy=privacy)
+    asked = searched(num_trials, generated_space(rng, target), tune=public, privacy=privacy)
     check_space(asked, "r.yaml")
     cost = cost_of(asked)
     assert not target or cost.guarantee.epsilon <= 2.0
@@ -349,10 +351,10 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
         cost.trial_limit.check(plan, "r.yaml")
         rate = trial.training.batch_size / records
         steps = trial.training.steps or trial.training.epochs * records // trial.training.batch_size
-        if law["name"] == "fixed":
+        if num_trials["name"] == "fixed":
             own = (GaussianSteps(4 * steps, noise, rate),)
         else:
-            shape = cost.law.secret_law.shape
+            shape = cost.num_trials.secret_distribution.shape
             own = (RepeatAndSelect((GaussianSteps(steps, noise, rate),), 4.0, shape),)
         alone = PrivacyPlan(records, own, 1e-5).guarantee().epsilon
         assert alone <= cost.guarantee.epsilon * (1 + 1e-9)
@@ -411,7 +413,9 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     recipe, tmp_path, capsys, monkeypatch
 ):
     """Secure-SGD's paid r: the noise said to meet epsilon 2 meets it together with r's release."""
-    monkeypatch.setattr(preview, "iter_laws", lambda asked, means: [(asked.tune.law, True)])
+    monkeypatch.setattr(
+        preview, "iter_distributions", lambda asked, means: [(asked.tune.num_trials, True)]
+    )
     paid = {"source": "paid", "noise_multiplier": 6.0}
     asked = recipe(
         data={"name": "mine", "root": "/nowhere"},
@@ -425,10 +429,10 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     noise = float(re.search(r"one untuned run: noise multiplier ([\d.]+), epsilon 2", head)[1])
     together = (GaussianReleases(6.0), GaussianSteps(100, noise, 200 / 2000))
     assert 1.99 < PrivacyPlan(2000, together, 1e-5).guarantee().epsilon < 2.001
-    law = SelectionLaw(3.0, 1.0)
-    expected = search_guarantee(together, law, records=2000, delta=1e-5).epsilon
+    num_trials = TrialDistribution(3.0, 1.0)
+    expected = search_guarantee(together, num_trials, records=2000, delta=1e-5).epsilon
     assert float(re.search(r"mean 3 +([\d.]+)", own)[1]) == pytest.approx(expected, rel=2e-3)
-    steps_alone = search_guarantee(together[1:], law, records=2000, delta=1e-5).epsilon
+    steps_alone = search_guarantee(together[1:], num_trials, records=2000, delta=1e-5).epsilon
     assert steps_alone < 0.95 * expected
 
 
@@ -448,7 +452,7 @@ OF_EACH = [
     ("transdenoiser", {"variant": "full"}, {**OPEN, "clipping": "flat"}),
     ("residual", {"gamma": 0.1}, TARGET),
     ("residual", {"gamma": 0.1}, OPEN),
-    ("functional", {"centre": 0.2, "rounds": 3}, TARGET),
+    ("functional", {"center": 0.2, "rounds": 3}, TARGET),
     ("stobatch", {}, TARGET),
     ("dpal", {}, OPEN),
     (
@@ -479,7 +483,7 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
     asked = recipe(
         data={"name": "mine", "root": "/nowhere"}, model=model, method={"name": name, **options},
         privacy=privacy, training={"batch_size": 200, "steps": 100},
-        tune={"score": {"public": {"name": "digits"}}, "law": ONE_RUN},
+        tune={"score": {"public": {"name": "digits"}}, "num_trials": ONE_RUN},
         certify={"sigma": 0.25},
     )  # fmt: skip
     sizes = preview.sizes_without_data(asked, 2000, "r.yaml")
@@ -490,7 +494,7 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
     assert shown == run
     assert run.phases == asked.method.cost(GaussianSteps(100, noise, 200 / 2000))
     assert shown.guarantee().epsilon <= (asked.privacy.epsilon or math.inf)
-    row = preview.law_cost(asked, asked.tune.law, True, sizes, noise, "r.yaml")
+    row = preview.distribution_cost(asked, asked.tune.num_trials, True, sizes, noise, "r.yaml")
     assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
     if asked.privacy.epsilon is not None:
         assert row.noise_multiplier == pytest.approx(noise, rel=1e-3)

@@ -16,7 +16,7 @@ from dpdist.cluster.executor import LocalExecutor, open_executor
 from dpdist.core import console
 from dpdist.core.files import write_json
 from dpdist.privacy.ledger import Ledger
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.tuning.manifest import SearchFolder, read_trials
 from dpdist.tuning.trial import prepare_trial, train_until
 
@@ -41,7 +41,7 @@ def fixed(runs: int, **sections: object) -> dict[str, object]:
     """Sections of a search of so many trials, scored on public records."""
     tune = {
         "space": {"training.learning_rate": {"choice": [0.1, 0.5], "log_uniform": None}},
-        "law": {"name": "fixed", "runs": runs, "mean": None},
+        "num_trials": {"name": "fixed", "runs": runs, "mean": None},
         "score": {"public": {"name": "digits"}},
     }
     return {"privacy": {"noise_multiplier": 8.0, "delta": 1e-4}, "tune": tune, **sections}
@@ -87,7 +87,7 @@ def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_tri
     run_trials(search)
     search._choose_winner()
     search.run(LocalExecutor())
-    facts = read_facts(search.run_folder)
+    facts = load_results(search.run_folder)
     lost = next(n for n, trial in enumerate(facts.search.trials) if not trial.chosen)
     own = SearchFolder(facts.folder).trial_folder(lost)
     with Ledger.open(own.ledger, own.read_plan().fingerprint()) as ledger:
@@ -95,7 +95,7 @@ def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_tri
         for step in range(4):
             ledger.record(step, "ab" * 31 + f"{step:02x}")
     exact = full_batch_epsilon(3 * 4 + 4, 8.0, 1e-4)
-    after = read_facts(facts.folder).guarantee.epsilon
+    after = load_results(facts.folder).guarantee.epsilon
     assert exact <= after <= exact * 1.005 + 1e-3
 
 
@@ -105,7 +105,7 @@ def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_tri
 @pytest.mark.long
 def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     """Begun, in the middle of its training, trained and not scored yet; nothing of the others."""
-    search = begin(recipe(tune={"law": {"name": "binomial", "mean": 4, "runs": 4}}))
+    search = begin(recipe(tune={"num_trials": {"name": "binomial", "mean": 4, "runs": 4}}))
     first, second, third, _ = _trials(search)
     assert search.stages() == []
     for trial in (first, second, third):
@@ -130,7 +130,7 @@ def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
 
 
 def test_the_rate_of_a_search_that_goes_on_is_that_of_this_session(begin, recipe, monkeypatch):
-    search = begin(recipe(tune={"law": {"name": "fixed", "mean": None, "runs": 4}}))
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "mean": None, "runs": 4}}))
     trials, unfinished, seen = _trials(search), [0, 1], []
     monkeypatch.setattr(search, "_unfinished_trials", lambda: unfinished)
     for count in (2, 2, 1):  # two were finished in an earlier session
@@ -141,10 +141,10 @@ def test_the_rate_of_a_search_that_goes_on_is_that_of_this_session(begin, recipe
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("law", ["fixed", "binomial"])
-def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, monkeypatch):
-    more = {"runs": 2} if law == "fixed" else {"runs": 2, "mean": 2}
-    search = begin(recipe(tune={"law": {"name": law, "mean": None, **more}}))
+@pytest.mark.parametrize("num_trials", ["fixed", "binomial"])
+def test_a_log_tells_of_trials_only_where_they_are_public(num_trials, begin, recipe, monkeypatch):
+    more = {"runs": 2} if num_trials == "fixed" else {"runs": 2, "mean": 2}
+    search = begin(recipe(tune={"num_trials": {"name": num_trials, "mean": None, **more}}))
     monkeypatch.setattr(search, "stages", lambda: ["trial 0 training, step 1 of 4"])
     lines: list[str] = []
     monkeypatch.setattr(console, "log", lines.append)
@@ -153,7 +153,7 @@ def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, mo
     )
     with open_executor("local") as executor:
         pipeline.search_stage(search, executor)
-    assert any("trial 0 training" in line for line in lines) == (law == "fixed"), lines
-    assert any("0 of 2 trials" in line for line in lines) == (law == "fixed")
-    if law != "fixed":
+    assert any("trial 0 training" in line for line in lines) == (num_trials == "fixed"), lines
+    assert any("0 of 2 trials" in line for line in lines) == (num_trials == "fixed")
+    if num_trials != "fixed":
         assert not any(word in line for line in lines for word in ("0 of", "2 trials"))

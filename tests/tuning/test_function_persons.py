@@ -40,7 +40,7 @@ WIDTH, PATIENTS, MOST = 4, 30, 2
 LAW = {"name": "fixed", "runs": 2}
 SPACE = {"lr": {"log_uniform": [0.05, 1.0]}}
 PERSONS = {
-    "noise_multiplier": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST,
+    "noise_multiplier": 4.0, "delta": 1e-3, "unit": "user", "max_records_per_user": MOST,
 }  # fmt: skip
 
 
@@ -76,12 +76,13 @@ def build(config: Any, kind: Callable[..., Any] = torch.optim.SGD) -> PrivateTra
 
 def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
     options = {
-        "data": as_records(TRAINED), "score": {"held_out": as_records(SCORED), "noise": 2.0},
-        "privacy": PERSONS, "law": LAW, **given,
+        "data": as_records(TRAINED), "score": {"private_eval_data": as_records(SCORED),
+        "noise": 2.0},
+        "privacy": PERSONS, "num_trials": LAW, **given,
     }  # fmt: skip
     rest = {"searcher": "random", "concurrent": None, "resources": options.get("resources")}
     search = searching._check_function_search(
-        train, SPACE, options["data"], options["law"], options["score"], options["privacy"],
+        train, SPACE, options["data"], options["num_trials"], options["score"], options["privacy"],
         RunFolder(folder.resolve()), rest,
     )  # fmt: skip
     search.begin()
@@ -116,8 +117,8 @@ def finish(search: searching.FunctionSearch) -> RunFolder:
 def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     plan = search.cost.plan
-    assert plan.records == PATIENTS and plan.group is not None
-    assert plan.group.max_records == MOST and plan.counted == "groups"
+    assert plan.records == PATIENTS and plan.user is not None
+    assert plan.user.max_records == MOST and plan.counted == "groups"
     steps, scores = GaussianSteps(2 * 3, 4.0, 10 / PATIENTS, None), GaussianReleases(2.0, 2)
     assert plan.phases == (ParallelParts(((steps,), (scores,))),)
     assert "the number of held-out groups (12) is public" in read_terms(search.folder)["assumed"]
@@ -132,7 +133,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
         exact = sum(right[units == unit].mean() for unit in set(SCORED[2]))
         assert abs(score * 12 - exact) < 2.0 * 5
     run = finish(search)
-    facts = dpdist.read_facts(run)
+    facts = dpdist.load_results(run)
     assert facts.guarantee == search.cost.guarantee and facts.guarantee.kind == "proved"
     assert "group" in str(facts.guarantee)
     record = searching.read_json(run.search_record)
@@ -142,14 +143,14 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
 @pytest.mark.long
 def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
     """Removed, or replaced by another one with more visits: the search's own sum of values."""
-    search = begin(tmp_path / "own", score={"held_out": as_records(SCORED), "noise": 2.0,
+    search = begin(tmp_path / "own", score={"private_eval_data": as_records(SCORED), "noise": 2.0,
                                              "value": dpdist.brier_score()})  # fmt: skip
     function, model = search._explorer.function, nn.Linear(WIDTH, 2)
 
     def total(given: tuple[np.ndarray, np.ndarray, list[str]]) -> float:
         privacy = searching._parse_privacy(PERSONS)
         scored, value, _ = searching._parse_score(
-            {"held_out": as_records(given), "value": function.value}, privacy
+            {"private_eval_data": as_records(given), "value": function.value}, privacy
         )
         values = searching.RecordValues(scored, value, torch.device("cpu"))
         return values.private_units(model, bytes(32)) / UNITS
@@ -169,9 +170,9 @@ def shared(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:
 
 
 REFUSED = [
-    ({"score": {"held_out": shared(SCORED)}}, "share no unit with data, got 1 in common"),
+    ({"score": {"private_eval_data": shared(SCORED)}}, "share no unit with data, got 1 in common"),
     ({"score": {"public": shared(SCORED)}}, "must share no unit with data"),
-    ({"score": {"held_out": SCORED[:2]}}, "must say whom each record belongs to"),
+    ({"score": {"private_eval_data": SCORED[:2]}}, "must say whom each record belongs to"),
     ({"data": TRAINED[:2]}, "must say whom each record belongs to"),
     ({"privacy": {**PERSONS, "budget": "b"}}, "never mixes them with groups"),
 ]
@@ -197,7 +198,7 @@ def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coa
     """Trained and scored records pay for the whole search; none of its trials does besides."""
     budget = tmp_path / "budget"
     privacy = {"noise_multiplier": 4.0, "delta": 1e-3, "budget": str(budget)}
-    given = {"privacy": privacy, "data": rows(60, 1), "score": {"held_out": rows(20, 2)}}
+    given = {"privacy": privacy, "data": rows(60, 1), "score": {"private_eval_data": rows(20, 2)}}
     search = begin(tmp_path / "own", **given)
     search._charge_budget()
     (known,) = read_budgets(budget)
@@ -261,11 +262,11 @@ def train(config):
 if __name__ == "__main__":
     search = dpdist.tune(
         train, {"lr": {"log_uniform": [0.01, 1.0]}}, data=part(slice(120)),
-        law={"name": "fixed", "runs": 2},
-        score={"held_out": part(slice(120, 160)), "value": dpdist.brier_score(), "noise": 1.0},
-        privacy=dict(
-            noise_multiplier=4.0, delta=1e-3, run_key="7f" * 32, unit="group",
-            max_records_per_group=2,
+        num_trials={"name": "fixed", "runs": 2},
+        score={"private_eval_data": part(slice(120, 160)), "value": dpdist.brier_score(), "noise":
+        1.0}, privacy=dict(
+            noise_multiplier=4.0, delta=1e-3, run_key="7f" * 32, unit="user",
+            max_records_per_user=2,
         ),
         folder=sys.argv[1], executor=sys.argv[2], resources={"workers": int(sys.argv[3])},
     )

@@ -50,7 +50,7 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, RECORDS, HELD_OUT = 6, 120, 40
+WIDTH, RECORDS, EVAL_DATA = 6, 120, 40
 FIXED, POISSON = {"name": "fixed", "runs": 3}, {"name": "poisson", "mean": 3.0}
 PRIVATE = {"noise_multiplier": 4.0, "delta": 1e-3}
 SPACE = {"lr": {"log_uniform": [0.05, 2.0]}}
@@ -62,7 +62,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs.sum(1) > WIDTH / 2).long()
 
 
-TRAINED, SCORED = rows(RECORDS, 1), rows(HELD_OUT, 2)
+TRAINED, SCORED = rows(RECORDS, 1), rows(EVAL_DATA, 2)
 
 
 def build(config: Any, *, model: nn.Module | None = None, **given: Any) -> PrivateTraining:
@@ -80,14 +80,14 @@ def build(config: Any, *, model: nn.Module | None = None, **given: Any) -> Priva
 def prepare(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
     """A search as `dpdist.tune` prepares it; on public records unless told otherwise."""
     options = {
-        "space": SPACE, "data": TRAINED, "law": FIXED, "score": {"public": SCORED},
+        "space": SPACE, "data": TRAINED, "num_trials": FIXED, "score": {"public": SCORED},
         "privacy": PRIVATE, **given,
     }  # fmt: skip
     rest = {
         "searcher": options.get("searcher", "random"), "concurrent": None, "resources": None,
     }  # fmt: skip
     return searching._check_function_search(
-        train, options["space"], options["data"], options["law"], options["score"],
+        train, options["space"], options["data"], options["num_trials"], options["score"],
         options["privacy"], RunFolder(folder.resolve()), rest,
     )  # fmt: skip
 
@@ -130,12 +130,14 @@ def finish(search: searching.FunctionSearch) -> RunFolder:
 # --- the price --------------------------------------------------------------------------------
 
 
-def recipe_of_same_mechanism(law: dict[str, Any], score: Any, privacy: Any, space: Any) -> Recipe:
+def recipe_of_same_mechanism(
+    num_trials: dict[str, Any], score: Any, privacy: Any, space: Any
+) -> Recipe:
     return parse_recipe(
         {
             "name": "x", "data": {"name": "digits"}, "model": "linear", "privacy": privacy,
             "training": {"batch_size": 20, "steps": 4, "learning_rate": 0.5},
-            "tune": {"space": space, "law": law, "score": score},
+            "tune": {"space": space, "num_trials": num_trials, "score": score},
         },
         "r.yaml",
     )  # fmt: skip
@@ -153,7 +155,7 @@ def test_rates_by_class_are_those_of_every_trial(tmp_path):
 
     def rare(config: Any) -> PrivateTraining:
         counts = {0: RECORDS - ones, 1: ones}
-        return build(config, rates={0: config.get("more", 2), 1: 1}, class_counts=counts)
+        return build(config, class_sampling={0: config.get("more", 2), 1: 1}, class_counts=counts)
 
     priced = prepare(tmp_path / "one", rare).cost.plan
     assert priced.guarantee().epsilon > prepare(tmp_path / "none").cost.plan.guarantee().epsilon
@@ -162,16 +164,18 @@ def test_rates_by_class_are_those_of_every_trial(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
-@pytest.mark.parametrize("kind", ["public", "held_out"])
-def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(tmp_path, coarse_grid, law, kind):
-    search = prepare(tmp_path / "own", law=law, score={kind: SCORED})
+@pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
+@pytest.mark.parametrize("kind", ["public", "private_eval_data"])
+def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(
+    tmp_path, coarse_grid, num_trials, kind
+):
+    search = prepare(tmp_path / "own", num_trials=num_trials, score={kind: SCORED})
     score = {"public": {"name": "digits"}} if kind == "public" else {}
     recipe = recipe_of_same_mechanism(
-        law, score, PRIVATE, {"training.learning_rate": {"log_uniform": [0.05, 2.0]}}
+        num_trials, score, PRIVATE, {"training.learning_rate": {"log_uniform": [0.05, 2.0]}}
     )
     counts = RecordCounts(RECORDS, 0.0, lambda fraction: RECORDS)
-    other = SearchCost(recipe, counts, recipe.tune.law)
+    other = SearchCost(recipe, counts, recipe.tune.num_trials)
     assert search.cost.plan == other.plan
     assert search.cost.guarantee == other.guarantee
     assert search.cost.score_noise == other.score_noise
@@ -179,8 +183,8 @@ def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(tmp_path, coars
 
 
 def test_the_plan_is_the_one_of_the_theorem(tmp_path, coarse_grid):
-    score = {"held_out": SCORED, "noise": 5.0}
-    search = prepare(tmp_path / "own", law=POISSON, score=score)
+    score = {"private_eval_data": SCORED, "noise": 5.0}
+    search = prepare(tmp_path / "own", num_trials=POISSON, score=score)
     steps = GaussianSteps(4, 4.0, 20 / RECORDS, None)
     both = ParallelParts(((steps,), (GaussianReleases(5.0, 1),)))
     wanted = PrivacyPlan(RECORDS, (RepeatAndSelect((both,), 3.0, math.inf),), 1e-3, clip_norm=1.0)
@@ -190,12 +194,12 @@ def test_the_plan_is_the_one_of_the_theorem(tmp_path, coarse_grid):
 def test_values_that_change_the_cost_are_priced_as_the_recipe_s(tmp_path, coarse_grid):
     # The dearest combination is none of the ends.
     space = {"batch": {"choice": [20, 40, 30]}, "steps": {"choice": [4, 8, 6]}}
-    search = prepare(tmp_path / "own", space=space, law=POISSON)
+    search = prepare(tmp_path / "own", space=space, num_trials=POISSON)
     recipe = recipe_of_same_mechanism(
         POISSON, {"public": {"name": "digits"}}, PRIVATE,
         {"training.batch_size": space["batch"], "training.steps": space["steps"]},
     )  # fmt: skip
-    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.law)
+    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.num_trials)
     assert search.cost.plan == other.plan and search.cost.guarantee == other.guarantee
     dearest = search.plan_trial({"batch": 40, "steps": 8})[1]
     assert dearest.phases == (GaussianSteps(8, 4.0, 40 / RECORDS, None),)
@@ -205,12 +209,12 @@ def test_values_that_change_the_cost_are_priced_as_the_recipe_s(tmp_path, coarse
 
 def test_a_target_is_met_by_noise_that_the_search_finds(tmp_path, coarse_grid):
     privacy = {"epsilon": 3.0, "delta": 1e-3}
-    search = prepare(tmp_path / "own", privacy=privacy, law=POISSON)
+    search = prepare(tmp_path / "own", privacy=privacy, num_trials=POISSON)
     recipe = recipe_of_same_mechanism(
         POISSON, {"public": {"name": "digits"}}, privacy,
         {"training.learning_rate": {"log_uniform": [0.05, 2.0]}},
     )  # fmt: skip
-    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.law)
+    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.num_trials)
     assert search.cost.noise_multiplier == other.noise_multiplier
     assert 2.9 < search.cost.guarantee.epsilon <= 3.0
     found = search.plan_trial({"lr": 0.5})[1].phases
@@ -286,7 +290,7 @@ class Owned(dpdist.Records):
 
 OWNED = Owned(TRAINED, [f"person {each}" for each in range(RECORDS)])
 CHANGING = Owned(rows(RECORDS, 3), OWNED.units)
-SAME_OWNER = Owned(SCORED, ["person 7"] * HELD_OUT)
+SAME_OWNER = Owned(SCORED, ["person 7"] * EVAL_DATA)
 
 
 def keyed(config: Any) -> PrivateTraining:
@@ -312,15 +316,17 @@ REFUSED = [
      "train: privacy.noise_multiplier: must be that of config.privacy"),
     (others_records, {}, "train: data: must be config.data"),
     (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
-    (build, {"data": OWNED, "score": {"held_out": SAME_OWNER}},
+    (build, {"data": OWNED, "score": {"private_eval_data": SAME_OWNER}},
      "privacy.unit: must be group, for the largest unit has 41 records"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
-    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.ones(1) * 7}},
+    (build, {"score": {"private_eval_data": SCORED, "value": lambda model,
+    batch: torch.ones(1) * 7}},
      r"score.value: must return a value in \[0, 1\] for each private record, got 7"),
-    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.rand(1)}},
+    (build, {"score": {"private_eval_data": SCORED, "value": lambda model, batch: torch.rand(1)}},
      "score.value: must not draw random numbers"),
-    (build, {"score": {"held_out": TRAINED}}, "held-out records must not be in data, got 120"),
+    (build, {"score": {"private_eval_data": TRAINED}},
+    "held-out records must not be in data, got 120"),
     (build, {"score": {"public": TRAINED}}, "must share no record with data, got 120"),
 ]  # fmt: skip
 
@@ -331,7 +337,7 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
     MODELS.clear()
     CALLS.clear()
     options = {
-        "space": SPACE, "data": TRAINED, "law": FIXED, "score": {"public": SCORED},
+        "space": SPACE, "data": TRAINED, "num_trials": FIXED, "score": {"public": SCORED},
         "privacy": PRIVATE, **given,
     }  # fmt: skip
     with pytest.raises(UserError, match=said) as caught:
@@ -356,7 +362,9 @@ def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
 @pytest.mark.long
 def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     """With the keys of the search; another trial, another model and another sum: another noise."""
-    search = begin(tmp_path / "own", score={"held_out": SCORED, "noise": 3.0}, law=FIXED)
+    search = begin(
+        tmp_path / "own", score={"private_eval_data": SCORED, "noise": 3.0}, num_trials=FIXED
+    )
     seen = set()
     for number in range(3):
         (score,) = run_trial(search, number)["scores"]
@@ -372,7 +380,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
         length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
         normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
         assert own.read_run_key() == derive_key(trial.key, "run key")
-        assert score * HELD_OUT == pytest.approx(total + 3.0 * normal, abs=1e-5)
+        assert score * EVAL_DATA == pytest.approx(total + 3.0 * normal, abs=1e-5)
         seen.add(normal)
     assert len(seen) == 3
 
@@ -391,7 +399,7 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
         assert own.fixed_key_marker.exists()
     assert len(keys) == 3
     run = finish(search)
-    facts = dpdist.read_facts(run)
+    facts = dpdist.load_results(run)
     assert facts.guarantee == search.cost.guarantee
     assert set(searching.ASSUMED) < set(facts.privacy_card()["assumptions"])
     result = dpdist.SearchResult(run)
@@ -414,7 +422,7 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
     """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
 
     Nor is the ended search the answer to another one's question."""
-    search = begin(tmp_path / "own", law={"name": "fixed", "runs": 1})
+    search = begin(tmp_path / "own", num_trials={"name": "fixed", "runs": 1})
     run_trial(search, 0)
     run = finish(search)
     for folder in (run.path, search.folder.trial_folder(0).path):
@@ -424,9 +432,9 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         )  # fmt: skip
         with pytest.raises(UserError, match="belongs to a search, which is paid for as a whole"):
             build(config)
-    assert prepare(run.path, law={"name": "fixed", "runs": 1}).run_folder == run
+    assert prepare(run.path, num_trials={"name": "fixed", "runs": 1}).run_folder == run
     with pytest.raises(UserError, match="the search ended, and was on other private records"):
-        prepare(run.path, law={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
+        prepare(run.path, num_trials={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
 
     def heavier(config: Any) -> PrivateTraining:
         model = nn.Linear(WIDTH, 2)
@@ -434,7 +442,7 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         return build(config, model=model, optimizer=slow)
 
     with pytest.raises(UserError, match="train: must build the model, optimizer and settings"):
-        prepare(run.path, heavier, law={"name": "fixed", "runs": 1})
+        prepare(run.path, heavier, num_trials={"name": "fixed", "runs": 1})
 
 
 @pytest.mark.long
@@ -443,7 +451,7 @@ def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_gr
     from dpdist.tuning.searchers import ManifestSearcher
     from dpdist.tuning.trial import _make_suggester
 
-    options = {"score": {"held_out": SCORED, "noise": 3.0}, "searcher": "optuna"}
+    options = {"score": {"private_eval_data": SCORED, "noise": 3.0}, "searcher": "optuna"}
     search = begin(tmp_path / "own", **options)
     assert [trial.values for trial in read_trials(search.folder)] == [None] * 3
     assert search.cost.plan == prepare(tmp_path / "other", score=options["score"]).cost.plan
@@ -461,8 +469,8 @@ def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_gr
 
 @pytest.mark.slow
 def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
-    law = {"name": "negative-binomial", "shape": 1000.0, "mean": 4.0}
-    search = begin(tmp_path / "own", law=law)
+    num_trials = {"name": "negative-binomial", "shape": 1000.0, "mean": 4.0}
+    search = begin(tmp_path / "own", num_trials=num_trials)
     count = len(read_trials(search.folder))
     for number in range(count):
         run_trial(search, number)
@@ -527,7 +535,7 @@ def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coar
     known = search._explorer.function
     for other in (
         {"records": dpdist.as_records(rows(RECORDS, 9))},
-        {"scored": dpdist.as_records(rows(HELD_OUT, 9))},
+        {"scored": dpdist.as_records(rows(EVAL_DATA, 9))},
     ):
         search._explorer.function = dataclasses.replace(known, **other)
         number = 0 if "records" in other else 1
@@ -552,9 +560,9 @@ def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coars
         return build(config, model=model, optimizer=kind(model.parameters(), lr=0.1))
 
     space = {"kind": {"choice": ["fine", "step"]}}
-    law = {"name": "fixed", "runs": 8}
+    num_trials = {"name": "fixed", "runs": 8}
     for attempt in range(6):  # a key whose 8 draws are of one kind comes once in 128
-        search = begin(tmp_path / f"own{attempt}", train, space=space, law=law)
+        search = begin(tmp_path / f"own{attempt}", train, space=space, num_trials=num_trials)
         kinds = [trial.values["kind"] for trial in read_trials(search.folder)]
         if len(set(kinds)) == 2:
             break
@@ -606,8 +614,11 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
     with pytest.raises(UserError, match="the private records changed since this search was begun"):
         prepare(tmp_path / "own", data=rows(RECORDS, 8))
     with pytest.raises(UserError, match="the private records changed"):
-        prepare(tmp_path / "own", score={"public": rows(HELD_OUT, 8)})
-    for other in ({"law": {"name": "fixed", "runs": 4}}, {"space": {"lr": {"uniform": [0.1, 1]}}}):
+        prepare(tmp_path / "own", score={"public": rows(EVAL_DATA, 8)})
+    for other in (
+        {"num_trials": {"name": "fixed", "runs": 4}},
+        {"space": {"lr": {"uniform": [0.1, 1]}}},
+    ):
         with pytest.raises(UserError, match=r"folder: .*give another folder, or the same"):
             prepare(tmp_path / "own", **other)
     search.folder.settings_file(0).parent.mkdir()
@@ -632,11 +643,11 @@ def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
         for module in (searching, sys.modules["dpdist.tuning.search"]):
             patched.setattr(module, "write_json", broken)
         with pytest.raises(KeyboardInterrupt):
-            begin(tmp_path / "own", law=POISSON)
+            begin(tmp_path / "own", num_trials=POISSON)
     folder = SearchFolder(RunFolder(tmp_path / "own"))
     drawn = folder.manifest.read_bytes()
     assert not folder.terms.exists()
-    search = begin(tmp_path / "own", law=POISSON)
+    search = begin(tmp_path / "own", num_trials=POISSON)
     assert folder.manifest.read_bytes() == drawn and read_terms(search.folder)["assumed"]
     known = read_json(folder.path / "built.json")
     values = [trial.values for trial in read_trials(folder)]
@@ -662,7 +673,7 @@ def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid)
             config, model=model, optimizer=optimizer, resources={"checkpoint_seconds": 1e-6}
         )
 
-    privacy, score = {**PRIVATE, "run_key": "7f" * 32}, {"held_out": SCORED, "noise": 3.0}
+    privacy, score = {**PRIVATE, "run_key": "7f" * 32}, {"private_eval_data": SCORED, "noise": 3.0}
     options = {"privacy": privacy, "score": score}
     whole = begin(tmp_path / "whole", train, **options)
     search = begin(tmp_path / "own", train, **options)
@@ -735,7 +746,7 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
         optimizer = Noting(model.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return build(
-            config, model=model, optimizer=optimizer, state=[scheduler], held_out=rows(30, 3),
+            config, model=model, optimizer=optimizer, state=[scheduler], eval_data=rows(30, 3),
             privacy=config.privacy.model_copy(update={"clip_norm": config["clip"]}),
         )  # fmt: skip
 
@@ -748,7 +759,7 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
     chosen = run.read_recipe()
     assert chosen.data.root == run.path / "held-out" and chosen.data.root.is_dir()
     searching.evaluate_stage(chosen, run)
-    assert dpdist.read_facts(run).evaluation["inputs"] == 30
+    assert dpdist.load_results(run).evaluation["inputs"] == 30
     assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
 
 
@@ -794,8 +805,8 @@ def input_or_none():
 if __name__ == "__main__":
     search = dpdist.tune(
         train, {"lr": {"log_uniform": [0.05, 2.0]}}, data=(inputs[:120], labels[:120]),
-        law={"name": "fixed", "runs": 3}, score={"held_out": (inputs[120:], labels[120:])},
-        privacy={"noise_multiplier": 4.0, "delta": 1e-3, "run_key": "7f" * 32},
+        num_trials={"name": "fixed", "runs": 3}, score={"private_eval_data": (inputs[120:],
+        labels[120:])}, privacy={"noise_multiplier": 4.0, "delta": 1e-3, "run_key": "7f" * 32},
         folder=sys.argv[1], executor=sys.argv[2],
     )
     told = [dict(values=t.values, scores=t.scores, chosen=t.chosen) for t in search.trials]

@@ -1,4 +1,4 @@
-"""A private search whose unit is a group: whole groups are held out, and each is counted once."""
+"""A private search whose unit is a user: users are held out, and each is counted once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
-from support.groups import GROUPS, MOST, recipe_of, write
 from support.training import parameters
+from support.users import GROUPS, MOST, recipe_of, write
 
 from dpdist import UserError, models, pipeline
 from dpdist.cluster.executor import LocalExecutor
-from dpdist.config.search import LawRecipe, ScoreRecipe
+from dpdist.config.search import NumTrialsRecipe, ScoreRecipe
 from dpdist.core.files import read_json
-from dpdist.data.dataset import Dataset, GroupedDataset
-from dpdist.data.record_hashes import GROUPS_FILE, hash_groups, write_hashes
+from dpdist.data.dataset import Dataset, UserDataset
+from dpdist.data.record_hashes import GROUPS_FILE, hash_users, write_hashes
 from dpdist.models import ModelSpec
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts
-from dpdist.privacy.plan import GroupUnit
+from dpdist.privacy.plan import UserUnit
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.records import data_source, records_with_canaries
@@ -44,8 +44,8 @@ pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 RUNS, NOISE = 3, 2.0
 TUNE: dict[str, Any] = {
     "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-    "law": {"name": "fixed", "runs": RUNS},
-    "score": {"hold_out": 0.3, "noise": NOISE},
+    "num_trials": {"name": "fixed", "runs": RUNS},
+    "score": {"private_eval_fraction": 0.3, "noise": NOISE},
 }
 
 
@@ -55,7 +55,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def public_scans(root: Path) -> None:
-    write(root, split="test", seed=1, groups=20, name="other {}")
+    write(root, split="test", seed=1, users=20, name="other {}")
 
 
 @pytest.fixture
@@ -72,31 +72,33 @@ def asked(root: Path, **sections: Any) -> Recipe:
 
 def sides(recipe: Recipe) -> tuple[Dataset, Dataset]:
     """The records that a trial trains on, and those that it is scored on."""
-    held = recipe.model_copy(update={"data": recipe.data.model_copy(update={"hold_out": 0.3})})
+    held = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"private_eval_fraction": 0.3})}
+    )
     return records_with_canaries(held, data_source(recipe)), scoring_data(recipe)
 
 
 def names(part: Dataset) -> set[bytes]:
-    return set(part.group_hashes.tolist())
+    return set(part.user_hashes.tolist())
 
 
 # --- what is counted ----------------------------------------------------------------------------
 
 
-def test_whole_groups_are_held_out_and_everything_is_counted_from_them(root, tmp_path):
+def test_whole_users_are_held_out_and_everything_is_counted_from_them(root, tmp_path):
     recipe = asked(root)
     search = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
     trained, scored = sides(recipe)
     assert len(trained) + len(scored) == GROUPS and 8 < len(scored) < 30
     assert not names(trained) & names(scored)
-    assert len(trained.hashes) + len(scored.hashes) > 3 * GROUPS, "groups are records"
+    assert len(trained.hashes) + len(scored.hashes) > 3 * GROUPS, "users are records"
     plan, (training, scores) = search.cost.plan, search.cost.plan.phases[0].parts
-    assert plan.group == GroupUnit("patient", MOST) and plan.records == len(trained)
+    assert plan.user == UserUnit("patient", MOST) and plan.records == len(trained)
     rate = 12 / len(trained)
     assert training == (GaussianSteps(4 * RUNS, 1.0, rate),)
     assert scores == (GaussianReleases(NOISE, RUNS),)
     trial = search.example_trial()[1]
-    assert trial.group == plan.group and trial.step(0).sample_rate == rate
+    assert trial.user == plan.user and trial.step(0).sample_rate == rate
     assert not (tmp_path / "x").exists()
 
 
@@ -113,7 +115,7 @@ def test_one_person_s_removal_moves_no_other_to_another_side(root, tmp_path, sha
         lost = [one - other for one, other in zip(before, after, strict=True)]
         assert not any(other - one for one, other in zip(before, after, strict=True))
         assert sum(map(len, lost)) <= 1
-        assert share or any(lost), "with no records aside, each group is on one of both sides"
+        assert share or any(lost), "with no records aside, each user is on one of both sides"
 
 
 def test_the_price_is_that_of_as_many_records_and_worked_out_by_dp_accounting(root, tmp_path):
@@ -121,10 +123,12 @@ def test_the_price_is_that_of_as_many_records_and_worked_out_by_dp_accounting(ro
     cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
     trained, _ = sides(recipe)
     single = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
-    same = SearchCost(single, RecordCounts(GROUPS, 0.3, lambda _: len(trained)), recipe.tune.law)
+    same = SearchCost(
+        single, RecordCounts(GROUPS, 0.3, lambda _: len(trained)), recipe.tune.num_trials
+    )
     assert cost.guarantee.epsilon == same.guarantee.epsilon
     assert cost.guarantee.relation == (
-        "zero-out of a whole group (all records of one value of patient, of which at most 3 count "
+        "zero-out of a user (all records of one value of patient, of which at most 3 count "
         "in a step)"
     )
     assert cost.one_training_guarantee.relation == cost.guarantee.relation
@@ -138,9 +142,9 @@ def test_the_price_is_that_of_as_many_records_and_worked_out_by_dp_accounting(ro
     assert not np.isclose(*paths), "the two sides would be taken for one another"
 
 
-def test_a_target_is_met_and_a_held_out_group_pays_no_more(root, tmp_path):
-    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
-    tune = {**TUNE, "score": {"hold_out": 0.3}}
+def test_a_target_is_met_and_a_held_out_user_pays_no_more(root, tmp_path):
+    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "user", "max_records_per_user": MOST}
+    tune = {**TUNE, "score": {"private_eval_fraction": 0.3}}
     cost = check_search(
         asked(root, privacy=privacy, tune=tune), RunFolder(tmp_path / "x"), "r.yaml"
     ).cost
@@ -154,35 +158,35 @@ def test_a_trial_for_single_records_is_not_covered(root, tmp_path):
     search = check_search(asked(root), RunFolder(tmp_path / "x"), "r.yaml")
     limit, trial = search.cost.trial_limit, search.example_trial()[1]
     assert limit.allows(trial)
-    assert not limit.allows(replace(trial, group=None))
-    assert not limit.allows(replace(trial, group=GroupUnit("patient", MOST + 1)))
-    records = TrialLimit(replace(limit.base_plan, group=None))
-    assert not records.allows(trial) and records.allows(replace(trial, group=None))
+    assert not limit.allows(replace(trial, user=None))
+    assert not limit.allows(replace(trial, user=UserUnit("patient", MOST + 1)))
+    records = TrialLimit(replace(limit.base_plan, user=None))
+    assert not records.allows(trial) and records.allows(replace(trial, user=None))
 
 
 # --- the score ----------------------------------------------------------------------------------
 
 
-def stored(folder: Path, inputs: np.ndarray, labels: np.ndarray, whom: list[int]) -> GroupedDataset:
+def stored(folder: Path, inputs: np.ndarray, labels: np.ndarray, whom: list[int]) -> UserDataset:
     folder.mkdir()
     np.save(folder / "inputs.npy", inputs)
     np.save(folder / "labels.npy", labels)
-    write_hashes(folder, hash_groups(whom), GROUPS_FILE)
-    return GroupedDataset.from_records(Dataset(folder, "made/up", 10, folder.name), 2)
+    write_hashes(folder, hash_users(whom), GROUPS_FILE)
+    return UserDataset.from_records(Dataset(folder, "made/up", 10, folder.name), 2)
 
 
 WHOM = [0, 1, 1, 2, 2, 2, 3] + [4] * 9 + [place % 4 + 5 for place in range(24)]
 OBJECTIVES = [
     ScoreRecipe(),
-    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.03, draws=20),
-    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, draws=20),
+    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.03, samples=20),
+    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, samples=20),
 ]
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
     spec = ModelSpec("linear", (1, 8, 8), 10)
-    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    models.save(models.initialize(spec, 3), spec, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -197,11 +201,11 @@ def pictures(model) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: "+".join(s.objectives))
-def test_a_whole_group_moves_a_score_by_one_at_most(tmp_path, model, pictures, settings):
-    """Exact neighbour replay: all records of each group are taken away.
+def test_a_whole_user_moves_a_score_by_one_at_most(tmp_path, model, pictures, settings):
+    """Exact neighbor replay: all records of each user are taken away.
 
     The draws of a certificate are keyed by place, so the other records' are held as they were by
-    taking the last group's: groups are renamed so that each comes last once.
+    taking the last user's: users are renamed so that each comes last once.
     """
     moved = []
     for who in range(9):
@@ -222,7 +226,7 @@ def test_a_whole_group_moves_a_score_by_one_at_most(tmp_path, model, pictures, s
     assert max(moved) > 0.3 and len(set(moved)) > 2
 
 
-def test_a_score_is_the_mean_of_means_with_the_noise_of_one_group(tmp_path, model, pictures):
+def test_a_score_is_the_mean_of_means_with_the_noise_of_one_user(tmp_path, model, pictures):
     dataset = stored(tmp_path / "own", *pictures, WHOM)
     right = np.array([place % 3 != 0 for place in range(len(WHOM))], dtype=float)
     whom = np.array(WHOM)
@@ -255,11 +259,11 @@ def final_scores(search: Any) -> list[float]:
 
 @pytest.mark.long
 def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tmp_path, run_trials):
-    """Neighbour replay of a whole search under fixed keys: each trial trains to the same bits, and
-    the noisy sums, and so the best, move by at most the one group that is paid for."""
+    """Neighbor replay of a whole search under fixed keys: each trial trains to the same bits, and
+    the noisy sums, and so the best, move by at most the one user that is paid for."""
     recipe, own = asked(root), write(root)
     hidden = names(scoring_data(recipe))
-    held = [who for who in set(own) if hash_groups([who]) in hidden]
+    held = [who for who in set(own) if hash_users([who]) in hidden]
     who = max(held, key=own.count)
     assert own.count(who) > MOST
     fewer = tmp_path / "fewer"
@@ -280,13 +284,13 @@ def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tm
 def test_a_trained_person_moves_no_record_that_is_scored(root, tmp_path):
     own, recipe = write(root), asked(root)
     hidden = names(scoring_data(recipe))
-    who = max((each for each in set(own) if hash_groups([each]) not in hidden), key=own.count)
+    who = max((each for each in set(own) if hash_users([each]) not in hidden), key=own.count)
     write(tmp_path / "fewer", drop=who)
     public_scans(tmp_path / "fewer")
     assert scoring_data(asked(tmp_path / "fewer")).fingerprint == scoring_data(recipe).fingerprint
 
 
-def test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for(
+def test_each_score_of_a_search_counts_users_and_carries_the_noise_paid_for(
     root, tmp_path, run_trials, monkeypatch
 ):
     found = []
@@ -300,7 +304,7 @@ def test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for(
     search = searched(asked(root), tmp_path / "x", run_trials)
     assert {std for _, std in found} == {NOISE} and len(found) == RUNS
     scored = scoring_data(search.recipe)
-    whom = scored.group_hashes
+    whom = scored.user_hashes
     for number, (total, _) in enumerate(found):
         model = models.load(search.folder.trial_folder(number).model_folder)
         with torch.inference_mode():
@@ -312,40 +316,40 @@ def test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for(
 
 
 @pytest.mark.long
-def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
-    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
+def test_a_search_becomes_a_run_that_states_its_users(root, tmp_path):
+    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "user", "max_records_per_user": MOST}
     recipe = asked(root, privacy=privacy, certify={"sigma": 0.1, "n": 50, "max_inputs": 3})
     told = dict(pipeline.dry_run(recipe, runs=tmp_path / "runs"))
     _, scored = sides(recipe)
-    assert told["scored on"].startswith(f"{len(scored)} groups, held out, with noise 2 on their")
-    assert "zero-out of a whole group" in told["guarantee"]
+    assert told["scored on"].startswith(f"{len(scored)} users, held out, with noise 2 on their")
+    assert "zero-out of a user" in told["guarantee"]
     pipeline.tune(recipe, runs=tmp_path / "runs", context="r.yaml", executor="local")
     run = RunFolder(tmp_path / "runs" / "x")
-    facts = read_facts(run)
-    assert facts.guarantee.group is not None and 3.9 < facts.guarantee.epsilon <= 4.0
-    words = "held-out private groups, with noise"
+    facts = load_results(run)
+    assert facts.guarantee.user is not None and 3.9 < facts.guarantee.epsilon <= 4.0
+    words = "held-out private users, with noise"
     assert facts.search is not None and facts.search.scored_on == words
-    assert facts.search.plan.group == GroupUnit("patient", MOST)
+    assert facts.search.plan.user == UserUnit("patient", MOST)
     assert read_json(run.search_record)["scored_on"] == words
-    assert read_json(run.search_record)["one_training"]["group"] == facts.guarantee.group
+    assert read_json(run.search_record)["one_training"]["user"] == facts.guarantee.user
     terms = read_json(run.search_terms)
-    assert terms["plan"]["group"] == terms["trial"]["group"] == {
+    assert terms["plan"]["user"] == terms["trial"]["user"] == {
         "column": "patient", "max_records": MOST,
     }  # fmt: skip
-    assert run.read_plan().group == GroupUnit("patient", MOST)
+    assert run.read_plan().user == UserUnit("patient", MOST)
     card = facts.privacy_card()
-    assert card["relation"] == facts.guarantee.relation and card["unit"].startswith("a whole group")
+    assert card["relation"] == facts.guarantee.relation and card["unit"].startswith("a user")
     lines = "\n".join(card["assumptions"])
-    assert "every group lies in one part only, whatever the other groups are" in lines
-    assert "what is released beside the steps is clipped per group as well" in lines
+    assert "every user lies in one part only, whatever the other users are" in lines
+    assert "what is released beside the steps is clipped per user as well" in lines
     assert not [line for line in card["assumptions"] if "every record" in line]
     write_report(run)
     page = (run.path / "report" / "index.html").read_text()
-    assert words in page and "each whole group of training records is protected" in page.lower()
+    assert words in page and "each user is protected" in page.lower()
     write_release(run)
     verify_release(run.release_folder)
     page = (run.release_folder / "README.md").read_text()
-    assert "guarantee is about whole groups of training records" in page and "single" not in page
+    assert "guarantee is about users" in page and "single" not in page
     stated = json.loads((run.release_folder / "privacy_card.json").read_text())
     assert stated["guarantee"]["epsilon"] == facts.guarantee.epsilon
     again = prepare_search(recipe, run, "r.yaml", only_resume=True)
@@ -353,7 +357,7 @@ def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
 
 
 @pytest.mark.long
-def test_published_scores_are_shares_of_a_public_number_of_groups(root, tmp_path):
+def test_published_scores_are_shares_of_a_public_number_of_users(root, tmp_path):
     pipeline.tune(asked(root), runs=tmp_path, context="r.yaml", executor="local")
     run = RunFolder(tmp_path / "x")
     trained, scored = sides(asked(root))
@@ -366,13 +370,17 @@ def test_published_scores_are_shares_of_a_public_number_of_groups(root, tmp_path
     np.testing.assert_allclose(shown, np.array(states) * len(scored) / planned, atol=1e-5)
 
 
-@pytest.mark.parametrize("law", [LawRecipe(name="geometric", mean=3.0)], ids=lambda law: law.name)
-def test_a_secret_number_of_trials_is_of_groups_as_well(root, tmp_path, law):
-    tune = {**TUNE, "law": law.model_dump(exclude_none=True)}
+@pytest.mark.parametrize(
+    "num_trials",
+    [NumTrialsRecipe(name="geometric", mean=3.0)],
+    ids=lambda num_trials: num_trials.name,
+)
+def test_a_secret_number_of_trials_is_of_users_as_well(root, tmp_path, num_trials):
+    tune = {**TUNE, "num_trials": num_trials.model_dump(exclude_none=True)}
     cost = check_search(asked(root, tune=tune), RunFolder(tmp_path / "x"), "r.yaml").cost
     (inner,) = cost.plan.phases[0].phases
     assert isinstance(inner, ParallelParts)
-    assert cost.guarantee.group == GroupUnit("patient", MOST).description
+    assert cost.guarantee.user == UserUnit("patient", MOST).description
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -385,15 +393,15 @@ def refusal(recipe: Recipe, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_budget_of_records_takes_no_search_of_groups(root, tmp_path):
+def test_a_budget_of_records_takes_no_search_of_users(root, tmp_path):
     """Persons and records never mix: neither a search nor any of its trials can name a budget."""
     budget = {"budget": str(tmp_path / "budget")}
-    unit = {"noise_multiplier": 1.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
-    with pytest.raises(UserError, match="never mixes them with groups") as caught:
+    unit = {"noise_multiplier": 1.0, "delta": 1e-3, "unit": "user", "max_records_per_user": MOST}
+    with pytest.raises(UserError, match="never mixes them with users") as caught:
         asked(root, privacy={**unit, **budget})
     assert len(str(caught.value).splitlines()) == 1
     record = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3, **budget})
-    changed = {**TUNE, "space": {"privacy.unit": {"choice": ["record", "group"]}}}
+    changed = {**TUNE, "space": {"privacy.unit": {"choice": ["record", "user"]}}}
     assert "privacy.unit: cannot be searched: the guarantee is stated for one unit" in refusal(
         record.model_copy(update={"tune": type(record.tune).model_validate(changed)}),
         tmp_path / "x",
@@ -402,25 +410,25 @@ def test_a_budget_of_records_takes_no_search_of_groups(root, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "common"), [("patient {}", 15), ("stranger {}", 0)])
-def test_public_records_to_score_on_have_no_private_group(root, tmp_path, name, common):
-    write(root / "more", seed=7, groups=15, name=name)
+def test_public_records_to_score_on_have_no_private_user(root, tmp_path, name, common):
+    write(root / "more", seed=7, users=15, name=name)
     public = {"name": "scans", "root": str(root / "more"), "split": "train"}
     recipe = asked(root, tune={**TUNE, "score": {"public": public}})
     if not common:
         cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
-        assert cost.score_noise is None and cost.plan.group == GroupUnit("patient", MOST)
+        assert cost.score_noise is None and cost.plan.user == UserUnit("patient", MOST)
         return
-    assert f"tune.score.public: {common} groups of scans/train are in scans/train too" in (
+    assert f"tune.score.public: {common} users of scans/train are in scans/train too" in (
         refusal(recipe, tmp_path / "x")
     )
 
 
 def test_a_nameless_held_out_record_is_refused(root, tmp_path):
     write(root, change=lambda own: [*own[:-1], None])
-    assert "column 'patient' must name the group" in (refusal(asked(root), tmp_path / "x"))
+    assert "column 'patient' must name the user" in (refusal(asked(root), tmp_path / "x"))
 
 
-def test_a_search_goes_on_with_the_groups_it_was_begun_with(root, tmp_path):
+def test_a_search_goes_on_with_the_users_it_was_begun_with(root, tmp_path):
     recipe = asked(root)
     prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
     prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml", only_resume=True)
@@ -436,4 +444,4 @@ def test_a_search_goes_on_with_the_groups_it_was_begun_with(root, tmp_path):
 
 def _same_side(recipe: Recipe, one: str, other: str) -> bool:
     hidden = names(scoring_data(recipe))
-    return (hash_groups([one]) in hidden) == (hash_groups([other]) in hidden)
+    return (hash_users([one]) in hidden) == (hash_users([other]) in hidden)

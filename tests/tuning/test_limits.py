@@ -30,9 +30,9 @@ def allowed(*phases, **more) -> bool:
 def test_a_trial_is_of_the_relation_and_delta_that_were_accounted():
     cheap = (GaussianSteps(50, 4.0, 0.1),)
     assert allowed(*cheap)
-    assert not allowed(*cheap, neighbours="replace-one")
+    assert not allowed(*cheap, adjacency="replace-one")
     assert not allowed(*cheap, delta=1e-6)
-    replaced = replace(BASE, neighbours="replace-one")
+    replaced = replace(BASE, adjacency="replace-one")
     assert not TrialLimit(replaced).allows(replace(BASE, phases=cheap))
     assert TrialLimit(replaced).allows(replace(replaced, phases=cheap))
 
@@ -78,7 +78,7 @@ def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch)
             "score": {"public": {"name": "digits"}},
         },
     )
-    cost = SearchCost(asked, sizes, asked.tune.law, "r.yaml")
+    cost = SearchCost(asked, sizes, asked.tune.num_trials, "r.yaml")
     trial = apply_values(
         asked, {"training.batch_size": 300, "training.learning_rate": 0.1}, "r.yaml"
     )

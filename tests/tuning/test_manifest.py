@@ -27,7 +27,7 @@ KEY = bytes(range(32))
 
 
 def test_everything_is_drawn_before_and_read_back_never_redrawn(recipe, tmp_path):
-    tune = recipe(tune={"law": {"name": "poisson", "mean": 8.0}}).tune
+    tune = recipe(tune={"num_trials": {"name": "poisson", "mean": 8.0}}).tune
     folder = SearchFolder(RunFolder(tmp_path))
     ensure_manifest(folder, tune, KEY)
     before = folder.manifest.read_bytes()
@@ -43,14 +43,18 @@ def test_everything_is_drawn_before_and_read_back_never_redrawn(recipe, tmp_path
 
 
 def test_keys_and_values_do_not_depend_on_how_many_trials_there_are(recipe):
-    few = draw_trials(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}).tune, KEY)
-    many = draw_trials(recipe(tune={"law": {"name": "fixed", "runs": 9, "mean": None}}).tune, KEY)
+    few = draw_trials(
+        recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}).tune, KEY
+    )
+    many = draw_trials(
+        recipe(tune={"num_trials": {"name": "fixed", "runs": 9, "mean": None}}).tune, KEY
+    )
     assert many[:2] == few
 
 
 def test_an_adaptive_searcher_gets_keys_but_no_values(recipe):
-    law = {"name": "fixed", "runs": 3, "mean": None}
-    trials = draw_trials(recipe(tune={"law": law, "searcher": "optuna"}).tune, KEY)
+    num_trials = {"name": "fixed", "runs": 3, "mean": None}
+    trials = draw_trials(recipe(tune={"num_trials": num_trials, "searcher": "optuna"}).tune, KEY)
     assert [trial.values for trial in trials] == [None] * 3
 
 

@@ -55,7 +55,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
         privacy={"run_key": "33" * 32},
         training={"batch_size": 20, "steps": 400},
         resources={"checkpoint_seconds": 0.3},
-        tune={"law": {"mean": 4.0}, "concurrent": 2},
+        tune={"num_trials": {"mean": 4.0}, "concurrent": 2},
     )
     path = write_recipe(tmp_path / "ray", asked)
     process = start("tune", path, cwd=path.parent, **slow_fsync_environment(tmp_path))
@@ -95,7 +95,7 @@ def test_trials_of_two_workers(recipe, tune, tmp_path):
     asked = recipe(
         resources={"workers": 2},
         tune={
-            "law": {"name": "fixed", "runs": 2, "mean": None},
+            "num_trials": {"name": "fixed", "runs": 2, "mean": None},
             "score": {"public": {"name": "digits"}},
         },
     )
@@ -116,8 +116,10 @@ def test_trials_of_two_workers(recipe, tune, tmp_path):
 
 def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monkeypatch, capsys):
     """One line, not a silent wait: without Ray there are eight CPUs."""
-    law = {"name": "fixed", "runs": 2, "mean": None}
-    asked = recipe(name="many", resources={"workers": 2}, tune={"law": law, "concurrent": 5})
+    num_trials = {"name": "fixed", "runs": 2, "mean": None}
+    asked = recipe(
+        name="many", resources={"workers": 2}, tune={"num_trials": num_trials, "concurrent": 5}
+    )
     path = write_recipe(tmp_path / "many", asked)
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, path.parent, "tune", path)
@@ -132,7 +134,7 @@ def test_adaptive_searchers_see_paid_scores_only(recipe, tune, tmp_path):
     asked = recipe(
         training={"steps": 9},
         tune={
-            "law": {"name": "fixed", "runs": 4, "mean": None},
+            "num_trials": {"name": "fixed", "runs": 4, "mean": None},
             "space": {
                 "training.learning_rate": {"log_uniform": [0.01, 2.0]},
                 "privacy.clip_norm": {"choice": [0.5, 1.0]},

@@ -16,7 +16,7 @@ import dpdist
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.privacy.ledger import Ledger
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.public import NOT_PRIVATE
 
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     "training": {"batch_size": 50, "steps": 4, "learning_rate": 0.5},
     "tune": {
         "space": {"training.learning_rate": {"choice": [0.1, 0.5]}},
-        "law": {"name": "fixed", "runs": 4},
+        "num_trials": {"name": "fixed", "runs": 4},
         "concurrent": 1,
     },
 }
@@ -72,7 +72,7 @@ def test_not_private_is_said_and_a_killed_sweep_goes_on(tmp_path, monkeypatch, c
     runs = [RunFolder(path) for path in sorted((folder / "trials").iterdir())]
     assert len(runs) == 4 and NOT_PRIVATE in done.out and "-DP" not in done.out + done.err
     for run in runs:
-        assert read_facts(run).privacy_statement.startswith("NOT PRIVATE")
+        assert load_results(run).privacy_statement.startswith("NOT PRIVATE")
     write_recipe(tmp_path, SMALL, training={"steps": 701})
     refused = command(monkeypatch, capsys, tmp_path, "tune", "r.yaml", "--public")
     assert refused.code == 2 and "holds the sweep of another recipe" in refused.err
@@ -135,7 +135,7 @@ def test_the_function_of_a_private_search_is_swept_by_asha_into_ray_s_own_grid(s
     assert best.metrics["privacy"] == NOT_PRIVATE and "NOT_PRIVATE_build" in best.path
     assert best.metrics["steps"] == 20 and 0 <= best.metrics["score"] <= 1
     (run,) = (tmp_path / "runs" / best.metrics["trial_id"]).iterdir()
-    assert read_facts(RunFolder(run)).privacy_statement.startswith("NOT PRIVATE")
+    assert load_results(RunFolder(run)).privacy_statement.startswith("NOT PRIVATE")
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import dpdist
 from dpdist import UserError
 from dpdist.config.search import ScoreRecipe
 from dpdist.data import Dataset
-from dpdist.data.protocol import UNITS, GroupedRecords, Groups
+from dpdist.data.protocol import UNITS, Groups, UserRecords
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.private_score import RecordValues
 from dpdist.tuning.scoring import _record_scores, _total_score
@@ -76,7 +76,7 @@ def total(
 ) -> float:
     records: Any = dpdist.as_records((torch.tensor(inputs), torch.tensor(labels)))
     if units is not None:
-        records = GroupedRecords(records, Groups.from_values(list(units), MOST))
+        records = UserRecords(records, Groups.from_values(list(units), MOST))
     found = RecordValues(records, value, torch.device("cpu"))
     return found.private_units(model, KEY) / UNITS
 
@@ -202,7 +202,7 @@ def test_a_score_without_what_bounds_it_is_refused(score, key):
         "training": {"batch_size": 20, "steps": 4, "learning_rate": 0.5},
         "tune": {
             "space": {"training.learning_rate": {"uniform": [0.1, 1]}},
-            "law": {"name": "poisson", "mean": 3},
+            "num_trials": {"name": "poisson", "mean": 3},
         },
     }
     with pytest.raises(UserError, match=key):
@@ -231,9 +231,11 @@ def test_a_whole_search_of_a_recipe_by_a_score(recipe, begin, run_trials, name):
         "balanced-accuracy": {"class_weights": [1.0] * 10},
         "value": {"value": FUNCTION, "value_range": [-300.0, 0.0]},
     }.get(name, {})
-    law = {"name": "fixed", "runs": 1, "mean": None}
-    search = begin(recipe(tune={"law": law, "score": {"objectives": {name: 1.0}, **more}}))
-    plain = begin(recipe(name="plain", tune={"law": law}))
+    num_trials = {"name": "fixed", "runs": 1, "mean": None}
+    search = begin(
+        recipe(tune={"num_trials": num_trials, "score": {"objectives": {name: 1.0}, **more}})
+    )
+    plain = begin(recipe(name="plain", tune={"num_trials": num_trials}))
     assert search.cost.plan == plain.cost.plan, "the price does not depend on the score"
     (((_, score),),) = run_trials(search)
     assert -1 < score < 2

@@ -22,7 +22,7 @@ SPEC = ModelSpec("linear", (1, 8, 8), 10)
 
 @pytest.fixture
 def model(tmp_path: Path) -> torch.nn.Module:
-    module = models.initialise(SPEC, 3)
+    module = models.initialize(SPEC, 3)
     models.save(module, SPEC, tmp_path / "model")
     return module.eval()
 
@@ -70,7 +70,7 @@ def test_the_noise_of_a_score_is_keyed_apart_from_its_draws(model, dataset, tmp_
 
     monkeypatch.setattr(scoring, "add_noise", noised)
     monkeypatch.setattr(scoring, "StreamKeys", made)
-    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.02, draws=10)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.02, samples=10)
     compute_score(tmp_path / "model", dataset.first(3), settings, sigma=0.2, noise=1.0, key=KEY)
     (key,), (seed,) = keys, seeds
     assert len({key, bytes.fromhex(seed), KEY}) == 3

@@ -46,7 +46,7 @@ def records(tmp_path):
 @pytest.fixture
 def model(tmp_path):
     spec = ModelSpec("linear", (1, 8, 8), 10)
-    module = models.initialise(spec, 3)
+    module = models.initialize(spec, 3)
     models.save(module, spec, tmp_path / "model")
     return module.eval(), tmp_path / "model"
 
@@ -85,8 +85,8 @@ def test_parts_are_cut_in_every_view(records):
 
 OBJECTIVES = [
     ScoreRecipe(),
-    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.05, draws=20),
-    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, draws=20),
+    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.05, samples=20),
+    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, samples=20),
 ]
 
 
@@ -130,7 +130,7 @@ def test_radii_are_those_of_the_certifier(records, model):
         labels = module(torch.from_numpy(inputs[:12] / 255).float()).argmax(1).numpy()
     labels[:2] = (labels[:2] + 1) % 10  # wrong ones have no radius
     dataset = stored(root / "some", inputs[:12], labels)
-    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=200)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, samples=200)
     radii = certified_radii(module, dataset, settings, 0.2, KEY)
     assert (radii[:2] == -1).all() and (radii[2:] > 0).any()
     ceiling = 0.2 * stats.norm.ppf(0.01 ** (1 / 200))
@@ -157,8 +157,8 @@ def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
             for i in range(400)
         ]
     )  # fmt: skip
-    centre = float(correct_predictions(model[0], dataset.first(20), 1).sum())
-    statistic = (((drawn * 20 - centre) / 3.0) ** 2).sum()
+    center = float(correct_predictions(model[0], dataset.first(20), 1).sum())
+    statistic = (((drawn * 20 - center) / 3.0) ** 2).sum()
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], 400)
     assert low < statistic < high
     for wrong in (2 / 3, 3 / 2):
@@ -198,7 +198,7 @@ def test_the_radius_of_a_record_counts_up_to_the_cap(records, model):
         labels = model[0](torch.from_numpy(inputs[:12] / 255).float()).argmax(1).numpy()
     dataset = stored(root / "some", inputs[:12], labels)
     both = {"certified-accuracy": 1.0, "average-radius": 1.0}
-    settings = ScoreRecipe(objectives=both, radius=5.0, radius_cap=0.05, draws=200)
+    settings = ScoreRecipe(objectives=both, radius=5.0, radius_cap=0.05, samples=200)
     radii = certified_radii(model[0], dataset, settings, 0.2, KEY)
     assert (radii > 0.05).any() and radii.max() < 5.0
     # Beside another objective, where the sum of both is not clipped.
@@ -215,7 +215,7 @@ def test_whatever_a_score_draws_has_a_key_of_its_own(records, model, monkeypatch
         return made[-1]
 
     monkeypatch.setattr(scoring, "derive_key", derived)
-    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, samples=20)
     dataset = stored(root / "some", inputs[:5], labels[:5])
     compute_score(model[1], dataset, settings, sigma=0.2, noise=1.0, key=KEY)
     assert len(made) == len(set(made)) == 2 and KEY not in made
@@ -225,7 +225,7 @@ def test_no_private_record_is_executed_again(records, model, monkeypatch):
     """What a second execution says would decide whether the trial is stopped."""
     root, inputs, labels = records
     monkeypatch.setattr(Reexecution, "__init__", lambda *_: pytest.fail("a record is looked at"))
-    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, samples=20)
     dataset = stored(root / "some", inputs[:5], labels[:5])
     assert len(certified_radii(model[0], dataset, settings, 0.2, KEY)) == 5
 

@@ -22,8 +22,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts, trial_table
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results, trial_table
 from dpdist.runs.recipe import plan_with_noise
 from dpdist.training import worker
 from dpdist.training.records import data_source, private_records_between, records_with_canaries
@@ -57,8 +57,8 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
                 "certify.sigma": {"choice": [0.1, 0.2]},
             },
             "score": {
-                "objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "draws": 10,
-                "hold_out": 0.05,
+                "objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "samples": 10,
+                "private_eval_fraction": 0.05,
             },
         },
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     winner = max(scores, key=lambda n: scores[n])
     assert torch.equal(parameters(run), parameters(search.folder.trial_folder(winner)))
 
-    facts = read_facts(run)
+    facts = load_results(run)
     assert facts.recipe.tune is None
     chosen = trials[winner].values
     assert facts.recipe.training.learning_rate == chosen["training.learning_rate"]
@@ -86,7 +86,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon)
     assert facts.budget_problem is None
     Path(asked.privacy.budget).rename(tmp_path / "elsewhere")
-    lost = read_facts(run)  # it was to say what all runs cost: that it cannot is said
+    lost = load_results(run)  # it was to say what all runs cost: that it cannot is said
     assert ("data set", lost.budget_problem) in lost.summary()
     assert f"All runs on this data set: {lost.budget_problem}." in lost.privacy_card()["notes"]
     (tmp_path / "elsewhere").rename(asked.privacy.budget)
@@ -113,11 +113,13 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
 def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
     """A binomial number of trials: priced by its losses, it is charged to a budget without a
     ceiling, and to one that runs may not choose each other by; a filter refuses it, unspent."""
-    law = {"name": "binomial", "mean": 3.0, "runs": 4}
+    num_trials = {"name": "binomial", "mean": 3.0, "runs": 4}
 
     def asked(name: str, **privacy: object):
         budget = {"budget": str(tmp_path / name), **privacy}
-        return recipe(name=name, privacy={"noise_multiplier": 8.0, **budget}, tune={"law": law})
+        return recipe(
+            name=name, privacy={"noise_multiplier": 8.0, **budget}, tune={"num_trials": num_trials}
+        )
 
     for name, ceiling in (
         ("open", {}),
@@ -156,11 +158,11 @@ def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_pa
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
     fixed = {"run_key": "7f" * 32}
-    law = {"name": "fixed", "runs": 3, "mean": None}
-    undisturbed = begin(recipe(name="undisturbed", privacy=fixed, tune={"law": law}))
+    num_trials = {"name": "fixed", "runs": 3, "mean": None}
+    undisturbed = begin(recipe(name="undisturbed", privacy=fixed, tune={"num_trials": num_trials}))
     expected = run_trials(undisturbed)
 
-    asked = recipe(name="disturbed", privacy=fixed, tune={"law": law})
+    asked = recipe(name="disturbed", privacy=fixed, tune={"num_trials": num_trials})
     search = begin(asked)
     manifest = search.folder.manifest.read_bytes()
     terms = search.folder.terms.read_bytes()
@@ -212,12 +214,12 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     recipe, begin, run_trials
 ):
     """In Python, in a table and in the report: each trial once, in order, the chosen one named."""
-    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 3, "mean": None}}))
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 3, "mean": None}}))
     run_trials(search)
     lost = {"scores": [], "done": True, "failed": "<lost> & gone"}
     write_json(search.folder.scores_file(1), lost)
     finish(search)
-    facts, field = read_facts(search.run_folder), "training.learning_rate"
+    facts, field = load_results(search.run_folder), "training.learning_rate"
     drawn = [trial.values[field] for trial in read_trials(search.folder)]
     assert [trial.values[field] for trial in facts.search.trials] == drawn
     header, rows = trial_table(facts)
@@ -243,20 +245,20 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     ):
         search.run_folder.trials.write_text(wrong)
         with pytest.raises(UserError, match=message):
-            read_facts(search.run_folder)
+            load_results(search.run_folder)
     told = json.loads(text)
     for key, other in (("scores", [1.0]), ("failed", None), ("chosen", True), ("values", {})):
         edited = [row | {key: other} if n != best else row for n, row in enumerate(told)]
         search.run_folder.trials.write_text(json.dumps(edited))
         with pytest.raises(UserError, match=r"trials\.json: damaged: must be the trials in "):
-            read_facts(search.run_folder)
+            load_results(search.run_folder)
     search.run_folder.trials.unlink()  # as an archive brings a run back
-    assert trial_table(read_facts(search.run_folder)) == (header, rows)
+    assert trial_table(load_results(search.run_folder)) == (header, rows)
 
     secret = begin(recipe(name="secret"))
     run_trials(secret)
     finish(secret)
-    facts = read_facts(secret.run_folder)
+    facts = load_results(secret.run_folder)
     assert facts.search.trials == () and trial_table(facts) == ([], [])
     write_report(secret.run_folder)
     assert "All its trials" not in secret.run_folder.report_file.read_text()
@@ -266,23 +268,23 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
 
 @pytest.mark.long
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
-    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
     search._choose_winner()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(search, "_publish_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
         search.run(EXECUTOR)
     with pytest.raises(UserError, match=r"never finished training; continue it with `dpdist tune"):
-        read_facts(search.run_folder)
+        load_results(search.run_folder)
     again = begin(search.recipe)
     again.run(EXECUTOR)
-    assert read_facts(again.run_folder).guarantee.epsilon > 0
+    assert load_results(again.run_folder).guarantee.epsilon > 0
     begin(search.recipe).run(EXECUTOR)  # a finished search does nothing
 
 
 @pytest.mark.long
 def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
-    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
     search._choose_winner()
     winner = search.folder.trial_folder(json.loads(search.folder.outcome.read_text())["winner"])
@@ -300,7 +302,7 @@ def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials
 
 
 def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
-    asked = recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
+    asked = recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
     search = begin(asked)
     run_trials(search, [0])
     with pytest.raises(UserError, match="never finished"):
@@ -316,8 +318,8 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
 @pytest.mark.long
 def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, monkeypatch):
     """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
-    law = {"name": "fixed", "runs": 3, "mean": None}
-    search = begin(recipe(tune={"law": law}))
+    num_trials = {"name": "fixed", "runs": 3, "mean": None}
+    search = begin(recipe(tune={"num_trials": num_trials}))
     real = scoring.compute_score
     calls = []
 
@@ -371,10 +373,10 @@ def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
 
 def test_no_model_is_an_outcome(recipe, begin, run_trials):
     """Poisson draws K = 0 with some key; the outcome says the guarantee and cannot be undone."""
-    tune = recipe(tune={"law": POISSON}).tune
+    tune = recipe(tune={"num_trials": POISSON}).tune
     keys = (f"{i:064x}" for i in range(500))
-    key = next(k for k in keys if draw_number_of_trials(tune.law, bytes.fromhex(k)) == 0)
-    asked = recipe(privacy={"run_key": key}, tune={"law": POISSON})
+    key = next(k for k in keys if draw_number_of_trials(tune.num_trials, bytes.fromhex(k)) == 0)
+    asked = recipe(privacy={"run_key": key}, tune={"num_trials": POISSON})
     search = begin(asked)
     assert read_trials(search.folder) == []
     search._choose_winner()
@@ -387,8 +389,8 @@ def test_no_model_is_an_outcome(recipe, begin, run_trials):
 
 def test_another_recipe_or_data_is_not_continued(recipe, begin):
     begin(recipe())
-    with pytest.raises(UserError, match=r"tune\.law\.mean differ"):
-        begin(recipe(tune={"law": {"mean": 9.0}}))
+    with pytest.raises(UserError, match=r"tune\.num_trials\.mean differ"):
+        begin(recipe(tune={"num_trials": {"mean": 9.0}}))
     with pytest.raises(UserError, match="no search to resume"):
         begin(recipe(name="other"), only_resume=True)
     search = begin(recipe())
@@ -429,8 +431,8 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
             {"tune": {"space": {"training.batch_size": {"integer": [100, 5000]}}}},
             "must be <= the",
         ),
-        ({"privacy": {"neighbours": "replace-one"}}, "tune.score: "),
-        ({"privacy": {"neighbours": "replace-one"}}, "add-or-remove-one"),
+        ({"privacy": {"adjacency": "replace-one"}}, "tune.score: "),
+        ({"privacy": {"adjacency": "replace-one"}}, "add-or-remove-one"),
         ({"privacy": {"budget": "b", "budget_ceiling": 0.1}}, "of what the ceiling"),
     ],
 )  # fmt: skip
@@ -464,7 +466,7 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     asked = recipe(
         privacy={"noise_multiplier": 2.0},
         training=cheap,
-        tune={"law": {"name": "fixed", "runs": 2, "mean": None}, "score": {"noise": 20.0}},
+        tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}, "score": {"noise": 20.0}},
     )
     space = {"training": Domain(choice=(cheap, dear))}
     tune = asked.tune.model_copy(update={"space": space})
@@ -475,7 +477,7 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     search = begin(asked.model_copy(update={"tune": tune, "privacy": privacy}))
     run_trials(search)
     finish(search)
-    stated = read_facts(search.run_folder).guarantee.epsilon  # as the card has it
+    stated = load_results(search.run_folder).guarantee.epsilon  # as the card has it
     spent = []
     for number in range(2):
         own = search.folder.trial_folder(number)
@@ -495,8 +497,8 @@ def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trial
         method={"name": "functional", "rounds": 2},
         privacy={"epsilon": 2.0, "noise_multiplier": None, "run_key": "5b" * 32},
         tune={
-            "law": {"name": "fixed", "runs": 3, "mean": None},
-            "space": {"method.centre": {"choice": [0.02, 0.1, 0.2]}},
+            "num_trials": {"name": "fixed", "runs": 3, "mean": None},
+            "space": {"method.center": {"choice": [0.02, 0.1, 0.2]}},
             "score": {"noise": 20.0},
         },
     )
@@ -512,8 +514,8 @@ def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trial
         own = search.folder.trial_folder(number)
         plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
         mu = [plan.step(t).noise_multiplier ** -2 for t in range(4)]
-        seen.add(read_trials(search.folder)[number].values["method.centre"])
-        assert mu[0] / sum(mu) == pytest.approx(own.read_recipe().method.centre)
+        seen.add(read_trials(search.folder)[number].values["method.center"])
+        assert mu[0] / sum(mu) == pytest.approx(own.read_recipe().method.center)
         assert sum(mu) ** -0.5 == pytest.approx(noise, rel=2e-3)
         assert 0.99 * one < Ledger.read(own.ledger).guarantee(plan).epsilon <= one * (1 + 1e-3)
         less = plan_with_noise(own.read_recipe(), plan.records, 0.98 * noise)
@@ -521,13 +523,13 @@ def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trial
             search.cost.trial_limit.check(less, "here")
     assert len(seen) > 1
     finish(search)
-    assert read_facts(search.run_folder).guarantee.epsilon <= 2.0
+    assert load_results(search.run_folder).guarantee.epsilon <= 2.0
 
 
 def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trials):
     """Its own plan is held against the accounted one where it runs, and again before a winner is
     shown: here its settings, then its plan, were changed on the way."""
-    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search, [])
     path = search.folder.settings_file(0)
     settings = json.loads(path.read_text())
@@ -582,11 +584,11 @@ def test_every_drawn_trial_is_checked_before_the_first_file(recipe, begin, tmp_p
 
 @pytest.mark.parametrize("public", [False, True], ids=["scored on private", "on public"])
 def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, public):
-    """Record by record: data.hold_out's, those that trials are scored on, and those that they and
-    the final model are trained on have nothing in common, and are all there are."""
-    score = {"public": {"name": "digits"}} if public else {"hold_out": 0.2}
-    data = {"hold_out": 0.3, "public": 0.1}
-    asked = recipe(data=data, tune={"law": {"name": "fixed", "runs": 1, "mean": None},
+    """Record by record: data.private_eval_fraction's, those that trials are scored on, and those
+    that they and the final model are trained on have nothing in common, and are all there are."""
+    score = {"public": {"name": "digits"}} if public else {"private_eval_fraction": 0.2}
+    data = {"private_eval_fraction": 0.3, "public": 0.1}
+    asked = recipe(data=data, tune={"num_trials": {"name": "fixed", "runs": 1, "mean": None},
                                     "score": score})  # fmt: skip
     search = begin(asked)
     source = data_source(asked)
@@ -615,10 +617,10 @@ def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
 ):
     """Of every part that a trial may have begun with: the winner was chosen among all of them."""
     parts = []
-    for seed, saw in ((1, "public strokes"), (2, "public letters")):
+    for seed, pretraining_data in ((1, "public strokes"), (2, "public letters")):
         spec = models.ModelSpec("linear", (1, 8, 8), 10)
-        models.save(models.initialise(spec, seed), spec, tmp_path / str(seed))
-        parts.append({"folder": str(tmp_path / str(seed)), "saw": saw})
+        models.save(models.initialize(spec, seed), spec, tmp_path / str(seed))
+        parts.append({"folder": str(tmp_path / str(seed)), "pretraining_data": pretraining_data})
     asked = recipe(
         model={"name": "linear", "initial": parts[0]},
         tune={"space": {"model.initial": {"choice": parts}}},
@@ -626,7 +628,7 @@ def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     search = begin(asked)
     run_trials(search)
     finish(search)
-    facts = read_facts(search.run_folder)
+    facts = load_results(search.run_folder)
     assert facts.privacy_card()["extra"]["initial weights trained on"].startswith("public ")
     told = "\n".join(facts.privacy_card()["assumptions"])
     assert "public strokes" in told and "public letters" in told
@@ -638,11 +640,11 @@ def test_what_knows_of_one_training_states_no_epsilon(recipe, begin, run_trials)
     run_trials(search)
     finish(search)
     for trial in map(search.folder.trial_folder, range(len(read_trials(search.folder)))):
-        for read in (read_facts, write_release):
+        for read in (load_results, write_release):
             with pytest.raises(UserError, match="nothing is stated or released of it alone"):
                 read(trial)
     search.run_folder.search_record.unlink()
     with pytest.raises(UserError, match=r"search\.json: missing.*epsilon cannot be stated"):
-        read_facts(search.run_folder)
+        load_results(search.run_folder)
     with pytest.raises(UserError, match=r"search\.json: missing"):
         write_release(search.run_folder)

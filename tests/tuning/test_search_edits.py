@@ -15,8 +15,8 @@ from test_release_edits import found_at, leaves, others, said, shown
 from dpdist.core.errors import UserError
 from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import SEARCH_IDENTITY, RunFolder
 from dpdist.tuning.search import Search
 
@@ -29,7 +29,7 @@ LAWS = {
 
 @pytest.fixture(params=["geometric", pytest.param("fixed", marks=pytest.mark.nightly)])
 def searched(recipe, begin, run_trials, coarse_grid, request) -> Search:
-    search = begin(recipe(tune={"law": LAWS[request.param], "score": {"noise": 9.0}}))
+    search = begin(recipe(tune={"num_trials": LAWS[request.param], "score": {"noise": 9.0}}))
     run_trials(search)
     search._choose_winner()
     search.run(None)  # type: ignore[arg-type]
@@ -78,12 +78,15 @@ def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched)
     assert passed == {} and everything(run) == before
     told = {("search.json", name) for name in ("plan", "charge", "assumed")}
     told |= {("terms.json", name) for name in ("plan", "trial", "score_noise", "data", "charge")}
-    assert told | {("search.yaml", "tune.law.name"), ("search.yaml", "tune.score.noise")} <= refused
+    assert (
+        told | {("search.yaml", "tune.num_trials.name"), ("search.yaml", "tune.score.noise")}
+        <= refused
+    )
 
 
 @pytest.mark.parametrize("searched", ["geometric"], indirect=True)
 def test_a_search_that_was_exchanged_whole_is_refused(searched):
-    """A cheaper law, and less noise of the scores, in all files alike: the ledger knows better."""
+    """A cheaper distribution and less noise, in all files alike: the ledger knows better."""
     run = searched.run_folder
     kept = {path: path.read_text() for path in files_of(searched)}
 
@@ -102,36 +105,36 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
         tune = run.read_search_recipe().tune
         scoring = tune.scoring_phases(terms["score_noise"])
         phases = combine_training_and_scoring(
-            trial.phases, scoring, tune.law.secret_law, tune.law.runs
+            trial.phases, scoring, tune.num_trials.secret_distribution, tune.num_trials.runs
         )
         stated["plan"] = terms["plan"] = replace(trial, phases=phases).to_dict()
         run.search_terms.write_text(json.dumps(terms))
         run.search_record.write_text(json.dumps(stated))
 
     for change in (
-        lambda tune: tune["law"].update(mean=1.5),
+        lambda tune: tune["num_trials"].update(mean=1.5),
         lambda tune: tune["score"].update(noise=90.0),
     ):
         forge(change)
-        for read in (read_facts, write_report, write_release):
+        for read in (load_results, write_report, write_release):
             with pytest.raises(
                 UserError, match=r"terms\.json: must be what the search of this run"
             ):
                 read(run)
     for path, text in kept.items():
         path.write_text(text)
-    assert read_facts(run)
+    assert load_results(run)
 
 
 @pytest.mark.parametrize("searched", ["geometric"], indirect=True)
 def test_a_search_without_its_terms_states_no_epsilon(searched):
     run = searched.run_folder
-    (attempt,) = read_facts(run).ledger.attempts
+    (attempt,) = load_results(run).ledger.attempts
     assert attempt["identity"][SEARCH_IDENTITY]
     for path in (run.search_recipe_file, run.search_terms):
         kept = path.read_text()
         path.unlink()
         with pytest.raises(UserError, match=path.name):
-            read_facts(run)
+            load_results(run)
         path.write_text(kept)
-    assert read_facts(run)
+    assert load_results(run)

@@ -23,8 +23,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training import worker
 from dpdist.training.job import prepare as prepare_training
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.whole
 EXECUTOR = LocalExecutor()
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
-ASHA = {"law": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
+ASHA = {"num_trials": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
 
 
 def finish(search) -> None:
@@ -100,8 +100,8 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
 @pytest.mark.long
 def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monkeypatch):
     """The smoothing noise of a score is fresh at every rung and trial, and for every record."""
-    score = {"objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "draws": 10,
-             "hold_out": 0.02}  # fmt: skip
+    score = {"objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "samples": 10,
+             "private_eval_fraction": 0.02}  # fmt: skip
     asked = recipe(privacy=FIXED, tune={**ASHA, "score": score})
     search, seen = searched(asked, begin, run_trials, monkeypatch)
     units = [s for s in seen.streams if s.caller == "units"]
@@ -131,7 +131,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
 
     monkeypatch.setattr(scoring, "compute_score", score)
     monkeypatch.setattr(worker, "run_training", run)
-    asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
+    asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"private_eval_fraction": 0.2}})
     _, seen = searched(asked, begin, run_trials, monkeypatch)
     assert len(scored) == len(trained) == RUNS * 2
     small = recipe(data={"max_train": 600})
@@ -206,7 +206,9 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
 @pytest.mark.long
 def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     """A search that continues finds it failed: a second attempt would be another mechanism."""
-    search = begin(recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(
+        recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
+    )
     failed = {**read_scores(search.folder, 0), "done": True, "failed": "it diverged"}
     write_json(search.folder.scores_file(0), failed)
     run_trials(search)
@@ -236,7 +238,7 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert run.read_recipe().training == winner.read_recipe().training
     assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(4), 1)
-    assert read_facts(run).has_fixed_key
+    assert load_results(run).has_fixed_key
 
 
 @pytest.mark.long
@@ -245,13 +247,15 @@ def test_what_is_public_does_not_change_with_the_number_of_trials(
 ):
     """Two searches of different K with the same winner publish the same bytes."""
     published = []
-    law = {"name": "geometric", "mean": 3.0}
+    num_trials = {"name": "geometric", "mean": 3.0}
     for count in (1, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "draw_number_of_trials", lambda law, key, count=count: count)
+            patch.setattr(
+                manifest, "draw_number_of_trials", lambda num_trials, key, count=count: count
+            )
             folder = RunFolder(tmp_path / str(count) / "run")
             folder.path.parent.mkdir()
-            asked = recipe(name="run", privacy=FIXED, tune={"law": law})
+            asked = recipe(name="run", privacy=FIXED, tune={"num_trials": num_trials})
             search = prepare_search(asked, folder, "r.yaml")
             assert len(read_trials(search.folder)) == count
             run_trials(search)
@@ -294,7 +298,7 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
 @pytest.mark.long
 def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
     """Work of a method's own, before its workers begin, is done in a trial as in a run."""
-    asked = recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
+    asked = recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
     search, begun = begin(asked), []
     kind = type(asked.method.execution())
     ordinary = kind.train
@@ -366,13 +370,13 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("law", ["fixed", "geometric"])
-def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_path, law):
+@pytest.mark.parametrize("num_trials", ["fixed", "geometric"])
+def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_path, num_trials):
     """Two with a fixed number of trials are paid for twice. With a secret one, which both would
     share, the copy is refused before its first trial."""
     budget = {"budget": str(tmp_path / "b"), "budget_ceiling": 40.0, "budget_composition": "filter"}
-    number = {"runs": 2, "mean": None} if law == "fixed" else {"mean": 2.0, "runs": None}
-    asked = recipe(privacy=budget, tune={"law": {"name": law, **number}})
+    number = {"runs": 2, "mean": None} if num_trials == "fixed" else {"mean": 2.0, "runs": None}
+    asked = recipe(privacy=budget, tune={"num_trials": {"name": num_trials, **number}})
     search = begin(asked)
     search._charge_budget()
     other = RunFolder(tmp_path / "copy")
@@ -381,7 +385,7 @@ def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_pat
     search._charge_budget()  # goes on after a crash
     assert read_budgets(tmp_path / "b")[0].spent == before.spent
     copy = prepare_search(asked, other, "r.yaml")
-    if law == "fixed":
+    if num_trials == "fixed":
         copy._charge_budget()
         for one in (search, copy):
             one._charge_budget(settle=True)

@@ -44,7 +44,7 @@ def test_values_arrive_in_every_field_named(recipe):
         model={"name": "small-cnn", "options": {"width": 4}},
         tune={
             "space": {
-                "certify.sigma": {"choice": [0.12, 0.5], "also": ["method.sigma"]},
+                "certify.sigma": {"choice": [0.12, 0.5], "linked": ["method.sigma"]},
                 "model.options.width": {"integer": [2, 6]},
             }
         },
@@ -62,7 +62,7 @@ def test_fields_that_only_go_together_are_set_together(recipe):
     space = {
         "method.sigma": {
             "choice": [0.1, 0.2, 0.4],
-            "also": {"certify.sigma": [0.5, 0.25, 0.125], "training.batch_size": [50, 100, 200]},
+            "linked": {"certify.sigma": [0.5, 0.25, 0.125], "training.batch_size": [50, 100, 200]},
         }
     }
     asked = recipe(method={"name": "input-noise", "sigma": 0.1}, tune={"space": space})
@@ -83,7 +83,9 @@ def test_whole_methods_can_be_compared(recipe):
     methods = [{"name": "dp-sgd"}, {"name": "dplis", "radius": 5}]
     asked = recipe(tune={"space": {"method": {"choice": methods}}})
     check_space(asked, "r.yaml")
-    assert apply_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
+    assert apply_values(
+        asked, {"method": methods[1], "training.learning_rate": 1}, ""
+    ).method.augmentations
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_whole_methods_can_be_compared(recipe):
         ("nothing.at.all", {"uniform": [1, 2]}, "no nothing section"),
         ("training.batch_size", {"uniform": [100, 200.5]}, "training.batch_size"),
         ("training.momentum", {"uniform": [0, 2]}, "training.momentum: must be < 1, got 2"),
-        ("certify.sigma", {"choice": [1], "also": ["training.learning_rate"]}, "set twice"),
+        ("certify.sigma", {"choice": [1], "linked": ["training.learning_rate"]}, "set twice"),
     ],
 )
 def test_what_cannot_be_searched(recipe, field, domain, message):
@@ -120,14 +122,14 @@ def test_noise_is_not_searched_when_epsilon_fixes_it(recipe):
 
 
 @pytest.mark.parametrize(
-    "law", [{"name": "geometric", "mean": 3.0}, {"name": "poisson", "mean": 2}]
+    "num_trials", [{"name": "geometric", "mean": 3.0}, {"name": "poisson", "mean": 2}]
 )
 @pytest.mark.parametrize("what", [{"searcher": "optuna"}, {"asha": {"rungs": 2}}])
-def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, law, what):
-    with pytest.raises(UserError, match="does not cover: take law"):
-        recipe(tune={"law": law, **what})
+def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, num_trials, what):
+    with pytest.raises(UserError, match="does not cover: take distribution"):
+        recipe(tune={"num_trials": num_trials, **what})
     fixed = {"name": "fixed", "runs": 4, "mean": None}
-    assert recipe(tune={"law": fixed, **what}).tune.law.runs == 4
+    assert recipe(tune={"num_trials": fixed, **what}).tune.num_trials.runs == 4
 
 
 SECTIONS = {
@@ -141,7 +143,7 @@ SECTIONS = {
     [
         ("privacy", {"delta": 1e-2}, "privacy.delta"),
         ("privacy", {"run_key": "00" * 32}, "privacy.run_key"),
-        ("privacy", {"neighbours": "replace-one"}, "privacy.neighbours"),
+        ("privacy", {"adjacency": "replace-one"}, "privacy.adjacency"),
         ("privacy", {"batch_cap": 500}, "privacy.batch_cap"),
         ("privacy", {"budget": "elsewhere"}, "privacy.budget"),
         ("privacy", {"allow_large_delta": True}, "privacy.allow_large_delta"),
@@ -167,7 +169,7 @@ def test_a_section_changes_nothing_that_its_fields_could_not(recipe, section, ch
 
 def test_nor_does_a_section_named_beside_another_field(recipe):
     other = SECTIONS["privacy"] | {"delta": 1e-2}
-    domain = {"choice": [other], "also": ["privacy"]}
+    domain = {"choice": [other], "linked": ["privacy"]}
     asked = recipe(**SECTIONS, tune={"space": {"model.options": domain}})
     with pytest.raises(UserError, match=r"makes privacy\.delta 0\.01, the recipe says 0\.0001"):
         check_space(asked, "r.yaml")

@@ -38,7 +38,7 @@ def searched(name: str, **changes) -> Recipe:
 
 
 def cost_of(recipe: Recipe) -> SearchCost:
-    return SearchCost(recipe, sizes_without_data(recipe, None, "r"), recipe.tune.law, "r")
+    return SearchCost(recipe, sizes_without_data(recipe, None, "r"), recipe.tune.num_trials, "r")
 
 
 def candidates(recipe: Recipe) -> list[Recipe]:
@@ -144,7 +144,7 @@ def test_all_candidates_cost_the_same(name, coarse_grid):
     cost = cost_of(recipe)
     records = cost.record_counts.training_records(1.0)
     own = deltas(recipe, cost.noise_multiplier, records)
-    floor = 1e-3 * recipe.privacy.delta / recipe.tune.law.mean_trials
+    floor = 1e-3 * recipe.privacy.delta / recipe.tune.num_trials.mean_trials
     ceiling = np.maximum(own, floor) if cost.varies_cost else own
     for trial in splits_of_their_own(recipe):
         noise = cost.trial_noise_multiplier(trial)
@@ -160,7 +160,7 @@ def test_all_candidates_cost_the_same(name, coarse_grid):
         ("secure-sgd", {"method.redistribution.noise_multiplier": 5}, {}),
         ("dplis", {}, {"training.batch_size": 512}),
         ("pate", {}, {"method.screening": 0.7}),
-        ("functional", {}, {"method.refine": 0.85, "method.centre": 0.1}),
+        ("functional", {}, {"method.refine": 0.85, "method.center": 0.1}),
     ],
 )
 def test_a_candidate_whose_noise_is_not_found_anew_is_refused(name, own, other, coarse_grid):

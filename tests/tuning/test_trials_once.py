@@ -15,7 +15,7 @@ FIXED = {"name": "fixed", "runs": 1, "mean": None}
 def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials, monkeypatch):
     """After a crash its model is that of a later rung: the same noise on another count would cancel
     in their difference."""
-    asked = recipe(tune={"law": FIXED, "asha": {"rungs": 2}})
+    asked = recipe(tune={"num_trials": FIXED, "asha": {"rungs": 2}})
     search, real, keys = begin(asked), scoring.compute_score, []
 
     def noted(*args, key, **more):
@@ -36,7 +36,9 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
 
 @pytest.mark.long
 def test_a_search_is_charged_once_whatever_its_trials_do(recipe, begin, run_trials, tmp_path):
-    asked = recipe(privacy={"budget": str(tmp_path / "b")}, tune={"law": FIXED | {"runs": 2}})
+    asked = recipe(
+        privacy={"budget": str(tmp_path / "b")}, tune={"num_trials": FIXED | {"runs": 2}}
+    )
     search = begin(asked)
     search._charge_budget()
     run_trials(search)

@@ -29,7 +29,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     against an attack on the points themselves."""
     run_without_ray(monkeypatch)
     spec = models.ModelSpec("linear", (4,), 2)
-    model = models.initialise(spec, 0)
+    model = models.initialize(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     with torch.no_grad():
         layer.weight.zero_()
@@ -42,7 +42,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
         certificates.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
         path = tmp_path / f"times-{factor:g}" / job.TABLE
-        attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
+        attack = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=30)
         output = tmp_path / f"check-{factor:g}"
         found, verdict = check_certificates(tmp_path / "model", POINTS, path, attack, output)
         return found.to_pylist(), verdict

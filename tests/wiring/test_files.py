@@ -27,7 +27,7 @@ RECIPE = {
 }
 SEARCH = {
     "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-    "law": {"name": "fixed", "runs": 2},
+    "num_trials": {"name": "fixed", "runs": 2},
 }
 BEGUN = {"recipe.yaml", "run.json", "evaluation.json"}
 RELEASE = {

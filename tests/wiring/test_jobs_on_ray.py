@@ -36,7 +36,7 @@ pytestmark = pytest.mark.long
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
 ATTACK = AttackSettings(
-    norm="l2", sizes=(0.2, 1.0), attacks=("pgd",), steps=2, batch=4, seed="5", n=100, draws=2,
+    norm="l2", sizes=(0.2, 1.0), attacks=("pgd",), steps=2, batch=4, seed="5", n=100, samples=2,
     sigma=0.25,
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of torchvision: only what mends torchvision in every worker lets an actor take it."""
     folder = tmp_path_factory.mktemp("model")
     spec = models.ModelSpec("torchvision", (3, 32, 32), 3, {"architecture": "squeezenet1_1"})
-    models.save(models.initialise(spec, 0), spec, folder)
+    models.save(models.initialize(spec, 0), spec, folder)
     return folder
 
 
@@ -121,7 +121,7 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
 
 def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_path: Path) -> None:
     model, spec = tmp_path / "model", models.ModelSpec("linear", (3, 32, 32), 3)
-    models.save(models.initialise(spec, 0), spec, model)
+    models.save(models.initialize(spec, 0), spec, model)
     found = certificates.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
     with here():
         reference = certificates.attack_model(model, Images(), ATTACK, tmp_path / "here")

@@ -30,7 +30,7 @@ from dpdist.randomness.keys import AesWords, StreamKeys
 pytestmark = pytest.mark.guarantee
 
 N, N0, BATCH, COUNT = 250, 30, 100, 4
-SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
+SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", backend="eager")
 
 
 Images = partial(Data, count=COUNT, fingerprint="these")
@@ -74,7 +74,7 @@ def test_selecting_estimating_and_checking_never_share_a_draw(certify):
 
 
 @pytest.mark.parametrize(
-    "mode", [{"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)}],
+    "mode", [{"mode": "target-radius", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)}],
     ids=["target", "anytime"],
 )  # fmt: skip
 def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
@@ -86,7 +86,7 @@ def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
 
 
 def test_expected_scores_select_by_draws_of_their_own(certify):
-    settings = ExpectedScores(n=N, n0=N0, batch=BATCH, seed="5", form="eager")
+    settings = ExpectedScores(n=N, n0=N0, batch=BATCH, seed="5", backend="eager")
     units, _ = certify(settings, noisy=True)
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}

@@ -27,7 +27,7 @@ from dpdist.training.job import TrainJob, read_run_key
 pytestmark = pytest.mark.guarantee
 
 STEPS = 5
-DRAWING = {"name": "input-noise", "sigma": 0.2, "draws": 2}
+DRAWING = {"name": "input-noise", "sigma": 0.2, "augmentations": 2}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
 
 
@@ -127,8 +127,8 @@ def test_keys_depend_on_all_that_they_must(tmp_path, monkeypatch):
         "steps": {"training__steps": STEPS + 1},
         "batch": {"training__batch_size": 13},
         "delta": {"privacy__delta": 1e-4},
-        "neighbours": {"privacy__neighbours": "replace-one"},
-        "records": {"data": {"name": "digits", "max_train": 120, "hold_out": 0.1}},
+        "adjacency": {"privacy__adjacency": "replace-one"},
+        "records": {"data": {"name": "digits", "max_train": 120, "private_eval_fraction": 0.1}},
         "key": {"privacy__run_key": "5b" * 32},
     }
     reference = all_keys(recorded(job_of(tmp_path, "a"), monkeypatch))

@@ -21,7 +21,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.collectives import Reducer
@@ -76,7 +76,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         files = {
             n: (folder.release_folder / n).read_bytes().replace(own, b"its own") for n in names
         }
-        summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
+        summary = [row for row in load_results(folder).summary() if row[0] != "report"]
         published.append((folder.plan.read_bytes(), files, summary))
         ledger = Ledger.read(folder.ledger)
         assert ledger.release_counts == dict.fromkeys(range(8), 1)  # 128 // 16 steps, whatever N is
@@ -171,11 +171,11 @@ def test_a_counted_number_is_named_in_the_relation(tmp_path):
     recipe, folder = recipe_on(tmp_path, 120, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
     job = prepare(recipe, folder, "test")
     guarantee = job.plan.guarantee()
-    assert guarantee.relation == "add-or-remove-one at a fixed number of records (zero-out)"
+    assert guarantee.relation == "zero-out adjacency (data set size public)"
     assert guarantee.relation in str(guarantee)
     assert "nominal" not in job.plan.to_dict()  # plans written before keep their fingerprint
     execute(job)
-    described = read_facts(folder).privacy_card()
+    described = load_results(folder).privacy_card()
     assert described["relation"] == guarantee.relation
     assert "(zero-out)" in card_markdown(described) and "(counted)" in card_markdown(described)
 
@@ -189,7 +189,7 @@ def test_what_would_depend_on_the_true_number_is_refused(tmp_path):
         recipe_on(tmp_path, 120, data=few)
     search = {
         "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
-        "law": {"name": "geometric", "mean": 3},
+        "num_trials": {"name": "geometric", "mean": 3},
     }
     with pytest.raises(UserError, match=r"nominal_records does not go with tune"):
         recipe_on(tmp_path, 120, tune=search)

@@ -214,20 +214,21 @@ def test_fixed_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
 
 QUICK = {"data": "digits", "steps": 2, "max_records": 20}
 METHODS: dict[str, dict[str, Any]] = {
-    "dplis": {"method": {"name": "dplis", "draws": 2}, "privacy__clip_norm": 0.4},
-    "dplis-sum": {"method": {"name": "dplis", "draws": 3, "aggregate": "sum"}},
-    "dplis-per-example": {"method": {"name": "dplis", "draws": 2, "per_example": True}},
+    "dplis": {"method": {"name": "dplis", "augmentations": 2}, "privacy__clip_norm": 0.4},
+    "dplis-sum": {"method": {"name": "dplis", "augmentations": 3, "aggregate": "sum"}},
+    "dplis-per-example": {"method": {"name": "dplis", "augmentations": 2, "per_example": True}},
     "dplis-inputs": {
-        "method": {"name": "dplis", "draws": 2, "sigma": 0.2}, "training__schedule": "linear",
+        "method": {"name": "dplis", "augmentations": 2, "sigma": 0.2},
+        "training__schedule": "linear",
     },
-    "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "draws": 2}},
+    "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2}},
     "crop-and-flip": {"training__crop": 2, "training__flip": True},
     "crop-and-noise": {
-        "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0},
+        "method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2, "consistency": 2.0},
         "training__crop": 1, "training__flip": True,
     },
     "consistency": {
-        "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0}
+        "method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2, "consistency": 2.0}
     },
     "secure-sgd": {
         "method": {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, "model": NET,
@@ -236,7 +237,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": {"name": "secure-sgd", "redistribution": QUICK}, "model": NET,
         "data": {"name": "digits", "max_train": 240, "public": 0.5},
     },
-    "pixeldp": {"method": {"name": "pixeldp", "draws": 2}, "model": NET, "privacy": NO_PRIVACY},
+    "pixeldp": {"method": {"name": "pixeldp", "augmentations": 2}, "model": NET,
+    "privacy": NO_PRIVACY},
     "hgm-pixeldp": {
         "method": {"name": "hgm-pixeldp", "redistribution": QUICK}, "model": NET,
         "privacy": NO_PRIVACY,
@@ -253,12 +255,12 @@ def test_every_method(tmp_path, monkeypatch, name):
 @pytest.mark.long
 def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
-    models.save(models.initialise(spec, 3), spec, tmp_path / "classifier")
+    models.save(models.initialize(spec, 3), spec, tmp_path / "classifier")
     described: dict[str, Any] = {
-        "method": {"name": "transdenoiser", "sigma": 0.25, "draws": 2},
+        "method": {"name": "transdenoiser", "sigma": 0.25, "augmentations": 2},
         "model": {
             "name": "conv-autoencoder", "options": {"channels": [2]},
-            "classifier": {"folder": str(tmp_path / "classifier"), "saw": "nothing"},
+            "classifier": {"folder": str(tmp_path / "classifier"), "pretraining_data": "nothing"},
         },
         "training__learning_rate": 0.02,
     }  # fmt: skip
@@ -315,7 +317,10 @@ def test_several_workers(tmp_path, monkeypatch, workers):
     "changes",
     [
         {"training__optimizer": "adam", "training__ema": 0.5, "privacy__clip_norm": 0.5},
-        {"method": {"name": "dplis", "draws": 2, "sigma": 0.2}, "training__schedule": "linear"},
+        {
+            "method": {"name": "dplis", "augmentations": 2, "sigma": 0.2},
+            "training__schedule": "linear",
+        },
     ],
     ids=["adam", "smoothing that follows a schedule"],
 )

@@ -24,8 +24,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
+from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.training import trainer
 from dpdist.training.job import TrainJob
@@ -62,7 +62,7 @@ def exact(*parts: tuple[int, float, float]) -> float:
 
 def stated(folder: RunFolder) -> list[float]:
     """The epsilon of the facts and of the summary's line; the page shows the same line."""
-    facts = read_facts(folder)
+    facts = load_results(folder)
     line = dict(facts.summary())["privacy"]
     write_report(folder)
     assert line.partition(" at delta")[0] in folder.report_file.read_text()
@@ -105,7 +105,7 @@ def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     at_delta = {row["delta"]: row["epsilon"] for row in card["epsilon_at_delta"]}
     covers([at_delta[DELTA]], all_of_it)
     assert at_delta[1e-6] > at_delta[1e-4] > at_delta[DELTA]
-    assert card["superseded_releases"] == 6
+    assert card["reexecuted_releases"] == 6
     assert card["mechanism"][0].startswith("18 Gaussian steps")
 
 
@@ -150,7 +150,7 @@ def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
         execute(job, 2)
     (budget,) = read_budgets(tmp_path / "budget")
     assert sum(p.steps for p in budget.charges[0].phases) == STEPS + 6
-    facts = read_facts(job.folder)
+    facts = load_results(job.folder)
     assert facts.data_set_guarantee is not None
     assert facts.data_set_guarantee.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
 
@@ -190,9 +190,9 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     assert raw["privacy"].pop("run_key") == "5a" * 32
     folder.recipe_file.write_text(yaml.safe_dump(raw))
     with pytest.raises(UserError, match="must be what this run was begun with"):
-        read_facts(folder)
+        load_results(folder)
     folder.recipe_file.write_text(kept)
-    facts = read_facts(folder)
+    facts = load_results(folder)
     assert facts.privacy_statement.startswith("NOT PRIVATE: fixed run key")
     assert facts.privacy_card()["private"] is False
     with pytest.raises(UserError, match="its run key is fixed"):
@@ -205,15 +205,15 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
 def test_a_marked_key_is_fixed_whatever_the_recipe_says(tmp_path):
     job = job_of(tmp_path, privacy__run_key=None)
     execute(job)
-    assert read_facts(job.folder).privacy_card()["private"] is True
+    assert load_results(job.folder).privacy_card()["private"] is True
     job.folder.fixed_key_marker.touch()
-    assert read_facts(job.folder).privacy_card()["private"] is False
+    assert load_results(job.folder).privacy_card()["private"] is False
 
 
 def test_a_run_without_noise_proves_nothing(tmp_path):
     job = job_of(tmp_path, privacy={"noise_multiplier": 0, "clipping": "none", "delta": DELTA})
     execute(job)
-    facts = read_facts(job.folder)
+    facts = load_results(job.folder)
     assert math.isinf(facts.guarantee.epsilon) and not facts.privacy_card()["private"]
     assert facts.privacy_statement.startswith("NOT PRIVATE: epsilon is infinite")
     with pytest.raises(UserError, match="proved epsilon is infinite"):
@@ -239,7 +239,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     told = json.loads(folder.evaluation.read_text())
     assert (told["correct"], told["inputs"]) == (right, len(dataset))
     assert told["accuracy"] == right / len(dataset)
-    said = dict(read_facts(folder).summary())["clean accuracy"]
+    said = dict(load_results(folder).summary())["clean accuracy"]
     assert said.startswith(f"{10_000 * right // len(dataset) / 100:.2f} %")  # rounded down
-    step = dict(read_facts(folder).summary())["training"]
+    step = dict(load_results(folder).summary())["training"]
     assert step.startswith("12 steps, expected batch 12, noise multiplier 3, clip 1")

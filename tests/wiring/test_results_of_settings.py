@@ -55,7 +55,7 @@ def stop_at(wanted: int) -> Callable[[int, int, float], None]:
 
 
 def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
-    settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, form="eager")
+    settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, backend="eager")
     certificates.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
     return table_reader.read(output / job.TABLE).job_record["model"]
 

@@ -1,6 +1,6 @@
 """Residual perturbation: noise behind every residual block and on the input (Strategies I and II).
 
-The noise is drawn in training and at every prediction. It is a regulariser and earns no privacy
+The noise is drawn in training and at every prediction. It is a regularizer and earns no privacy
 here: the label enters a gradient without any noise, so that one released step gives it away
 however large the noise is (`tests/methods/test_residual.py`). Proved is the guarantee of DP-SGD,
 inside whose clip the noise stands; without DP-SGD nothing is proved, and the paper's claim is
@@ -60,7 +60,7 @@ class ResidualPerturbation(Method):
         eta0: The least |h| of Strategy II; the form of the experiments has 0.
         noise_mode: relative multiplies additive noise by the standard deviation of the record's own
             h, as the code of EnResNet does; the theorem is of absolute noise.
-        draws: Noises for each record and step, averaged before the clip.
+        augmentations: Noises for each record and step, averaged before the clip.
         input_norm: The bound R of the input's norm that the paper's claim assumes (input units). It
             is measured; nothing is clipped to it.
         residual_norm: The bound G of a residual's norm that the paper's claim assumes. It is
@@ -74,7 +74,7 @@ class ResidualPerturbation(Method):
     pi: PositiveOrZero | None = None
     eta0: PositiveOrZero = 0.0
     noise_mode: Literal["absolute", "relative"] = "absolute"
-    draws: DrawCount = 1
+    augmentations: DrawCount = 1
     input_norm: Positive = 30.0
     residual_norm: Positive = 30.0
 
@@ -253,7 +253,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         """Return draws of the noise behind blocks and on the input."""
         from dpdist.gradients.perturbations import ModulePerturbation
 
-        return ModulePerturbation(self.method.draws, self.noise_location(state.model))
+        return ModulePerturbation(self.method.augmentations, self.noise_location(state.model))
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         """Leave the noise in the model; return its spec with it."""
@@ -308,21 +308,21 @@ def largest_mean_norm(
     from dpdist.gradients.perturbations import ModulePerturbation
     from dpdist.randomness.noisy_modules import override_outputs
 
-    draws, ids = ModulePerturbation(passes, location), torch.arange(len(inputs))
+    augmentations, ids = ModulePerturbation(passes, location), torch.arange(len(inputs))
     halves: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
     def watched(module: int, draw: int) -> Callable[[Tensor], Tensor]:
         def see(output: Tensor) -> Tensor:
             total, rows = halves[draw % 2], output.double().flatten(1)
             total[module] = total[module] + rows if module in total else rows
-            return draws.perturb_output(output, ids, key, draw, module)
+            return augmentations.perturb_output(output, ids, key, draw, module)
 
         return see
 
     with torch.no_grad():
         for draw in range(passes):
-            names = enumerate(draws.hidden_modules)
+            names = enumerate(augmentations.hidden_modules)
             with override_outputs(model, {name: watched(module, draw) for module, name in names}):
-                model(draws.perturb_inputs(inputs, ids, key, draw))
+                model(augmentations.perturb_inputs(inputs, ids, key, draw))
     squares = [(halves[0][m] * halves[1][m]).sum(1).max() for m in halves[0]]
     return math.sqrt(max(0.0, *map(float, squares))) / (passes / 2)

@@ -11,22 +11,22 @@ from dpdist.models.zoo import ResidualBlock, residual_stages
 
 
 class _PreActivation(ResidualBlock):
-    """x + F(x), or F(x) without the skip: normalisation, ReLU and a 3x3 convolution, twice."""
+    """x + F(x), or F(x) without the skip: normalization, ReLU and a 3x3 convolution, twice."""
 
     def __init__(
         self,
         width_in: int,
         width_out: int,
         stride: int,
-        normalise: Callable[[int], nn.Module],
+        normalize: Callable[[int], nn.Module],
         skip: bool,
     ) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            normalise(width_in),
+            normalize(width_in),
             nn.ReLU(),
             nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False),
-            normalise(width_out),
+            normalize(width_out),
             nn.ReLU(),
             nn.Conv2d(width_out, width_out, 3, padding=1, bias=False),
         )
@@ -73,14 +73,14 @@ def resnet_rp(
     if norm not in ("group", "batch"):
         raise ValueError(f"norm must be group or batch, got {norm!r}")
 
-    def normalise(width: int) -> nn.Module:
+    def normalize(width: int) -> nn.Module:
         return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(groups, width)
 
     members = [
         nn.Sequential(
             nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
-            *[_PreActivation(*stage, normalise, skip) for stage in residual_stages(depth, width)],
-            normalise(4 * width),
+            *[_PreActivation(*stage, normalize, skip) for stage in residual_stages(depth, width)],
+            normalize(4 * width),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

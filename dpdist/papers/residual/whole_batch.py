@@ -1,6 +1,6 @@
 """Gradients of whole batches, BatchNorm included: the baseline without privacy (NOT PRIVATE).
 
-BatchNorm normalises by the batch, so one record changes every record's gradient, and its running
+BatchNorm normalizes by the batch, so one record changes every record's gradient, and its running
 statistics are written without noise.
 """
 
@@ -14,18 +14,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import Clipping, NoClipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine, GroupMembers
+from dpdist.gradients.engine import ClippedSum, GradientEngine, UserMembers
 from dpdist.gradients.hooks import Inputs, Objective, device_of, example_losses, rows_of
 from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.random_passes import keyed_draws, pass_key
-from dpdist.gradients.validation import normalises_over_batch
+from dpdist.gradients.validation import normalizes_over_batch
 from dpdist.randomness.noisy_modules import override_outputs
 
 
 class WholeBatchEngine(GradientEngine):
     """Sum the gradient of a whole batch in one pass, BatchNorm included: NOT PRIVATE.
 
-    For runs that prove nothing. BatchNorm normalises by the batch, so one record changes every
+    For runs that prove nothing. BatchNorm normalizes by the batch, so one record changes every
     record's gradient, and its statistics are written without noise.
 
     Raises:
@@ -64,7 +64,7 @@ class WholeBatchEngine(GradientEngine):
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
         out: Tensor | None = None,
-        members: GroupMembers | None = None,
+        members: UserMembers | None = None,
     ) -> ClippedSum:
         """Return the sum of the batch's gradients, unclipped; arguments as in `GradientEngine`."""
         draws, batch = self.perturbation, rows_of(inputs)
@@ -98,5 +98,5 @@ class WholeBatchEngine(GradientEngine):
 
 
 def mixes_records(model: nn.Module) -> bool:
-    """Return whether a layer of the model normalises over the batch."""
-    return any(map(normalises_over_batch, model.modules()))
+    """Return whether a layer of the model normalizes over the batch."""
+    return any(map(normalizes_over_batch, model.modules()))

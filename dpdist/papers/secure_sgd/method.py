@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class Redistribution(Section):
     """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
 
-    r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
+    r_k is the mean over records of |dL/dh_k|^beta, normalized, and at least `floor` of the uniform
     share.
 
     Attributes:
@@ -120,7 +120,7 @@ class HiddenNoiseMethod(Method):
             epsilon_r).
         sensitivity: L2 norm of the first layer, which is scaled back to it after every update.
         redistribution: Shares of the noise among components; null gives every component the same.
-        draws: Independent noises for each record and step, averaged before the clip.
+        augmentations: Independent noises for each record and step, averaged before the clip.
         paper_faithful: One noise for the whole training, as Algorithm 1 of Secure-SGD has it,
             instead of a fresh one for every record and step.
     """
@@ -132,7 +132,7 @@ class HiddenNoiseMethod(Method):
             lambda it: it.sigma is None,
         ),
         OptionCondition(
-            ("draws",),
+            ("augmentations",),
             "without paper_faithful, which has one noise",
             lambda it: not it.paper_faithful,
         ),
@@ -146,7 +146,7 @@ class HiddenNoiseMethod(Method):
     mechanism: Literal["classical", "analytic", "extended"] = "extended"
     sensitivity: Positive = 1.0
     redistribution: Redistribution | None = None
-    draws: DrawCount = 1
+    augmentations: DrawCount = 1
     paper_faithful: bool = False
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """HGM's shares r of the noise, hidden component by hidden component (Phan et al., IJCAI 2019).
 
-r (Equation 7) is the mean of |dL/dh|^beta over records, normalised: more noise where the loss is
+r (Equation 7) is the mean of |dL/dh|^beta over records, normalized: more noise where the loss is
 more sensitive. Component k then gets N(0, sigma_r^2 K r_k). As noise for robustness any r will do;
 but r shapes every record's gradient, so an r computed from private records, unpaid for, voids the
 privacy of the training. It comes from public records, or from one noised sum that is paid for.
@@ -71,7 +71,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
         module, std = models.require_split(state.model).name, state.tensors[STD]
         if self.method.paper_faithful:
             return FixedHiddenPerturbation(module, std, state.key)
-        return HiddenPerturbation(self.method.draws, module, std)
+        return HiddenPerturbation(self.method.augmentations, module, std)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Return the function that scales the first layer back into its norm."""
@@ -118,7 +118,7 @@ def noise_shares(section: Redistribution, sensitivity: float, setup: MethodSetup
         records = setup.public_records if section.source == "public" else setup.private_records
         assert records is not None
         powers = _mean_powers_without_privacy(section, sensitivity, setup, records)
-    return normalised_shares(powers, section.floor)
+    return normalized_shares(powers, section.floor)
 
 
 def _mean_powers_without_privacy(
@@ -157,7 +157,7 @@ def prepare_nonprivate_training(
         model = setup.build_initial_model()
     else:
         other = dataclasses.replace(setup.spec, classes=records.classes)
-        model = models.initialise(other, setup.recipe.training.init_seed)
+        model = models.initialize(other, setup.recipe.training.init_seed)
     return model, inputs, records.targets(rows)
 
 
@@ -205,7 +205,7 @@ def _passes(
         yield dataset.batch(members[some]), dataset.targets(members[some]), real
 
 
-def normalised_shares(sensitivities: Tensor, floor: float) -> Tensor:
+def normalized_shares(sensitivities: Tensor, floor: float) -> Tensor:
     """Return K r, float64, mean 1, each at least `floor`.
 
     sensitivities: >= 0, of the hidden shape. Raises UserError where they, or their sum, are not

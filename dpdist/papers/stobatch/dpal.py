@@ -55,7 +55,7 @@ class DPAL(Method):
         size: The largest size of an attack, drawn uniformly for each step (input units; 0.5 is 1 on
             [-1, 1]).
         psi: At a prediction, noise on the input and on the code is 1 / psi of the training's.
-        draws: Draws of a prediction.
+        augmentations: Draws of a prediction.
         images: Number of test images that predictions are measured on.
         sizes: Sizes of the attacks on those images, in input units.
     """
@@ -79,7 +79,7 @@ class DPAL(Method):
     steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 10
     size: Positive = 0.5
     psi: Positive = 2.0
-    draws: DrawCount = 100
+    augmentations: DrawCount = 100
     images: Count = 100
     sizes: tuple[Positive, ...] = (0.025, 0.1)
 
@@ -172,7 +172,7 @@ class DPAL(Method):
                     f"as the paper measures it, PGD linf {format_exact(at['size'])}",
                     f"{right} % right; {printed} % right and 'certified' by kappa + phi "
                     f"({harmonic} % by the harmonic rule); no certificate: neither rule holds for "
-                    "noise around a fixed centre",
+                    "noise around a fixed center",
                 )
             )
         return rows

@@ -3,7 +3,7 @@
 For comparison only: no statement of it holds. Everything is on inputs in [-1, 1], and equations
 are those of the ICLR 2020 submission. A prediction is a product of two passes, one with fresh
 noise on the input, one with fresh noise on the code, each a part 1 / psi of the training's noise
-and centred on it (its Appendix L). Sizes are Laplace sizes of PixelDP for each pass, added up
+and centered on it (its Appendix L). Sizes are Laplace sizes of PixelDP for each pass, added up
 (Proposition 1, Equations 11 to 15).
 """
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import (
-    ATTACKS_FROM_CENTRE,
+    ATTACKS_FROM_CENTER,
     Ball,
     Gradient,
-    RandomisedClassifier,
+    RandomizedClassifier,
     loss_gradient,
     pgd,
 )
@@ -138,7 +138,7 @@ def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key:
     """Adversarial copies of noisy inputs (B, ...), away from what is predicted for them: an equal
     part of the batch for each attack, by position, as the paper has it."""
     drawn = (int(stream_words(derive_key(key, "dpal/size"), 0, 1)[0]) + 1) / 2**64
-    classifier = RandomisedClassifier(_NoisyInputNetwork(network))
+    classifier = RandomizedClassifier(_NoisyInputNetwork(network))
     with torch.no_grad():
         predicted = network.logits(noisy).argmax(1)
     parts = zip(
@@ -148,9 +148,9 @@ def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key:
         strict=True,
     )
     found = []
-    for name, centre, targets in parts:
-        size = torch.full((len(centre),), 2 * method.size * drawn).double().to(centre.device)
-        ball = Ball(centre, size, "linf", None)
+    for name, center, targets in parts:
+        size = torch.full((len(center),), 2 * method.size * drawn).double().to(center.device)
+        ball = Ball(center, size, "linf", None)
 
         def gradient(point: Tensor, step: int, targets: Tensor = targets) -> Tensor:
             return loss_gradient(classifier, point, targets, None)
@@ -160,14 +160,14 @@ def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key:
 
 
 def _attack(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes) -> Tensor:
-    if len(ball.centre) == 0:
-        return ball.centre
-    if name in ATTACKS_FROM_CENTRE:
-        return ATTACKS_FROM_CENTRE[name](gradient, ball, steps)
-    count = ball.centre.numel()
+    if len(ball.center) == 0:
+        return ball.center
+    if name in ATTACKS_FROM_CENTER:
+        return ATTACKS_FROM_CENTER[name](gradient, ball, steps)
+    count = ball.center.numel()
     uniform = torch.from_numpy(stream_words(derive_key(key, "dpal/start"), 0, count) / 2.0**64)
-    there = uniform.view(len(ball.centre), -1).to(ball.centre.device)
-    start = ball.random_point(there, ball.centre)
+    there = uniform.view(len(ball.center), -1).to(ball.center.device)
+    start = ball.random_point(there, ball.center)
     return pgd(gradient, ball, start, steps, ball.size / steps)
 
 
@@ -225,7 +225,7 @@ class DPALSteps:
         found = []
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
-            inputs = network.centre(given.records.batch(some).to(network.input_noise))
+            inputs = network.center(given.records.batch(some).to(network.input_noise))
             labels = given.canaries.labels_for(some, given.records.targets(some))
             found.append((2 * inputs - 1 + network.input_noise, labels.to(inputs.device)))
         return found
@@ -265,18 +265,18 @@ def mean_scores(
 ) -> Tensor:
     """Mean products of the two passes' scores over the draws: float64 (B, classes). inputs: in
     [-1, 1]. scale: of the training's noise on inputs."""
-    centre = inputs + network.input_noise
+    center = inputs + network.input_noise
     total = torch.zeros(len(inputs), network.head.out_features, dtype=torch.float64)
     with torch.no_grad():
-        for draw in range(method.draws):
+        for draw in range(method.augmentations):
             own = derive_key(key, "dpal/draw", draw)
-            code = network.encode(centre)
-            first = laplace(own, "input", centre.shape, scale / method.psi).to(centre)
-            second = laplace(own, "code", code.shape, 2 * scale / method.psi).to(centre)
-            passes = (network.logits(centre + first), network.logits(centre, second))
+            code = network.encode(center)
+            first = laplace(own, "input", center.shape, scale / method.psi).to(center)
+            second = laplace(own, "code", code.shape, 2 * scale / method.psi).to(center)
+            passes = (network.logits(center + first), network.logits(center, second))
             products = torch.stack([z.double().softmax(1) for z in passes]).prod(0)
             total += products.cpu()
-    return total / method.draws
+    return total / method.augmentations
 
 
 def robustness_budget(scores: Tensor, draws: int) -> Tensor:
@@ -301,12 +301,12 @@ def measure_accuracy(method: DPAL, given: WorkerInputs) -> None:
     """Predict test images and their attacked copies, and write down what the paper counts."""
     network, plan, test = check_network(method, given.model), given.plan, given.public_test()
     count = min(method.images, len(test))
-    inputs = 2 * network.centre(test.batch(slice(0, count)).to(network.input_noise)) - 1
+    inputs = 2 * network.center(test.batch(slice(0, count)).to(network.input_noise)) - 1
     labels = test.targets(slice(0, count)).to(inputs.device)
     scale, key = method.noise_scale(plan.step(0).expected_batch), given.state.key
     first, second = (error.sum() / count for error in _errors(network, inputs))
     found: dict[str, Any] = {
-        "images": count, "psi": method.psi, "draws": method.draws,
+        "images": count, "psi": method.psi, "augmentations": method.augmentations,
         "reconstruction_error": float(first), "output_error": float(second), "attacked": [],
     }  # fmt: skip
     for size in (0.0, *method.sizes):
@@ -319,7 +319,7 @@ def measure_accuracy(method: DPAL, given: WorkerInputs) -> None:
             found["right"] = float(right.double().mean())
             continue
         kappa, phi = published_certified_sizes(
-            robustness_budget(scores, method.draws), 2 * size, scale, inputs[0].numel(),
+            robustness_budget(scores, method.augmentations), 2 * size, scale, inputs[0].numel(),
             network.hidden_noise[0].numel(), method.weight_norm,
         )  # fmt: skip
         harmonic = kappa * phi / (kappa + phi).clamp(min=1e-300)
@@ -341,7 +341,7 @@ def _attack_inputs(
     network: DPALNetwork, inputs: Tensor, labels: Tensor, size: float, steps: int
 ) -> Tensor:
     """By PGD on the network with the training's noise and no other, as the papers' code attacks."""
-    classifier = RandomisedClassifier(network)
+    classifier = RandomizedClassifier(network)
     sizes = torch.full((len(inputs),), size).double().to(inputs.device)
     ball = Ball(inputs, sizes, "linf", (-1.0, 1.0))
     return pgd(

@@ -88,11 +88,11 @@ class Functional(Method):
     Features f are the inputs of the last layer; all before it stays at its initial weights, which
     must be public. Released are, with every record in each:
 
-    1. the sum of f, clipped to norm `clip`: its mean is the centre m;
+    1. the sum of f, clipped to norm `clip`: its mean is the center m;
     2. the sums A of h h' and B of h y', the coefficients of the second-order Taylor expansion of
        the sigmoid cross-entropy at 0; h is f - m clipped to norm `radius`, in units of it, beside
-       the constant `constant`, of norm at most 1. Of a record at the centre h is that constant.
-       The head minimises the noisy expansion plus a ridge of `ridge` times the noise of A;
+       the constant `constant`, of norm at most 1. Of a record at the center h is that constant.
+       The head minimizes the noisy expansion plus a ridge of `ridge` times the noise of A;
     3. in `rounds` rounds, the sum of h (y - p)', the linear coefficients of the softmax
        cross-entropy expanded at the head so far; y - p is clipped to norm `residual`. The head
        moves by `step` times the minimum of that with A's curvature.
@@ -104,21 +104,21 @@ class Functional(Method):
     Each release costs a part of mu^2 = 1 / noise_multiplier^2.
 
     Attributes:
-        clip: Norm to which a record's features are clipped in the sum that gives their centre.
-        radius: Norm to which features are clipped around their centre.
+        clip: Norm to which a record's features are clipped in the sum that gives their center.
+        radius: Norm to which features are clipped around their center.
         constant: The constant feature beside them, a norm below 1.
         ridge: The ridge of the fit, in units of the noise of A.
         rounds: Number of rounds after the first fit.
         residual: Norm to which y - p is clipped in a round.
         step: Length of a round's step, in units of the step to the minimum.
-        centre: Part of mu^2 that the centre costs.
+        center: Part of mu^2 that the center costs.
         refine: Part of mu^2 that all rounds together cost; the first fit has the rest.
         labels: Part of a record's squared norm that the sum B may have.
         sigma: Standard deviation of noise on the input, in input units: records are seen in `draws`
             noisy copies, as a certificate's are.
         noise: fresh for each sum, or each record's own, a public function of it, so that all sums
             have the same features.
-        draws: Number of noisy copies of each record.
+        augmentations: Number of noisy copies of each record.
         encoder: Part of mu^2 that the encoder costs; above 0 with model patches only.
         adversarial: Rounds see adversarial copies too.
         relevance: Share out the noise among features by public records.
@@ -128,7 +128,7 @@ class Functional(Method):
         OptionCondition(
             ("residual", "step", "refine"), "with rounds > 0", lambda it: it.rounds > 0
         ),
-        OptionCondition(("noise", "draws"), "with sigma > 0", lambda it: it.sigma > 0),
+        OptionCondition(("noise", "augmentations"), "with sigma > 0", lambda it: it.sigma > 0),
     )
 
     recipe_conditions = (
@@ -150,21 +150,21 @@ class Functional(Method):
     rounds: Annotated[int, RejectBool, Field(ge=0, le=1000)] = 8
     residual: Positive = 0.1
     step: Positive = 3.0
-    centre: _OpenUnitInterval = 0.05
+    center: _OpenUnitInterval = 0.05
     refine: _OpenUnitInterval = 0.7
     labels: _OpenUnitInterval = 0.5
     sigma: PositiveOrZero = 0.0
     noise: Literal["fresh", "own"] = "fresh"
-    draws: DrawCount = 1
+    augmentations: DrawCount = 1
     encoder: Annotated[float, RejectBool, Field(ge=0, lt=1)] = 0.0
     adversarial: Adversarial | None = None
     relevance: Relevance | None = None
 
     @model_validator(mode="after")
     def _check_budget_split(self) -> Functional:
-        if self.encoder + self.centre + self.refine >= 1:
+        if self.encoder + self.center + self.refine >= 1:
             raise ValueError(
-                "centre, refine and encoder are parts of one budget: their sum must be < 1"
+                "center, refine and encoder are parts of one budget: their sum must be < 1"
             )
         if self.adversarial is not None and not self.rounds:
             raise ValueError("adversarial is of the rounds: rounds must be > 0")
@@ -189,7 +189,7 @@ class Functional(Method):
             raise ValueError("method functional fits the last layer, which is frozen here")
         if planted is not None and planted.inserts_gradients:
             raise ValueError(
-                "method functional sums no gradients: audit.canary must be mislabelled or blank"
+                "method functional sums no gradients: audit.canary must be mislabeled or blank"
             )
 
     @property
@@ -212,8 +212,8 @@ class Functional(Method):
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return sums over all records, whose mu^2 add up to that of the noise multiplier."""
-        rest = 1 - self.centre - (self.refine if self.rounds else 0) - self.encoder
-        parts = [(1, self.centre), (1, rest)]
+        rest = 1 - self.center - (self.refine if self.rounds else 0) - self.encoder
+        parts = [(1, self.center), (1, rest)]
         if self.rounds:
             parts.append((self.rounds, self.refine))
         if self.encoder:

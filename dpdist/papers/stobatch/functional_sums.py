@@ -31,7 +31,7 @@ from dpdist.methods.base import (
 from dpdist.models import find_batch_dependence, patch_features_of
 from dpdist.models.batch_independence import find_output_difference
 from dpdist.models.features import PenultimateFeatures, last_linear
-from dpdist.papers.secure_sgd.shares import normalised_shares, prepare_nonprivate_training
+from dpdist.papers.secure_sgd.shares import normalized_shares, prepare_nonprivate_training
 from dpdist.papers.stobatch.functional import Functional, Relevance
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dpdist.models import PatchFeatures
 
 
-CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
+CENTER, CURVATURE = "center", "curvature"  # the tensors that a checkpoint keeps beside the head
 SCALES = "scales"  # the tensor that is made once, of public records
 PASS = 128  # records of a pass; `rounding_slack` rests on it
 _EXAMPLES = 32  # inputs that the model is tried on
@@ -62,16 +62,16 @@ def feature_scales(method: Functional, relevance: Relevance, setup: MethodSetup)
     features = torch.cat([sums.features(some) for some in inputs.split(PASS)])
     passes = [(features, labels, 1.0)]
     nowhere = features.new_zeros(features.shape[1])
-    centre = sums.mean_features(sums.sum_features(passes, nowhere))
-    weights, _ = sums.fit_weights(sums.sum_coefficients(passes, centre), 1.0)  # a little ridge
-    weight, bias = sums.head_from_weights(weights, centre)
+    center = sums.mean_features(sums.sum_features(passes, nowhere))
+    weights, _ = sums.fit_weights(sums.sum_coefficients(passes, center), 1.0)  # a little ridge
+    weight, bias = sums.head_from_weights(weights, center)
     own = features * method.clip
     left = (own @ weight.T + bias).softmax(1) - nn.functional.one_hot(labels, len(bias))
     matters = (own * (left @ weight)).abs().pow(relevance.beta).mean(0)
-    return normalised_shares(matters, relevance.floor).sqrt()
+    return normalized_shares(matters, relevance.floor).sqrt()
 
 
-# --- sums and their minimiser -----------------------------------------------------------------
+# --- sums and their minimizer -----------------------------------------------------------------
 
 
 FeaturePass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
@@ -204,9 +204,9 @@ class CoefficientSums:
         """
         asked = self.method.adversarial
         assert asked is not None
-        centre, box = inputs.double(), input_range(inputs)
-        point, step = centre, asked.size / asked.steps * (1.0 if asked.steps == 1 else 1.5)
-        hot = self._one_hot(targets, centre).bool()
+        center, box = inputs.double(), input_range(inputs)
+        point, step = center, asked.size / asked.steps * (1.0 if asked.steps == 1 else 1.5)
+        hot = self._one_hot(targets, center).bool()
         for _ in range(asked.steps):
             with torch.enable_grad():
                 seen = point.detach().requires_grad_()
@@ -215,7 +215,7 @@ class CoefficientSums:
                 (slope,) = torch.autograd.grad((others - logits[hot]).sum(), seen)
             typical = slope.flatten(1).square().mean(1).sqrt() * _SIGN_SMOOTHING + 1e-30
             soft = slope / (slope.square() + per_row(typical, slope).square()).sqrt()
-            point = centre + (point + step * soft - centre).clamp(-asked.size, asked.size)
+            point = center + (point + step * soft - center).clamp(-asked.size, asked.size)
             point = point if box is None else point.clamp(*box)
         return point.detach()
 
@@ -235,29 +235,29 @@ class CoefficientSums:
         if why is not None:
             raise UserError(f"method.adversarial: the model has kinks: {why}; take a smooth one")
 
-    def directions(self, features: Tensor, centre: Tensor) -> Tensor:
-        """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the centre."""
+    def directions(self, features: Tensor, center: Tensor) -> Tensor:
+        """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the center."""
         method = self.method
-        away = clip_rows((features * method.clip - centre) * self._scales, method.radius)
+        away = clip_rows((features * method.clip - center) * self._scales, method.radius)
         away = away * (math.sqrt(1 - method.constant**2) / method.radius)
         return torch.cat([away, away.new_full((len(away), 1), method.constant)], 1)
 
     # --- sums over passes of records
 
-    def sum_features(self, passes: Iterable[FeaturePass], centre: Tensor) -> Tensor:
-        """float64 (D,), as the centre is."""
-        total = torch.zeros_like(centre)
+    def sum_features(self, passes: Iterable[FeaturePass], center: Tensor) -> Tensor:
+        """float64 (D,), as the center is."""
+        total = torch.zeros_like(center)
         for features, _, weight in passes:
             total += weight * features.sum(0)
         return total * self._slack_factor
 
-    def sum_coefficients(self, passes: Iterable[FeaturePass], centre: Tensor) -> Tensor:
+    def sum_coefficients(self, passes: Iterable[FeaturePass], center: Tensor) -> Tensor:
         """Return the sums of h h' and of h y', packed into one vector: float64."""
         labels = self.method.labels
-        squares = centre.new_zeros(self.size, self.size)
-        cross = centre.new_zeros(self.size, self.classes)
+        squares = center.new_zeros(self.size, self.size)
+        cross = center.new_zeros(self.size, self.classes)
         for features, targets, weight in passes:
-            h = self.directions(features, centre)
+            h = self.directions(features, center)
             squares += weight * (h.T @ h)
             cross += weight * (h.T @ self._one_hot(targets, h))
         parts = (
@@ -267,15 +267,15 @@ class CoefficientSums:
         return torch.cat(parts) * self._slack_factor
 
     def sum_residuals(
-        self, passes: Iterable[FeaturePass], centre: Tensor, weights: Tensor
+        self, passes: Iterable[FeaturePass], center: Tensor, weights: Tensor
     ) -> Tensor:
         """Return the sum of h (y - p)', in units of `residual`, to which y - p is clipped: float64.
 
         weights: of the head so far, on h.
         """
-        total, bound = centre.new_zeros(self.size, self.classes), self.method.residual
+        total, bound = center.new_zeros(self.size, self.classes), self.method.residual
         for features, targets, weight in passes:
-            h = self.directions(features, centre)
+            h = self.directions(features, center)
             left = self._one_hot(targets, h) - (h @ weights).softmax(1)
             total += weight * (h.T @ (clip_rows(left, bound) / bound))
         return total.flatten() * self._slack_factor
@@ -312,20 +312,20 @@ class CoefficientSums:
         result: Tensor = weights + self.method.step * change
         return result
 
-    def head_from_weights(self, weights: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    def head_from_weights(self, weights: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
         """The same head on f, (classes, D) and (classes,). Beyond the radius it goes on
         linearly."""
         method = self.method
         weight = weights[:-1].T * (math.sqrt(1 - method.constant**2) / method.radius)
         weight = weight * self._scales
-        return weight, weights[-1] * method.constant - weight @ centre
+        return weight, weights[-1] * method.constant - weight @ center
 
-    def weights_from_head(self, weight: Tensor, bias: Tensor, centre: Tensor) -> Tensor:
+    def weights_from_head(self, weight: Tensor, bias: Tensor, center: Tensor) -> Tensor:
         """Inverse of `head_from_weights`."""
         method, weight, bias = self.method, weight.double(), bias.double()
         own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
         own = own / self._scales[:, None]
-        return torch.cat([own, (bias + weight @ centre)[None] / method.constant])
+        return torch.cat([own, (bias + weight @ center)[None] / method.constant])
 
 
 # --- hooks of a training ----------------------------------------------------------------------
@@ -358,7 +358,7 @@ class FunctionalExecution(Execution[Functional]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
-        draws, sigma = self.method.draws, self.method.sigma
+        draws, sigma = self.method.augmentations, self.method.sigma
         return InputPerturbation(draws, sigma) if sigma else Perturbation()
 
     def own_steps(self, given: WorkerInputs) -> FunctionalSteps:
@@ -376,9 +376,9 @@ class FunctionalSteps:
         self._given, self._execution, self.method = given, execution, execution.method
         self._head, self._device = last_linear(given.model), given.parameters[0].device
         size = self._head.in_features
-        self._centre = torch.zeros(size, dtype=torch.float64, device=self._device)
-        self._curvature = self._centre.new_zeros(size + 1, size + 1)
-        self.slots: Mapping[str, Tensor] = {CENTRE: self._centre, CURVATURE: self._curvature}
+        self._center = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._curvature = self._center.new_zeros(size + 1, size + 1)
+        self.slots: Mapping[str, Tensor] = {CENTER: self._center, CURVATURE: self._curvature}
         self._coefficients: CoefficientSums | None = None  # made when it is asked for
 
     def sums(self, number: int) -> Tensor:
@@ -395,11 +395,11 @@ class FunctionalSteps:
         return rows
 
     def update(self, number: int, released: Tensor) -> None:
-        """Set the centre on all workers; on worker 0 the encoder or the head."""
-        stage, head, centre = self._stage(number), self._head, self._centre
-        noisy = released.to(centre)
+        """Set the center on all workers; on worker 0 the encoder or the head."""
+        stage, head, center = self._stage(number), self._head, self._center
+        noisy = released.to(center)
         if stage == 0:
-            centre.copy_(self._sums().mean_features(noisy))
+            center.copy_(self._sums().mean_features(noisy))
             return
         if self._given.rank:  # another machine's solution may end in other bits
             return
@@ -413,9 +413,9 @@ class FunctionalSteps:
             weights, matrix = sums.fit_weights(noisy, multiplier)
             curvature.copy_(matrix)
         else:
-            weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+            weights = sums.weights_from_head(head.weight.data, head.bias.data, center)
             weights = sums.refine_weights(noisy, weights, curvature)
-        weight, bias = sums.head_from_weights(weights, centre)
+        weight, bias = sums.head_from_weights(weights, center)
         head.weight.data.copy_(weight)
         head.bias.data.copy_(bias)
 
@@ -460,17 +460,17 @@ class FunctionalSteps:
         return draws.perturb_inputs(inputs.to(self._device), torch.from_numpy(names), key, draw)
 
     def _sum(self, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]) -> Tensor:
-        centre, head, given = self._centre, self._head, self._given
+        center, head, given = self._center, self._head, self._given
         if sums is None:
             most = check_record_limit(given.recipe, given.plan.records)
             return sum_moments(patch_features_of(given.model), copies, most)
-        weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
-        passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, centre))
+        weights = sums.weights_from_head(head.weight.data, head.bias.data, center)
+        passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, center))
         if stage == 0:
-            return sums.sum_features(passes, centre)
+            return sums.sum_features(passes, center)
         if stage == 1:
-            return sums.sum_coefficients(passes, centre)
-        return sums.sum_residuals(passes, centre, weights)
+            return sums.sum_coefficients(passes, center)
+        return sums.sum_residuals(passes, center, weights)
 
     def _passes(
         self,

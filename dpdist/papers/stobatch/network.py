@@ -16,7 +16,7 @@ from dpdist.models.zoo import activation_layer
 
 
 class DPALNetwork(nn.Module):
-    """head(last(code(x + input_noise))), x the centre of inputs (B, C, H, W) in [-1, 1].
+    """head(last(code(x + input_noise))), x the center of inputs (B, C, H, W) in [-1, 1].
 
     input_noise (C, side, side), hidden_noise (filters, H', W'): drawn once for a whole training,
     the same for every record; 0 before it. They are saved with the weights.
@@ -38,8 +38,8 @@ class DPALNetwork(nn.Module):
         self.register_buffer("input_noise", torch.zeros(*input_shape))
         self.register_buffer("hidden_noise", torch.zeros(*code_shape))
 
-    def centre(self, x: Tensor) -> Tensor:
-        """Return the centre of images (B, C, H, W), of input_noise's size: what is read."""
+    def center(self, x: Tensor) -> Tensor:
+        """Return the center of images (B, C, H, W), of input_noise's size: what is read."""
         height, width = self.input_noise.shape[1:]
         top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
         return x[:, :, top : top + height, left : left + width]
@@ -67,7 +67,7 @@ class DPALNetwork(nn.Module):
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.centre(x) + self.input_noise)
+        return self.logits(self.center(x) + self.input_noise)
 
 
 def dpal_cnn(
@@ -80,7 +80,7 @@ def dpal_cnn(
     kernels: Sequence[int] = (),
     side: int = 0,
 ) -> nn.Module:
-    """DPAL's network; its batch normalisation, which mixes records, is layer normalisation.
+    """DPAL's network; its batch normalization, which mixes records, is layer normalization.
 
     The defaults are that of MNIST. The encoder has no bias and the last layer none either, as in
     the paper's equations. Each convolution has stride 2.
@@ -93,7 +93,7 @@ def dpal_cnn(
         dense: Size of the last hidden layer.
         activation: Name of the activation behind each convolution.
         kernels: Side of each kernel. CIFAR-10's network has 4, 5, 5.
-        side: Side of the centre of an image that the network reads; 0 is all of it. The paper's
+        side: Side of the center of an image that the network reads; 0 is all of it. The paper's
             CIFAR-10 has 28.
     """
     sizes = tuple(kernels) or (kernel,) * len(filters)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import (
     Ball,
-    RandomisedClassifier,
+    RandomizedClassifier,
     ascend,
     input_range,
     loss_gradient,
@@ -99,7 +99,7 @@ class AdversarialDraws(ModulePerturbation):
         self.model = model
         # On a CPU convolutions and pooling are several times faster in this format.
         own = copy.deepcopy(model).requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.classifier = RandomisedClassifier(own, location)
+        self.classifier = RandomizedClassifier(own, location)
 
     def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -175,10 +175,10 @@ class AdversarialDraws(ModulePerturbation):
         return logits.double().softmax(1).view(len(inputs), count, -1).mean(1).argmax(1)
 
     def _random_points(self, ball: Ball, record_ids: Tensor, draw_key: bytes) -> Tensor:
-        numbers = ball.centre[0].numel()
+        numbers = ball.center[0].numel()
         normals = standard_normal_per_record(
             draw_key, "stobatch/start", 0, record_ids, numbers + 1
-        ).to(ball.centre.device)
+        ).to(ball.center.device)
         # Rolled by one: the first uniform, which L2 balls take, is of no normal of the direction.
         uniforms = torch.special.ndtr(normals.double().roll(1, 1))
         return ball.random_point(uniforms[:, :numbers], normals[:, :numbers])

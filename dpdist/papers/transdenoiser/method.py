@@ -6,7 +6,7 @@ it:
 * separate-dp: DP-SGD on that loss; the input noise gets no credit. Proved.
 * no-dp: without privacy.
 * full: Algorithm 1 (`dpdist.papers.transdenoiser.split`), which is not sound. It trains here as a
-  labelled reference whose proved epsilon is infinite.
+  labeled reference whose proved epsilon is infinite.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TransDenoiser(Method):
             NOT private; it adds noise itself, xi_up (or less) clip norms, so
             privacy.noise_multiplier must be 0, and one worker does it.
         sigma: Standard deviation of the noise on the input, in input units.
-        draws: Noisy copies of each record in a step, averaged before the clip.
+        augmentations: Noisy copies of each record in a step, averaged before the clip.
         xi_low: Lower bound of the split of variant full, for which the paper gives no value.
         xi_up: Upper bound of the split of variant full.
         credit_steps: In variant full, multiply S_min by the number of steps, as the paper does.
@@ -58,7 +58,7 @@ class TransDenoiser(Method):
     display_name: ClassVar[str] = "TransDenoiser"
     variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
     sigma: Positive = 0.25
-    draws: DrawCount = 1
+    augmentations: DrawCount = 1
     xi_low: NotNegative = 1.0
     xi_up: Positive = 2.0
     credit_steps: bool = True
@@ -69,7 +69,7 @@ class TransDenoiser(Method):
     def _consistent(self) -> TransDenoiser:
         if self.xi_low > self.xi_up:
             raise ValueError("xi_low must be <= xi_up")
-        if self.variant == "full" and self.draws != 1:
+        if self.variant == "full" and self.augmentations != 1:
             raise ValueError("variant full has one draw for each record: draws: 1")
         return self
 

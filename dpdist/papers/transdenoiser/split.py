@@ -25,8 +25,8 @@ from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import (
     ClippedSum,
     GradientEngine,
-    GroupMembers,
     TrainingObjective,
+    UserMembers,
     input_targets,
     squared_error,
 )
@@ -54,7 +54,7 @@ class TransDenoiserExecution(Execution[TransDenoiser]):
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
         """Return noisy copies of each input."""
-        return InputPerturbation(self.method.draws, self.method.sigma)
+        return InputPerturbation(self.method.augmentations, self.method.sigma)
 
     def engine(
         self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
@@ -224,7 +224,7 @@ def lanczos_smallest(
 ) -> tuple[float, int]:
     """Smallest Ritz value of a symmetric positive semi-definite map, and the products it took.
 
-    Lanczos with full reorthogonalisation in float64 (Golub and Van Loan, Section 10.1). A Ritz
+    Lanczos with full reorthogonalization in float64 (Golub and Van Loan, Section 10.1). A Ritz
     value is a Rayleigh quotient, so it is never below the smallest eigenvalue; equal to it once
     the Krylov space is exhausted.
     """
@@ -402,7 +402,7 @@ class SplitEngine(GradientEngine):
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
         out: Tensor | None = None,
-        members: GroupMembers | None = None,
+        members: UserMembers | None = None,
     ) -> ClippedSum:
         """Return the clipped sum with the noise of the split in it."""
         if members is not None:

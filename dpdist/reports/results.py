@@ -56,7 +56,7 @@ from dpdist.runs.recipe import Recipe
 # --- terms of a private search ----------------------------------------------------------------
 
 
-def trial_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
+def trial_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the trials of a search, in their order; no rows where K is secret.
 
     The last column says which trial was chosen, and why one does not count.
@@ -93,7 +93,7 @@ def describe_search(
     return [
         *rows,
         ("judged by", f"{search.objective} on {search.scored_on}"),
-        ("number of trials", search.law),
+        ("number of trials", search.num_trials),
         ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
          f"searched: {alone}"),
     ]  # fmt: skip
@@ -112,10 +112,10 @@ _TABLES = "*/certificates.parquet"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunResults:
     """Hold the facts of a run: guarantee, accuracies, certificates, attacks and audits.
 
-    Each is read from a named file of the run folder by `dpdist.read_facts`; printed, they are the
+    Each is read from a named file of the run folder by `dpdist.load_results`; printed, they are the
     run's summary.
 
     Attributes:
@@ -132,7 +132,7 @@ class Facts:
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
-        >>> facts = dpdist.read_facts("small")
+        >>> facts = dpdist.load_results("small")
         >>> [table.name for table in facts.tables]
         ['sigma-0.25-fixed-n-100']
         >>> str(facts).splitlines()[0]
@@ -294,21 +294,21 @@ class Facts:
         """
         if not self.folder.pretraining_record.exists():
             return self._began_with
-        about = read_json(self.folder.pretraining_record, {"part": str, "saw": str})
+        about = read_json(self.folder.pretraining_record, {"part": str, "pretraining_data": str})
         frozen = about["part"]
         if frozen == "features":
-            return {"features by a network trained on": about["saw"]}
+            return {"features by a network trained on": about["pretraining_data"]}
         if frozen == "initial":
             check_shape(about, str(self.folder.pretraining_record), {"denoiser": bool})
-            began = {_BEGAN_WITH: about["saw"]}
+            began = {_BEGAN_WITH: about["pretraining_data"]}
             came = {"frozen denoiser": "came with the initial weights"}
             return began | came if about["denoiser"] else began
         trained = "denoiser" if frozen == "classifier" else "classifier"
-        saw = {
+        pretraining_data = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",
-            f"frozen {frozen} trained on": about["saw"],
+            f"frozen {frozen} trained on": about["pretraining_data"],
         }
-        return saw | ({"put together": about["joined"]} if "joined" in about else {})
+        return pretraining_data | ({"put together": about["joined"]} if "joined" in about else {})
 
     @property
     def record_independence(self) -> str:
@@ -601,14 +601,14 @@ def _certified_row(table: CertificateTable) -> tuple[str, str]:
     return f"certified, {table.title}", f"{at} ({about})"
 
 
-def read_facts(folder: RunFolder | str | Path) -> Facts:
+def load_results(folder: RunFolder | str | Path) -> RunResults:
     """Read what a finished run proves, measured and certified.
 
     Args:
         folder: the run's folder, or its name under runs/.
 
     Returns:
-        The run's `Facts`, each from a named file of the folder.
+        The run's `RunResults`, each from a named file of the folder.
 
     Raises:
         UserError: there is no such run, its training has not finished, or a file was changed.
@@ -617,7 +617,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
-        >>> facts = dpdist.read_facts("small")
+        >>> facts = dpdist.load_results("small")
         >>> facts.plan.steps, facts.guarantee.kind
         (5, 'proved')
     """
@@ -629,7 +629,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
 def read_stage(folder: RunFolder) -> Stage:
     """Return what a later run states of this one, whose weights it begins with.
 
-    Of a run that is not finished, its whole plan counts. Raises UserError as `read_facts` does.
+    Of a run that is not finished, its whole plan counts. Raises UserError as `load_results` does.
     """
     summary = folder.training_summary
     facts = _read_facts(folder, read_json(summary) if summary.exists() else {})
@@ -648,7 +648,7 @@ def stage_of_card(card: Mapping[str, Any], name: str, places: list[str]) -> Stag
     )  # fmt: skip
 
 
-def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
+def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
     """Return the facts of a run. trained: its private/trained.json; {} where it is not finished."""
     recipe = folder.read_recipe()
     account = read_account(folder, recipe, finished=bool(trained))
@@ -669,7 +669,7 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> Facts:
     _check_same_model(trained, [(t.path, t.job_record.get("model")) for t in tables])
     _check_same_model(trained, [(each.path, each.model) for each in found])
     _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
-    return Facts(folder, recipe, account, trained, evaluation, tables, evaluations)
+    return RunResults(folder, recipe, account, trained, evaluation, tables, evaluations)
 
 
 def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
