@@ -152,7 +152,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 # --- settings and tables ----------------------------------------------------------------------
 
 
-FORMAT = 1
+FORMAT = 2
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
 _DIGEST = b"dpdist.settings"
 LABEL_DIGEST_KEY = "labels"  # what a table says of the labels of its inputs

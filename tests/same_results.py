@@ -69,7 +69,7 @@ _KEY, _SEED = "5a" * 32, "5b" * 32
 _PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": _KEY}
 _OPEN = {"noise_multiplier": 0, "clipping": "none"}
 # The executed classifier is named, not chosen by a probe of this machine's speed.
-_FIXED = {"seed": "5a5a", "form": "frozen", "batch": 50, "max_inputs": 12}
+_FIXED = {"seed": "5a5a", "backend": "frozen", "batch": 50, "max_inputs": 12}
 _VOTES = {**_FIXED, "sigma": 0.25, "n": 300, "n0": 20}
 _SCORES = {**_FIXED, "n": 300, "n0": 20}
 _DENOISER = {
@@ -103,6 +103,8 @@ LEFT_OUT_FILES = {
     "*/.*": "locks and leftovers",
 }
 LEFT_OUT = {  # the end of a key's place in JSON
+    "format": "rose once, with the names",
+    "version": "that of the ledger and of a budget too",
     "nonce": "drawn afresh by every process",
     "identity.code": "a digest of the package's sources",
     "identity.searched by": "a digest over the charge below, too",
@@ -120,7 +122,26 @@ _NOISY = {
     "*/report/*": "shows it",
     "*verdict.sentence": "quotes it",
 }
-_PROBED = {"*/attacks/*classifier.form": "chosen by a probe, in the time that it has"}
+_PROBED = {"*/attacks/*classifier.backend": "chosen by a probe, in the time that it has"}
+# What was renamed since `BASE_2`: a piece of a place, or a whole value, before and now.
+NAMES = {
+    "method.draws": "method.augmentations",
+    "score.draws": "score.samples",
+    "neighbours": "adjacency",
+    "form": "backend",
+    "law": "num_trials",
+    "isolate": "vmap",
+    "saw": "pretraining_data",
+    "rates": "class_sampling",
+    "hold_out": "private_eval_fraction",
+    "licence": "license",
+    "group": "user",
+    "superseded_releases": "reexecuted_releases",
+    "target": "target-radius",
+    "add-or-remove-one at a fixed number of records (zero-out)":
+        "zero-out adjacency (data set size public)",
+}  # fmt: skip
+_NAME = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, NAMES))})(?![\w-])")
 _PATHS = {"*identity.recipe": "holds the path of the public model", "*identity.begun with": "too"}
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\d|\.\d| s\b)")
 # Of a page: a date, and the version of the code, which its text names.
@@ -207,7 +228,7 @@ CASES: dict[str, Case] = {
         {"certify": _VOTES},
         (
             step("audit released --set releases=500", "audit"),
-            step("release released --licence MIT --not-private --sign key.pem --json", "card"),
+            step("release released --license MIT --not-private --sign key.pem --json", "card"),
             step("verify runs/released/release --signer public.pem --redraw 3", "verified"),
             step("certify runs/released/release --set certify.max_inputs=3 --json", "certified"),
             step(f"predict runs/released/release image.npy {_QUIET} --json", "said"),
@@ -224,7 +245,7 @@ CASES: dict[str, Case] = {
         "two workers; radii decided by a sequential test",
         {
             "resources": {"workers": 2},
-            "certify": {**_VOTES, "mode": "target", "radii": [0.1, 0.2]},
+            "certify": {**_VOTES, "mode": "target-radius", "radii": [0.1, 0.2]},
         },
         ray=True,
     ),
@@ -239,14 +260,16 @@ CASES: dict[str, Case] = {
     "uniform": Case(
         "DPlis by sums for each example; uniform noise, L1",
         {
-            "method": {"name": "dplis", "draws": 2, "aggregate": "sum", "per_example": True},
+            "method": {"name": "dplis", "augmentations": 2, "aggregate": "sum",
+            "per_example": True},
             "certify": {**_VOTES, "noise": "uniform"},
         },
     ),
     "laplace": Case(
         "noise on the input with a consistency loss; Laplace noise, L1",
         {
-            "method": {"name": "input-noise", "sigma": 0.25, "draws": 2, "consistency": 1.0},
+            "method": {"name": "input-noise", "sigma": 0.25, "augmentations": 2,
+            "consistency": 1.0},
             "certify": {**_VOTES, "noise": "laplace"},
         },
     ),
@@ -326,7 +349,7 @@ CASES: dict[str, Case] = {
     "denoiser": Case(
         "TransDenoiser before a frozen classifier",
         {
-            "data": {"public": 0.3}, "method": {"name": "transdenoiser", "draws": 2},
+            "data": {"public": 0.3}, "method": {"name": "transdenoiser", "augmentations": 2},
             "model": _DENOISER, "public": {}, "certify": _VOTES,
         },
         left_out=_PATHS,
@@ -365,7 +388,7 @@ CASES: dict[str, Case] = {
             "model": "linear",
             "data": {"max_train": None},
             "method": {"name": "noisy-records", "input_norm": 4, "label_epsilon": 3},
-            "privacy": {"epsilon": 20, "noise_multiplier": None, "neighbours": "replace-one"},
+            "privacy": {"epsilon": 20, "noise_multiplier": None, "adjacency": "replace-one"},
         },
     ),
     "pate": Case(
@@ -402,8 +425,8 @@ CASES: dict[str, Case] = {
                     "training.learning_rate": {"log_uniform": [0.1, 1.0]},
                     "training.batch_size": {"choice": [30, 40]},
                 },
-                "law": {"name": "poisson", "mean": 2},
-                "score": {"hold_out": 0.2}, "concurrent": 1,
+                "num_trials": {"name": "poisson", "mean": 2},
+                "score": {"private_eval_fraction": 0.2}, "concurrent": 1,
             },
         },
         (step("tune search.yaml --resume"),),
@@ -436,7 +459,7 @@ CASES: dict[str, Case] = {
         {
             "tune": {
                 "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-                "law": {"name": "logarithmic", "mean": 3},
+                "num_trials": {"name": "logarithmic", "mean": 3},
             },
         },
         first=tuple(
@@ -448,7 +471,7 @@ CASES: dict[str, Case] = {
                 "--delta 1e-5",
                 "tune accounting.yaml --plan --records 400 --trials 2,5",
                 "run accounting.yaml --dry-run",
-                "account --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
+                "account --hits 990 --samples 1000 --sigma 0.5 --dimension 64",
             ))
         ),
         special="no run",
@@ -461,7 +484,7 @@ CASES: dict[str, Case] = {
             "certify": {**_VOTES, "seed": None},
         },
         (
-            step("release no-key --licence MIT --json", "card"),
+            step("release no-key --license MIT --json", "card"),
             step("verify runs/no-key/release"),
             step("budget --folder budget --json", "budget"),
         ),
@@ -618,16 +641,18 @@ def run_case(folder: Path, name: str, old: Path | None = None) -> None:
 
 
 def _pin(old: Path, new: Path) -> None:
-    """Let the certification of a release execute what the recorded one did: its seed or its form of
-    the classifier cannot be asked for. Attacks are given their seed; their check batch, whose
-    digest is pinned with the form, is that of certifications since they count by its worker."""
+    """Let the certification of a release execute what the recorded one did: its seed or its
+    backend cannot be asked for. Attacks are given their seed; their check batch, whose
+    digest is pinned with the backend, is that of certifications since they count by its worker."""
     found = [*old.glob("certificates/*/*/*.json")]
     for settings in found:
         place = new / settings.parent.relative_to(old)
         begun = "runs" not in settings.relative_to(old).parts or place.parent.parent.exists()
         if begun and not (place / settings.name).exists():
             place.mkdir(parents=True, exist_ok=True)
-            shutil.copy(settings, place)
+            recorded = settings.read_text()
+            text = _NAME.sub(_now, recorded).replace('"format": 1', '"format": 2')
+            (place / settings.name).write_text(text)
             if (rate := settings.with_name("rate.json")).exists():
                 shutil.copy(rate, place)
 
@@ -680,6 +705,17 @@ def contents(path: Path) -> Facts:
         return {"text": _NO_RESULT.sub(" ", data.decode())}
     except UnicodeDecodeError:
         return {"bytes": base64.b85encode(data).decode()}
+
+
+def _renamed(value: Any) -> Any:
+    """A recorded place or value by today's names; a long text, such as a tensor, as it is."""
+    if not isinstance(value, str) or len(value) > 300:
+        return value
+    return _NAME.sub(_now, value)
+
+
+def _now(found: re.Match[str]) -> str:
+    return NAMES[found[0]]
 
 
 def _flat(value: Any, name: str = "") -> Facts:
@@ -828,6 +864,7 @@ def check(base: Path, name: str) -> list[str]:
     shutil.rmtree(new, ignore_errors=True)
     run_case(new, name, old)
     before, after = results(old), results(new)
+    before = {_renamed(key): _renamed(value) for key, value in before.items()}
     if CASES[name].special == "no key":
         before, after = _without_key(before), _without_key(after)
     return differences(*(_compared(facts, CASES[name].left_out) for facts in (before, after)))

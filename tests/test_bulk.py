@@ -119,7 +119,7 @@ def test_what_fails_before_it_began_leaves_nothing(tmp_path: Path) -> None:
 
 
 def table(folder: Path, model: str = "A") -> Path:
-    about = {**wanted(model), "format": 1, "seed": "s"}
+    about = {**wanted(model), "format": 2, "seed": "s"}
     path = folder / "t.parquet"
     job_folder.write_table(
         job_folder.build_table([{"index": 1, "radius": 0.5}], SCHEMA, about, KEY), path

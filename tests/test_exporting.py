@@ -24,7 +24,7 @@ PUBLIC = {
     **{f"release/{name}": b"w" for name in sorted(REQUIRED_FILES)},
 }
 PRIVATE = {
-    "run.json": b'{"format": 1, "dpdist": "0"}',
+    "run.json": b'{"format": 2, "dpdist": "0"}',
     "private/run.key": b"secret",
     "private/ledger.jsonl": b"secret",
     "other/notes.txt": b"secret",

@@ -17,7 +17,7 @@ GOOD: list[tuple[type[FileShape], dict[str, Any]]] = [
     (CheckpointRecord, {"step": 83, "ledger": LEDGER}),
     (ScoresRecord, {"done": True, "failed": None, "scores": [0.25]}),
     (SettingsRecord, {"noise_multiplier": 2.0, "values": {"training": {"steps": 1}}}),
-    (JobRecord, {"format": 1, "seed": "drawn", "settings": {"n": 10}}),
+    (JobRecord, {"format": 2, "seed": "drawn", "settings": {"n": 10}}),
 ]
 WRONG: list[tuple[type[FileShape], dict[str, Any], str]] = [
     (CheckpointRecord, {"step": -1}, "step"),

@@ -23,7 +23,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.space import TrialLimit, TrialValues, draw_values
 
-FORMAT = 1
+FORMAT = 2
 
 
 class TrialRecord(FileShape):

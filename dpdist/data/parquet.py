@@ -157,7 +157,7 @@ def _opaque(picture: Image.Image) -> np.ndarray:
 
 
 FEATURES_FILE = "features.json"  # beside features: what the network that made them saw
-_CACHE_VERSION = 4  # of the cache; a new number re-reads everything
+_CACHE_VERSION = 5  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def _files(folder: Path) -> list[Path]:
 # --- descriptions of models -------------------------------------------------------------------
 
 
-FORMAT = 1
+FORMAT = 2
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
 
 

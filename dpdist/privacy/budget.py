@@ -159,7 +159,7 @@ def _conversion(order: int, delta: float) -> float:
 
 
 BUDGET_KIND, BUDGET_SUFFIX = "budget", ".budget.jsonl"
-_FORMAT = 2
+_FORMAT = 3
 Status = Literal["reserved", "settled"]
 
 

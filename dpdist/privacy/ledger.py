@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # --- the chained journal ----------------------------------------------------------------------
 
 
-_VERSION = 2
+_VERSION = 3
 _LOCK_SECONDS = 15.0
 _TORN_READ_SECONDS = 0.05
 

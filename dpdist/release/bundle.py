@@ -256,7 +256,7 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 # --- release.json -----------------------------------------------------------------------------
 
 
-FORMAT = 1
+FORMAT = 2
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "backend"}
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from dpdist.models import ModelSpec
 
-_FORMAT = 1  # of what a table says of itself
+_FORMAT = 2  # of what a table says of itself
 _MAX_VALUES = 2**27  # in one table: a small file may name more than any memory holds
 # Of counts, what rounding on another machine may change, and no more.
 _ROUNDING_TOLERANCE = 1e-4

@@ -174,7 +174,7 @@ def _read_export(raw: bytes) -> dict[str, bytes]:
 # --- names, claims, manifest and permit -------------------------------------------------------
 
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 KEY_VARIABLE = "DPDIST_ARCHIVE_KEY"
 _KEY_CHARACTERS = 32

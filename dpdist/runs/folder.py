@@ -48,7 +48,7 @@ from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 # --- the folder -------------------------------------------------------------------------------
 
 
-FORMAT = 1
+FORMAT = 2
 WRITER = {"dpdist": __version__}  # what a file says of the version that wrote it
 RECIPE_IDENTITY = "begun with"  # in an attempt's identity: the recipe that was kept then
 SEARCH_IDENTITY = "searched by"  # in that of a search's trial: what the search was fixed to

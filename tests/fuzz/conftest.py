@@ -46,7 +46,7 @@ def finished(tmp_path_factory) -> Path:
         "mode": "fixed", "cap": 100, "looks": 1, "target": None, "spending": "none",
         "histogram": [5, 90, 5],
     }  # fmt: skip
-    about = {"model": "m", "data": "d", "settings": {"radii": [0.1]}, "format": 1}
+    about = {"model": "m", "data": "d", "settings": {"radii": [0.1]}, "format": 2}
     for place, first in (("a", 0), ("b", 5)):
         table = tables.build([row | {"index": first + i} for i in range(3)], about)
         tables.write(table, folder.certificates / place / "certificates.parquet")

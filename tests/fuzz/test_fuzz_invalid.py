@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def _votes(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
     asked = {"models": 3, "partitions": True, "sigma": None, "inputs": [0, 10, 5]}
     rows = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
-    return votes, votes.read_votes, {"format": 1, "settings": asked}, rows
+    return votes, votes.read_votes, {"format": 2, "settings": asked}, rows
 
 
 def _bank(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
@@ -52,7 +52,7 @@ def _bank(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
     return (
         membership_statistics,
         membership_statistics.read_scores,
-        {"format": 1, "settings": {}},
+        {"format": 2, "settings": {}},
         rows,
     )
 

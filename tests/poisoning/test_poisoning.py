@@ -552,7 +552,7 @@ def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
     """Votes of three models on inputs 0 and 5, with columns in another way."""
     right = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
     rows = pa.table(right | columns).to_pylist()
-    about = {"format": 1, "settings": ASKED if settings is None else settings}
+    about = {"format": 2, "settings": ASKED if settings is None else settings}
     job_folder.write_table(job_folder.build_table(rows, SCHEMA, about, KEY), path)
     return path
 
