@@ -136,8 +136,8 @@ NAMES = {
     "hold_out": "private_eval_fraction",
     "licence": "license",
     "group": "user",
+    "max_records_per_group": "max_records_per_user",
     "superseded_releases": "reexecuted_releases",
-    "target": "target-radius",
     "add-or-remove-one at a fixed number of records (zero-out)":
         "zero-out adjacency (data set size public)",
 }  # fmt: skip
@@ -651,7 +651,8 @@ def _pin(old: Path, new: Path) -> None:
         if begun and not (place / settings.name).exists():
             place.mkdir(parents=True, exist_ok=True)
             recorded = settings.read_text()
-            text = _NAME.sub(_now, recorded).replace('"format": 1', '"format": 2')
+            text = _NAME.sub(_now, recorded.replace('"format": 1', '"format": 2'))
+            text = text.replace('"mode": "target"', '"mode": "target-radius"')
             (place / settings.name).write_text(text)
             if (rate := settings.with_name("rate.json")).exists():
                 shutil.copy(rate, place)
@@ -711,7 +712,7 @@ def _renamed(value: Any) -> Any:
     """A recorded place or value by today's names; a long text, such as a tensor, as it is."""
     if not isinstance(value, str) or len(value) > 300:
         return value
-    return _NAME.sub(_now, value)
+    return "target-radius" if value == "target" else _NAME.sub(_now, value)
 
 
 def _now(found: re.Match[str]) -> str:

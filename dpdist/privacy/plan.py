@@ -118,6 +118,9 @@ class UserUnit:
         )
 
 
+# Names in a plan's hash. All keys of a run are derived from it, so another name is other bits.
+_HASHED_AS = {"adjacency": "neighbours", "user": "group"}
+
 # What phases say of records, and of users where these are the unit.
 _IN_GROUPS = (
     ("every record joins", "every user joins"),
@@ -566,7 +569,8 @@ class PrivacyPlan:
 
     def fingerprint(self) -> str:
         """Return a hash of the plan, a str of 64 hex digits, equal exactly for equal plans."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        hashed = {_HASHED_AS.get(key, key): value for key, value in self.to_dict().items()}
+        text = json.dumps(hashed, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()
 
 
