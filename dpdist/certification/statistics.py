@@ -335,7 +335,7 @@ def summary_rows(found: CertificateTable) -> list[tuple[str, str]]:
     rows.append(("alpha", f"{found.alpha:g} each"))
     classifier = found.job_record.get("classifier", {})
     if classifier:
-        executed = f"{classifier['form']}, batches of {classifier['batch']}"
+        executed = f"{classifier['backend']}, batches of {classifier['batch']}"
         if "device" in classifier:
             executed += f", on {classifier['machine']}"
         if "generator" in classifier:

@@ -142,8 +142,8 @@ def attack_command(
     """Attack the test split on all CPUs, white-box; continues what was interrupted.
 
     Shows how many inputs stay right, abstain or go wrong, and how many are certified. --set takes
-    norm, sizes, attacks, steps, restarts, step_scale, sigma, samples, n, alpha, labels, start, every,
-    max_inputs and seed; with --check-certificates also certificates and claim.
+    norm, sizes, attacks, steps, restarts, step_scale, sigma, samples, n, alpha, labels, start,
+    every, max_inputs and seed; with --check-certificates also certificates and claim.
     """
     from dpdist.runs.folder import open_run
 

@@ -233,7 +233,7 @@ def _files(folder: Path) -> list[Path]:
 # --- descriptions of models -------------------------------------------------------------------
 
 
-FORMAT = 2
+FORMAT = 1
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
 
 

@@ -452,7 +452,7 @@ class ReleaseDescription(Section):
     lies beside the whole model; written only where there is one.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
     method: SingleLine
