@@ -728,7 +728,12 @@ class PrivateTraining:
         return self.run
 
     def score(
-        self, eval_data: Any, *, every: int, noise: float | None = None, value: Value | None = None
+        self,
+        private_eval_data: Any,
+        *,
+        every: int,
+        noise: float | None = None,
+        value: Value | None = None,
     ) -> None:
         """Declare noisy scores of the model on held-out PRIVATE records, before the first step.
 
@@ -747,10 +752,10 @@ class PrivateTraining:
         its share, and all get the one noisy score, whose sum is that of one process.
 
         Args:
-            eval_data: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
-                where one of them is in the training's records, by keyed hashes of their inputs.
-                Where privacy has unit: user, they say their units, which have no record in data;
-                a unit adds the mean of its records' values, and units are what is counted.
+            private_eval_data: private records `(X, y)`, or anything that `dpdist.as_records` takes;
+                refused where one of them is in the training's records, by keyed hashes of their
+                inputs. Where privacy has unit: user, they say their units, which have no record in
+                data; a unit adds the mean of its records' values, and units are what is counted.
             every: steps from one score to the next; the first comes after so many.
             noise: standard deviation of the noise on the sum, in records: of M records a score is
                 off by noise / M. Default: the least that epsilon allows.
@@ -787,7 +792,7 @@ class PrivateTraining:
                 "alone; train without one of the two"
             )
         with self._workers.sharing_errors():
-            self._scored = self._declared_score(as_records(eval_data), value, every, noise)
+            self._scored = self._declared_score(as_records(private_eval_data), value, every, noise)
 
     def _declared_score(
         self, records: Records, value: Value | None, every: int, noise: float | None
@@ -814,7 +819,7 @@ class PrivateTraining:
         )  # fmt: skip
         if self._recipe.user_unit is None:
             check_scored_users(self._recipe, self._records, records)
-        check_apart(records, {"data": self._records, "private_eval_data": self._public})
+        check_apart(records, {"data": self._records, "eval_data": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)
         self._learner.check_form()

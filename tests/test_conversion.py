@@ -181,7 +181,7 @@ def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path)
         pq.write_table(table.append_column("who", [[f"{split}{n}" for n in range(count)]]), path)
     network = ForeignModel(FACTORY, input_shape=(1, 8, 8))
     done = make_features(
-        str(folder), network, tmp_path / "made", pretraining_data="nothing", group="who"
+        str(folder), network, tmp_path / "made", pretraining_data="nothing", user="who"
     )
     found = rows(done, "train")
     assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64

@@ -110,7 +110,7 @@ def test_target_radii_are_printed_as_they_are() -> None:
     settings = settings_of(
         {"sigma": 0.5, "n": 1000, "mode": "target-radius", "radii": [radius], "alpha": 0.01}
     )
-    assert settings.folder_name == "sigma-0.5-target-r-0.12345678-n-1000"
+    assert settings.folder_name == "sigma-0.5-target-radius-r-0.12345678-n-1000"
     partial = {"selected": 0, "k": 990, "n": 1000, "looks": 1, "passed": 1, "hits": [990]}
     place = settings.build_sampler(None, ())  # type: ignore[arg-type]
     row = settings.table_row(0, 0, settings.decide([partial], place), place)

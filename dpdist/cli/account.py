@@ -60,7 +60,7 @@ _Trials = Annotated[
 _Hits = Annotated[
     int | None, option("Noisy samples that returned the predicted class.", CountOrZero)
 ]
-_Draws = Annotated[int | None, option("Number of noisy samples, fixed in advance.", Count)]
+_Samples = Annotated[int | None, option("Number of noisy samples, fixed in advance.", Count)]
 _Dimension = Annotated[
     int | None, option("Numbers of an input (28x28: 784), for its L-infinity radius.", Count)
 ]
@@ -82,7 +82,7 @@ def account_command(
     batch_cap: _Cap = None,
     trials: _Trials = None,
     hits: _Hits = None,
-    draws: _Draws = None,
+    samples: _Samples = None,
     sigma: _Sigma = None,
     alpha: _Alpha = 0.001,
     dimension: _Dimension = None,
@@ -96,7 +96,7 @@ def account_command(
     what choosing the best of several runs costs. With --hits, --samples and --sigma it computes
     the L2 radius of Cohen's certificate from those counts.
     """
-    counted = {"--hits": hits, "--samples": draws, "--sigma": sigma}
+    counted = {"--hits": hits, "--samples": samples, "--sigma": sigma}
     planned = {
         "--records": records,
         "--batch-size": batch_size,
@@ -116,7 +116,7 @@ def account_command(
     if claims:
         _print_claims(as_json)
     elif asked == [counted]:
-        _print_radius(hits, draws, sigma, alpha, dimension, as_json)
+        _print_radius(hits, samples, sigma, alpha, dimension, as_json)
     else:
         _print_training(
             {

@@ -56,7 +56,7 @@ class _Source:
 def make_features(
     pictures: str, network: ForeignModel | Path, target: Path, *,
     pretraining_data: str | None = None,
-    resize: int | None = None, group: str | None = None, log: Log = lambda line: None,
+    resize: int | None = None, user: str | None = None, log: Log = lambda line: None,
 ) -> Path:  # fmt: skip
     """Write the penultimate features of every record as a data set; return its folder.
 
@@ -72,14 +72,14 @@ def make_features(
         saw: What a network from elsewhere was trained on.
         resize: What the shorter side of pictures becomes before the center is cropped; None: the
             network's larger side, where sizes differ.
-        group: Column that is kept: whom a record belongs to.
+        user: Column that is kept: whom a record belongs to.
         log: Receives a line for each split.
 
     Raises:
         UserError: nobody says what the network saw, it saw private records, or it is no such
             network; the pictures do not fit. Nothing is written.
     """
-    found = _pictures(pictures, group)
+    found = _pictures(pictures, user)
     data.check_test_split(found.train, found.test, f"features: {pictures}")
     if target.exists():
         raise UserError(f"{target}: is there already; name another --name")
@@ -102,16 +102,16 @@ def make_features(
         shape = network.input_shape or found.train.input_shape
         module, _ = build_foreign(network, shape, found.train.classes)
     about["network"] = network.resolve().name if isinstance(network, Path) else network.name
-    return _write_features(module, shape, about, found, target, resize, group, log)
+    return _write_features(module, shape, about, found, target, resize, user, log)
 
 
-def _pictures(name: str, group: str | None) -> _Source:
+def _pictures(name: str, user: str | None) -> _Source:
     if name in data.BUILT_IN and not Path(name).exists():
-        if group is not None:
+        if user is not None:
             raise UserError(f"--user: must be left out for {name}, which is built in")
         source = data.DataSource(name, data.BUILT_IN[name])
     else:
-        seen = inspect_folder(Path(name), ChosenColumns(group=group))
+        seen = inspect_folder(Path(name), ChosenColumns(user=user))
         if seen.image_column is None:
             raise UserError(f"{name}: must hold a column of pictures, to make features of")
         if seen.label_column is None:
@@ -134,7 +134,7 @@ def _saved(folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
 
 def _write_features(
     module: nn.Module, shape: tuple[int, ...], about: dict[str, Any], found: _Source, target: Path,
-    resize: int | None, group: str | None, log: Log,
+    resize: int | None, user: str | None, log: Log,
 ) -> Path:  # fmt: skip
     import torch
 
@@ -146,7 +146,7 @@ def _write_features(
         files = {}
         assumed = about.get("assumed") or f"{about['network']}, which made them, saw no record"
         for split, records in (("train", found.train), ("test", found.test)):
-            own = {} if group is None else {group: _column(found.source, split, group)}
+            own = {} if user is None else {user: _column(found.source, split, user)}
             path = aside / f"{split}.parquet"
             width = _write_split(
                 path, penultimate, records, shape, resize, found.source.class_names, own, assumed
@@ -256,7 +256,7 @@ def main() -> None:
     try:
         folder = make_features(
             given.pictures, network, given.data_root / given.name,
-            pretraining_data=given.pretraining_data, resize=given.resize, group=given.user,
+            pretraining_data=given.pretraining_data, resize=given.resize, user=given.user,
             log=print,
         )  # fmt: skip
     except UserError as error:

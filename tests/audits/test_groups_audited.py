@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.groups import GROUPS, MOST, recipe_of, write
+from support.users import USERS, MOST, recipe_of, write
 from support.training import train
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from dpdist.audits.registry import run_audit
 from dpdist.audits.step_harness import WIDTH, StepHarness, probe_users
 from dpdist.audits.target import target_of_recipe, target_of_run
 from dpdist.config.sections import MechanismAudit
-from dpdist.data.protocol import Groups, UserRecords
+from dpdist.data.protocol import Users, UserRecords
 from dpdist.gradients.clipping import make_clipping
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
@@ -90,7 +90,7 @@ class ClipsEachRecord(StepHarness):
         assert isinstance(grouped, UserRecords)
         codes, first = np.unique(grouped.groups.codes, return_index=True)
         assert len(codes) == len(coordinates) == len(first)
-        return UserRecords(grouped.records, Groups(np.arange(len(grouped.records)), MOST))
+        return UserRecords(grouped.records, Users(np.arange(len(grouped.records)), MOST))
 
 
 class AddsClippedRecords(StepHarness):
@@ -153,7 +153,7 @@ def scans(root: Path) -> Path:
 def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), audit=FEW.model_dump(mode="json"))
     target = target_of_recipe(recipe, "test")
-    assert target.plan.records == GROUPS
+    assert target.plan.records == USERS
     audited = run_audit(FEW, target, tmp_path / "audit", lambda done, total: None)
     assert audited.adjacency == target.proved.relation
     assert audited.adjacency.startswith("zero-out of a whole group")
@@ -204,11 +204,11 @@ def test_canary_groups_lie_behind_the_groups_and_are_counted(tmp_path):
     plain = recipe.model_copy(update={"audit": None})
     source = data_source(recipe)
     whole, groups = (records_with_canaries(each, source) for each in (recipe, plain))
-    assert isinstance(whole, UsersWithCanaries) and len(whole) == GROUPS + 40
-    assert whole.num_records == len(groups) == GROUPS
+    assert isinstance(whole, UsersWithCanaries) and len(whole) == USERS + 40
+    assert whole.num_records == len(groups) == USERS
     assert whole.fingerprint != groups.fingerprint
-    assert target_of_recipe(recipe, "test").plan.records == GROUPS + 40
-    some = np.array([0, 7, GROUPS - 1])
+    assert target_of_recipe(recipe, "test").plan.records == USERS + 40
+    some = np.array([0, 7, USERS - 1])
     assert torch.equal(whole.batch(some), groups.batch(some))
 
 
@@ -221,7 +221,7 @@ def test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate(tmp_path, 
         before = sums.sum(0).numpy().copy()
         kept(self, sums, members)
         joined = np.concatenate([each for _, each in members])
-        found.append((sums.sum(0).numpy() - before, joined[joined >= GROUPS] - GROUPS))
+        found.append((sums.sum(0).numpy() - before, joined[joined >= USERS] - USERS))
 
     monkeypatch.setattr(GradientCanaries, "add_to_sums", noted)
     recipe, run = planted(scans(tmp_path / "data")), RunFolder(tmp_path / "run")

@@ -256,7 +256,7 @@ def test_many_chunks_need_little_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["target", "anytime"])
+@pytest.mark.parametrize("mode", ["target-radius", "anytime"])
 def test_sequential_modes_are_independent_of_workers_too(
     here: None, model_folder: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -143,7 +143,7 @@ def test_a_plane_is_certified_up_to_its_distance(std: float) -> None:
     assert max(both.sigma, both.hidden_as_input_sigma) * z < 0.93 * distance
 
 
-@pytest.mark.parametrize("mode", ["target", "anytime"])
+@pytest.mark.parametrize("mode", ["target-radius", "anytime"])
 def test_sequential_tests_decide_radii_under_both_noises(mode: str) -> None:
     model = plane()
     both = both_of(model)
@@ -244,7 +244,7 @@ def test_a_damaged_description_is_named(certified: Path) -> None:
             combined_noise_of_table(tables.build(rows, about | change))
 
 
-@pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])
+@pytest.mark.parametrize("mode", ["fixed", "target-radius", "anytime"])
 def test_a_description_that_its_radii_do_not_follow_from_is_refused(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,14 +133,14 @@ def test_copies_have_the_noise_that_is_executed(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*((kind, "fixed") for kind in LOOKS), ("Merged", "target"), ("EarlyExit", "anytime"),
+    [*((kind, "fixed") for kind in LOOKS), ("Merged", "target-radius"), ("EarlyExit", "anytime"),
      ("Cached", "two-class")],
 )  # fmt: skip
 def test_what_no_check_input_shows_stops_the_counting(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
 ) -> None:
     monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)  # all rows: with what luck, see below
-    radii = {"radii": (0.01, 0.05)} if mode in ("target", "anytime") else {}
+    radii = {"radii": (0.01, 0.05)} if mode in ("target-radius", "anytime") else {}
     with pytest.raises(InvalidResultsError, match=r"looks at its batch: a row of input 6\d is"):
         certify(kind, tmp_path, mode=mode, **radii)
     assert not (tmp_path / "out" / job.TABLE).exists()

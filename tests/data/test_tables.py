@@ -76,7 +76,7 @@ def test_every_kind_of_file_gives_the_same_records(kind):
     rows = pa.table(columns).to_pylist()
     lines = [",".join(columns), *(",".join(map(str, row.values())) for row in rows)]
     write({"parquet": columns, "csv": lines, "jsonl": rows_of(rows)}[kind], f"train.{kind}")
-    source = DataSource("st", 2, Path(), columns=Columns(features=("age",), group="who"))
+    source = DataSource("st", 2, Path(), columns=Columns(features=("age",), user="who"))
     split = load(source, "train")
     assert np.array_equal(split.inputs[:, 0], np.array(AGES, np.float32))
     assert split.labels.tolist() == LABELS and split.largest_user == 2
@@ -132,7 +132,7 @@ def test_the_types_of_the_training_split_hold_for_the_test_split():
     with pytest.raises(UserError, match="--user: no pid may have records in training and test"):
         init("--user", "pid", "--features", "age")
     source = DataSource(
-        "st", 2, Path(), columns=Columns(features=("age",), group="pid"), class_names=("a", "b")
+        "st", 2, Path(), columns=Columns(features=("age",), user="pid"), class_names=("a", "b")
     )
     train, test = load(source, "train"), load(source, "test")
     assert np.intersect1d(train.user_hashes, test.user_hashes).size == 1
@@ -260,7 +260,7 @@ def test_only_regular_files_of_readable_names_are_opened(name, kind):
 def test_records_of_nobody_are_no_user(nobody):
     """They would count as those of one person."""
     write({**PARQUET, "pid": ["a", "b", nobody, "c"]}, "train.parquet")
-    columns = Columns(features=("age",), group="pid")
+    columns = Columns(features=("age",), user="pid")
     with pytest.raises(UserError, match=r"parquet row 2: column 'pid' must .* is empty for 1 of 4"):
         load(DataSource("st", 2, Path(), columns=columns), "train")
     with pytest.raises(UserError, match="unit must be known for every record"):

@@ -35,7 +35,7 @@ def engine(clip_norm: float = 1e6) -> GradientEngine:
 
 
 def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
-    task = InputNoiseMethod(sigma=0.5, draws=DRAWS, consistency=WEIGHT).execution().task()
+    task = InputNoiseMethod(sigma=0.5, augmentations=DRAWS, consistency=WEIGHT).execution().task()
     targets = task.target_function(of, inputs, labels, KEY, ids)
     return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat.float()
 
@@ -97,5 +97,5 @@ def test_one_copy_cannot_agree():
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {"batch_size": 40, "steps": 1, "learning_rate": 0.1},
     }  # fmt: skip
-    with pytest.raises(UserError, match="draws >= 2"):
+    with pytest.raises(UserError, match="augmentations >= 2"):
         parse_recipe(raw, "test")

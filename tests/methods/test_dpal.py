@@ -33,7 +33,7 @@ SHAPE, KEY = (1, 8, 8), b"k" * 32
 OPTIONS = {"filters": [4, 4], "dense": 16}
 METHOD: dict[str, Any] = {
     "name": "dpal", "encoder_sensitivity": 450, "output_sensitivity": 32, "steps": 2, "images": 20,
-    "draws": 20,
+    "augmentations": 20,
 }  # fmt: skip
 PRIVACY = {
     "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "adjacency": "replace-one",

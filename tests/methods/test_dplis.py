@@ -57,7 +57,7 @@ def test_the_sum_variant_without_noise_is_the_control():
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     inputs, targets = torch.randn(6, 5), torch.randint(0, 3, (6,))
     sums = []
-    for method in (DPlis(radius=1e-9, draws=4, aggregate="sum"), DPSGD(gradient_scale=4)):
+    for method in (DPlis(radius=1e-9, augmentations=4, aggregate="sum"), DPSGD(gradient_scale=4)):
         draws = draws_of(method)
         engine = GradientEngine(
             model, cross_entropy, clipping=FlatClipping(0.5), perturbation=draws
@@ -74,7 +74,7 @@ def test_smoothed_gradient_of_a_quadratic():
     def squared(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs[:, 0] - targets).square() / 2
 
-    draws = draws_of(DPlis(draws=400))
+    draws = draws_of(DPlis(augmentations=400))
     engine = GradientEngine(model, squared, clipping=FlatClipping(1e6), perturbation=draws)
     smooth = engine.clipped_sum(inputs, targets, draw_key=KEY).flat
     plain = GradientEngine(model, squared, clipping=FlatClipping(1e6))

@@ -96,7 +96,7 @@ def summed(
 @pytest.mark.parametrize("xi", [0.5, 3.0])
 def test_one_record_moves_an_adversarial_round_by_at_most_one(xi: float, sigma: float) -> None:
     asked = Adversarial(size=0.2, steps=2, xi=xi)
-    method = Functional(adversarial=asked, sigma=sigma, draws=2 if sigma else 1)
+    method = Functional(adversarial=asked, sigma=sigma, augmentations=2 if sigma else 1)
     made = sums(method)
     whole = summed(method, made)
     some = range(0, RECORDS, 3)
@@ -233,7 +233,7 @@ def test_what_rests_on_public_records_is_said() -> None:
 
 @pytest.mark.parametrize("sigma", [0.0, 0.3])
 def test_one_record_moves_the_encoder_s_sum_by_at_most_one(sigma: float) -> None:
-    method = Functional(encoder=0.1, sigma=sigma, draws=3 if sigma else 1)
+    method = Functional(encoder=0.1, sigma=sigma, augmentations=3 if sigma else 1)
     whole = summed(method, None, step=0)
     moved = [float((whole - summed(method, None, left, step=0)).norm()) for left in range(RECORDS)]
     assert max(moved) <= 1.0 and whole.isfinite().all()
@@ -325,7 +325,7 @@ def test_own_noise_is_a_function_of_the_record_and_fresh_noise_is_not() -> None:
 
 
 def test_one_record_with_its_own_noise_moves_each_sum_by_at_most_one() -> None:
-    method = Functional(sigma=0.3, draws=2, noise="own", radius=0.05)
+    method = Functional(sigma=0.3, augmentations=2, noise="own", radius=0.05)
     made = sums(method)
     for step in (0, 1, ROUND):
         whole = summed(method, made, step=step)

@@ -220,7 +220,7 @@ def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Pa
 # ---- what is made of it
 
 
-SETTINGS = Cohen(sigma=0.5, n0=20, n=200, batch=100, seed="5", form="eager")
+SETTINGS = Cohen(sigma=0.5, n0=20, n=200, batch=100, seed="5", backend="eager")
 
 
 ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")

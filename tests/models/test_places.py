@@ -162,7 +162,7 @@ def likely(hits: int, draws: int) -> None:
 def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> None:
     model = threshold()
     sigma = find_noise_location(model).smoothing_sigma
-    settings = Cohen(sigma=sigma, n=80_000, n0=1000, alpha=1e-6, form=form)
+    settings = Cohen(sigma=sigma, n=80_000, n0=1000, alpha=1e-6, backend=form)
     verdict = Predictor(model, settings, 2, (1,)).certify(X)
     assert (verdict.prediction, verdict.n) == (1, 80_000)
     likely(verdict.k, verdict.n)
@@ -207,8 +207,8 @@ def test_an_attack_executes_the_form_that_was_certified() -> None:
     counted = counting_assignment(Torn(), InputNoise(0.25), 2, X.numpy()[None], SOURCE, n=100)
     spec = choose_backend(counted)
     for form, leads in (("frozen", 1), ("eager", 0)):
-        fixed = choose_backend(counted, replace(spec, form=form, generator="philox"))
-        assert (fixed.form, fixed.generator) == (form, "aes")  # what an attack draws by
+        fixed = choose_backend(counted, replace(spec, backend=form, generator="philox"))
+        assert (fixed.backend, fixed.generator) == (form, "aes")  # what an attack draws by
         counter = build_checked_counter(replace(counted, spec=fixed))
         assert count_answers(counter, X, 0, "s", 100, spec.batch)[leads] == 100
 

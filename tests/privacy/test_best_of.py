@@ -452,7 +452,7 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     return brentq(excess, 1e-3, 500.0)
 
 
-@pytest.mark.parametrize("num_trials", [(3.0, 1.0), (3.0, -0.5), (3.0, math.inf)])
+@pytest.mark.parametrize("distribution", [(3.0, 1.0), (3.0, -0.5), (3.0, math.inf)])
 def test_a_loss_that_is_always_infinite_is_priced(distribution):
     """Two distributions that share no outcome: the library keeps no loss at all of them."""
     apart = library.from_two_probability_mass_functions({0: 0.0}, {1: 0.0})

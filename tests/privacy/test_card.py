@@ -40,7 +40,7 @@ def test_card_of_a_run(tmp_path):
     deltas = {row["delta"]: row["epsilon"] for row in again["epsilon_at_delta"]}
     assert deltas[1e-4] == proved.epsilon < deltas[1e-6] < deltas[1e-8]
     page = card_markdown(again)
-    for part in ("add-or-remove-one", "Poisson", "one record", EVALUATION_UNPROTECTED, "cnn"):
+    for part in ("zero-out adjacency", "Poisson", "one record", EVALUATION_UNPROTECTED, "cnn"):
         assert part in page
 
 

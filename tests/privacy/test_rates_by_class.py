@@ -74,7 +74,7 @@ def test_steps_must_be_priced_at_the_largest_rate():
         GaussianSteps(1, 1.0, RARE.largest, 500, RARE)
     with pytest.raises(ValueError, match="no class rates"):
         phase = GaussianSteps(1, 1.0, RARE.largest, None, RARE)
-        PrivacyPlan(1000, (phase,), 1e-4, group=UserUnit("patient", 2))
+        PrivacyPlan(1000, (phase,), 1e-4, user=UserUnit("patient", 2))
 
 
 def test_the_plan_divides_by_the_public_expected_batch_and_is_read_back():

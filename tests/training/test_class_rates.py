@@ -80,7 +80,7 @@ def recipe_of(root: Path, **sections: Any) -> Recipe:
         "name": "x",
         "data": {
             "name": "scans", "root": str(root), "names": ["well", "ill"],
-            "columns": {"features": ["f*"]}, "rates": {"ill": 4, "well": 1},
+            "columns": {"features": ["f*"]}, "class_sampling": {"ill": 4, "well": 1},
             "class_counts": dict(COUNTS),
         },
         "model": {"name": "linear"},
@@ -127,7 +127,7 @@ def test_recipes_with_rates_are_read_as_they_were_written(root):
 
 
 def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
-    recipe = recipe_of(root, data__hold_out=0.3, data__public=0.1)
+    recipe = recipe_of(root, data__private_eval_fraction=0.3, data__public=0.1)
     records = check_trainable(recipe, "test")[0]
     plan = make_plan(recipe, len(records), "test")
     assert len(records) < 160 and plan.step(0).expected_batch == 26
@@ -157,7 +157,9 @@ def test_counts_that_are_not_those_of_the_records_are_refused(root):
         with pytest.raises(UserError, match=r"class_counts: must add up to the 200 records") as one:
             check_trainable(recipe_of(root, data__class_counts=counts), "test")
         assert len(str(one.value).splitlines()) == 1
-    few = recipe_of(root, data__class_counts={"ill": 2, "well": 100}, data__hold_out=0.3)
+    few = recipe_of(
+        root, data__class_counts={"ill": 2, "well": 100}, data__private_eval_fraction=0.3
+    )
     with pytest.raises(
         UserError, match=r"at least the \d+ records that data.private_eval_fraction leaves"
     ):
@@ -166,9 +168,9 @@ def test_counts_that_are_not_those_of_the_records_are_refused(root):
 
 def test_other_class_counts_than_those_of_the_run_are_refused(root):
     recipe = recipe_of(root)
-    with pytest.raises(UserError, match=r"data\.rates: class counts are of all records"):
+    with pytest.raises(UserError, match=r"data\.class_sampling: class counts are of all records"):
         Poisoning().training_plan(recipe, 200)
-    with pytest.raises(UserError, match=r"data\.rates: must be left out for membership inference"):
+    with pytest.raises(UserError, match=r"data\.class_sampling: must be left out for member"):
         Membership().plan_shadows(recipe, 200)
 
 
@@ -321,7 +323,8 @@ def test_a_run_states_its_rates(root, tmp_path):
     assert "class counts that are public" in page
     assert found.guarantee.epsilon == plan.guarantee().epsilon
     told = dict(describe_cost(recipe, plan))
-    assert told["rates"] == "by class 0: 0.1, 1: 0.4" and told["sampling rate"].startswith("0.4 ")
+    assert told["class_sampling"] == "by class 0: 0.1, 1: 0.4"
+    assert told["sampling rate"].startswith("0.4 ")
 
 
 @pytest.mark.long
@@ -344,7 +347,7 @@ def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
     whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
     train(recipe, whole)
     train_and_crash(recipe, killed, monkeypatch, 4)
-    with pytest.raises(UserError, match=r"data\.rates.ill"):
+    with pytest.raises(UserError, match=r"data\.class_sampling.ill"):
         prepare(recipe_of(root, data__class_sampling={"ill": 2, "well": 1}), killed, "test")
     train(recipe, killed)
     assert torch.equal(parameters(whole), parameters(killed))
@@ -382,7 +385,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
     given = {
         "loss": "cross-entropy", "batch_size": 26, "steps": 4, "folder": folder,
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY},
-        "rates": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20},
+        "class_sampling": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20},
     }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     return dpdist.PrivateTraining(model, optimizer, (inputs, labels), **(given | options))
@@ -390,7 +393,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
 
 @pytest.mark.long
 def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
-    first = own_loop(tmp_path / "one", rates=MappingProxyType({0: 1, 1: 4}))
+    first = own_loop(tmp_path / "one", class_sampling=MappingProxyType({0: 1, 1: 4}))
     assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
     first.step()
     first.step()
@@ -408,7 +411,7 @@ def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
     weighted.run_all()
     assert not torch.equal(weighted.model.weight, whole.model.weight)
     assert weighted.guarantee.epsilon == whole.guarantee.epsilon > equal.guarantee.epsilon
-    with pytest.raises(UserError, match="rates"):
+    with pytest.raises(UserError, match="class_sampling"):
         own_loop(tmp_path / "one", class_sampling={0: 1, 1: 2})
 
 
@@ -483,7 +486,7 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
         records=records, batch_size=26, noise_multiplier=1.0, steps=6, delta=1e-3
     )
     assert not TrialLimit(cheap).allows(plans[26]) and TrialLimit(plans[26]).allows(cheap)
-    with pytest.raises(UserError, match=r"tune\.space\.data\.rates"):
+    with pytest.raises(UserError, match=r"tune\.space\.data\.class_sampling"):
         other = recipe_of(
             root, tune=tune | {"space": {"data.class_sampling.ill": {"choice": [1, 4]}}}
         )

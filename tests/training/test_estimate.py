@@ -133,7 +133,7 @@ def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
 # --- rates by class
 
 
-RATES = {"rates": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20}}
+RATES = {"class_sampling": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20}}
 
 
 @pytest.mark.parametrize("private", [PRIVATE, {"noise_multiplier": 1.3, "delta": 1e-3}])

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
-from support.users import GROUPS, MOST, recipe_of, write
+from support.users import USERS, MOST, recipe_of, write
 
 import dpdist
 from dpdist import UserError
@@ -57,14 +57,14 @@ def root(tmp_path) -> Path:
 def test_everything_is_counted_from_users(root):
     recipe = recipe_of(root)
     dataset, _ = check_trainable(recipe, "test")
-    assert len(dataset) == GROUPS and len(dataset.labels) > 3 * GROUPS
+    assert len(dataset) == USERS and len(dataset.labels) > 3 * USERS
     plan = make_plan(recipe, len(dataset), "test")
     step = plan.step(0)
-    assert (plan.records, step.sample_rate, step.expected_batch) == (GROUPS, 0.2, 12)
-    assert plan.steps == 2 * GROUPS // 12
+    assert (plan.records, step.sample_rate, step.expected_batch) == (USERS, 0.2, 12)
+    assert plan.steps == 2 * USERS // 12
     assert plan.user == UserUnit("patient", MOST)
     same = PrivacyPlan.dp_sgd(
-        records=GROUPS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3,
+        records=USERS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3,
         user=UserUnit("patient", MOST),
     )  # fmt: skip
     assert same == plan
@@ -73,7 +73,7 @@ def test_everything_is_counted_from_users(root):
 
 
 def test_parts_hold_whole_users_and_shares_are_of_users(root):
-    recipe = recipe_of(root, data__public=0.3, data__hold_out=0.2, data__fraction=0.6)
+    recipe = recipe_of(root, data__public=0.3, data__private_eval_fraction=0.2, data__fraction=0.6)
     source = chosen.data_source(recipe)
     parts = [
         chosen.declared_public_records(recipe, source),
@@ -81,14 +81,14 @@ def test_parts_hold_whole_users_and_shares_are_of_users(root):
         chosen.training_records(recipe, source),
     ]
     users = [set(part.user_hashes.tolist()) for part in parts]
-    assert all(users) and not set.intersection(*users) and sum(map(len, users)) < GROUPS
+    assert all(users) and not set.intersection(*users) and sum(map(len, users)) < USERS
     assert not users[0] & users[1] and not users[1] & users[2] and not users[0] & users[2]
     alike = chosen.training_records(
         recipe_of(
             root,
             privacy={"epsilon": 3, "delta": 1e-3},
             data__public=0.3,
-            data__hold_out=0.2,
+            data__private_eval_fraction=0.2,
             data__fraction=0.6,
         ),
         source,
@@ -100,7 +100,7 @@ def test_one_person_s_records_move_nothing_else(root, tmp_path):
     """However many records a person has: number of users minus one, and the same sides for all."""
     settings = {
         "data__public": 0.2,
-        "data__hold_out": 0.2,
+        "data__private_eval_fraction": 0.2,
         "data__max_train": 40,
         "data__fraction": 0.8,
     }
@@ -180,7 +180,7 @@ def test_every_method_says_whether_it_takes_users():
 
 def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
-    plan = make_plan(recipe, GROUPS, "test")
+    plan = make_plan(recipe, USERS, "test")
     target = Target(recipe, plan, plan.guarantee())
     for options in (ManyRunsAudit(), CanaryAudit(canary="mislabeled")):
         said = f"unit: user does not go with audits of kind {options.kind}, which tell single"
@@ -188,9 +188,9 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
             run_audit(options, target, tmp_path / "audit", lambda done, total: None)
         assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "audit").exists()
     with pytest.raises(UserError, match="unit: user does not go with shadow models"):
-        Membership().plan_shadows(recipe, GROUPS)
+        Membership().plan_shadows(recipe, USERS)
     with pytest.raises(UserError, match="unit: user bounds users"):
-        Poisoning().training_plan(recipe, GROUPS)
+        Poisoning().training_plan(recipe, USERS)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_user_in_both_splits_is_refused(root):
 
 def test_card_and_guarantee_state_the_relation_in_words(root):
     recipe = recipe_of(root)
-    plan = make_plan(recipe, GROUPS, "test")
+    plan = make_plan(recipe, USERS, "test")
     words = (
         "zero-out of a user (all records of one value of patient, of which at most 3 count "
         "in a step)"
@@ -242,13 +242,13 @@ def test_card_and_guarantee_state_the_relation_in_words(root):
     lines = "\n".join(plan.guarantee().assumptions)
     assert "every user's summed contribution is clipped to L2 norm 1" in lines
     assert "every user joins a step independently" in lines
-    assert f"the number of users ({GROUPS}) is public" in lines
+    assert f"the number of users ({USERS}) is public" in lines
     assert "all records of a person have the same value of patient" in lines
     assert "no person whose records are trained on is among public or test records" in lines
     card = build_card(plan, unit=recipe.privacy_unit, extra={"a": "b"})
     assert card["relation"] == words and card["unit"] == words.removeprefix("zero-out of ")
     page = card_markdown(card)
-    assert f"| users | {GROUPS} (counted) |" in page and words in page
+    assert f"| users | {USERS} (counted) |" in page and words in page
     assert recompute_card(card, plan) == card
 
 
@@ -271,12 +271,12 @@ def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
     train(recipe, folder)
     found = load_results(folder)
-    assert found.guarantee.user is not None and found.plan.records == GROUPS
+    assert found.guarantee.user is not None and found.plan.records == USERS
     card = found.privacy_card()
-    assert card["unit"].startswith("a user") and card["records"] == GROUPS
+    assert card["unit"].startswith("a user") and card["records"] == USERS
     assert found.guarantee.relation == card["relation"]
     told = dict(describe_cost(recipe, found.plan))
-    assert told["users"].startswith(f"{GROUPS} to train")
+    assert told["users"].startswith(f"{USERS} to train")
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from torch import nn
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
-from dpdist.data.protocol import Groups, UserRecords
+from dpdist.data.protocol import Users, UserRecords
 from dpdist.gradients import noise as gaussian_noise
 from dpdist.privacy.card import build_card
 from dpdist.privacy.ledger import Ledger
@@ -486,11 +486,11 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("held_out", "terms", "options", "said"),
+    ("private_eval_data", "terms", "options", "said"),
     [
         (TRAINED, once(), {}, "score: held-out records must not be in data, got 80 in common"),
         (tuple(part[79:] for part in TRAINED), once(), {}, "in data, got 1 in common"),
-        (SCORED, once(), {"private_eval_data": tuple(p[:3] for p in SCORED)}, "in held_out, got 3"),
+        (SCORED, once(), {"eval_data": tuple(p[:3] for p in SCORED)}, "in eval_data, got 3"),
         (SCORED, once(every=7), {}, "score.every: must be a whole number from 1 to the 6 steps"),
         (SCORED, once(noise=0.0), {}, "score.noise: must be a number between 0.01 and 10000"),
         (SCORED, {"every": 2}, {"privacy": {"noise_multiplier": 0, "delta": 1e-3}},
@@ -570,7 +570,7 @@ def test_a_whole_group_moves_a_sum_by_one_at_most(value):
     def sum_of(kept: list[int]) -> float:
         data = tuple(part[kept] for part in SCORED)
         whom = [WHOM[place] for place in kept]
-        records = UserRecords(by_group(data, whom), Groups.from_values(whom, 3))
+        records = UserRecords(by_group(data, whom), Users.from_values(whom, 3))
         terms = private_score.ScriptScore(every=1, noise=1.0, records=len(records), value="v")
         score = private_score.PrivateScore(records, terms, value, torch.device("cpu"))
         score._key = bytes(32)
@@ -587,7 +587,7 @@ def test_a_whole_group_moves_a_sum_by_one_at_most(value):
 
 
 @pytest.mark.parametrize(
-    ("held_out", "said"),
+    ("private_eval_data", "said"),
     [
         (SCORED, "score: held-out records: must say whom each record belongs to"),
         (by_group(SCORED, [100, *WHOM[1:]]), "must share no unit with data, got 1 in common"),

@@ -645,7 +645,7 @@ class Two(nn.Module):
          "one loss per example"),
         (Net, sgd, {"data": (records()[0], records()[1][:, None])},
          "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
-        (Net, sgd, {"private_eval_data": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
+        (Net, sgd, {"eval_data": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
          "eval_data: targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss(),
                     "data": (records()[0], 7 * torch.ones(80).long())},
@@ -818,7 +818,7 @@ def test_units_are_equal_by_value(tmp_path):
     """Each tensor is another object: four records of a person would pass for four persons."""
     persons = torch.arange(RECORDS) // 4
     for units in (persons, persons.numpy(), persons.tolist()):
-        with pytest.raises(UserError, match=r"privacy\.unit: must be group"):
+        with pytest.raises(UserError, match=r"privacy\.unit: must be user"):
             training(tmp_path / "own", data=Scans(units))
     for units in (persons[:, None], *([nobody] * RECORDS for nobody in (None, float("nan"), " "))):
         with pytest.raises(UserError, match="unit_id must return a number or a text"):
@@ -1170,7 +1170,7 @@ def test_the_fingerprint_is_keyed(tmp_path):
 @pytest.mark.long
 def test_units_of_several_records_must_be_the_unit(tmp_path):
     data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
-    with pytest.raises(UserError, match=r"privacy\.unit: must be group, .* 4 records .*got record"):
+    with pytest.raises(UserError, match=r"privacy\.unit: must be user, .* 4 records .*got record"):
         training(tmp_path / "own", data=data)
     by_group = {**PRIVATE, "unit": "user", "max_records_per_user": 4}
     t = training(tmp_path / "own", data=data, privacy=by_group)

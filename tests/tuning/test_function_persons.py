@@ -174,7 +174,7 @@ REFUSED = [
     ({"score": {"public": shared(SCORED)}}, "must share no unit with data"),
     ({"score": {"private_eval_data": SCORED[:2]}}, "must say whom each record belongs to"),
     ({"data": TRAINED[:2]}, "must say whom each record belongs to"),
-    ({"privacy": {**PERSONS, "budget": "b"}}, "never mixes them with groups"),
+    ({"privacy": {**PERSONS, "budget": "b"}}, "never mixes them with users"),
 ]
 
 

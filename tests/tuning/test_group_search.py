@@ -14,7 +14,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 from support.training import parameters
-from support.users import GROUPS, MOST, recipe_of, write
+from support.users import USERS, MOST, recipe_of, write
 
 from dpdist import UserError, models, pipeline
 from dpdist.cluster.executor import LocalExecutor
@@ -89,9 +89,9 @@ def test_whole_users_are_held_out_and_everything_is_counted_from_them(root, tmp_
     recipe = asked(root)
     search = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
     trained, scored = sides(recipe)
-    assert len(trained) + len(scored) == GROUPS and 8 < len(scored) < 30
+    assert len(trained) + len(scored) == USERS and 8 < len(scored) < 30
     assert not names(trained) & names(scored)
-    assert len(trained.hashes) + len(scored.hashes) > 3 * GROUPS, "users are records"
+    assert len(trained.hashes) + len(scored.hashes) > 3 * USERS, "users are records"
     plan, (training, scores) = search.cost.plan, search.cost.plan.phases[0].parts
     assert plan.user == UserUnit("patient", MOST) and plan.records == len(trained)
     rate = 12 / len(trained)
@@ -102,7 +102,7 @@ def test_whole_users_are_held_out_and_everything_is_counted_from_them(root, tmp_
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("share", [{}, {"data__public": 0.2, "data__hold_out": 0.1}])
+@pytest.mark.parametrize("share", [{}, {"data__public": 0.2, "data__private_eval_fraction": 0.1}])
 def test_one_person_s_removal_moves_no_other_to_another_side(root, tmp_path, share):
     """However many records a person has, on either side."""
     own = write(root)
@@ -124,7 +124,7 @@ def test_the_price_is_that_of_as_many_records_and_worked_out_by_dp_accounting(ro
     trained, _ = sides(recipe)
     single = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
     same = SearchCost(
-        single, RecordCounts(GROUPS, 0.3, lambda _: len(trained)), recipe.tune.num_trials
+        single, RecordCounts(USERS, 0.3, lambda _: len(trained)), recipe.tune.num_trials
     )
     assert cost.guarantee.epsilon == same.guarantee.epsilon
     assert cost.guarantee.relation == (

@@ -88,7 +88,7 @@ def stated(distribution: NumTrialsRecipe) -> float:
     return search_guarantee(phases, selection, records=100, delta=DELTA).epsilon
 
 
-@pytest.mark.parametrize("num_trials", LAWS, ids=lambda distribution: distribution.name)
+@pytest.mark.parametrize("distribution", LAWS, ids=lambda distribution: distribution.name)
 def test_the_stated_epsilon_covers_the_exact_loss(distribution):
     """By the exact distribution: delta at the stated epsilon is within the promise; and the search
     does cost more than one run, whose epsilon would not cover it."""
@@ -242,7 +242,7 @@ def test_released_scores_follow_the_exact_law():
 
 
 @pytest.mark.parametrize(
-    "num_trials", [*LAWS[:2], LAWS[3]], ids=lambda distribution: distribution.name
+    "distribution", [*LAWS[:2], LAWS[3]], ids=lambda distribution: distribution.name
 )
 def test_the_number_of_trials_follows_its_law(distribution):
     """Chi-square on 1,500 draws of K; fails by chance once in 10^4 seeds per distribution."""

@@ -14,7 +14,7 @@ import dpdist
 from dpdist import UserError
 from dpdist.config.search import ScoreRecipe
 from dpdist.data import Dataset
-from dpdist.data.protocol import UNITS, Groups, UserRecords
+from dpdist.data.protocol import UNITS, Users, UserRecords
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.private_score import RecordValues
 from dpdist.tuning.scoring import _record_scores, _total_score
@@ -76,7 +76,7 @@ def total(
 ) -> float:
     records: Any = dpdist.as_records((torch.tensor(inputs), torch.tensor(labels)))
     if units is not None:
-        records = UserRecords(records, Groups.from_values(list(units), MOST))
+        records = UserRecords(records, Users.from_values(list(units), MOST))
     found = RecordValues(records, value, torch.device("cpu"))
     return found.private_units(model, KEY) / UNITS
 
@@ -178,7 +178,7 @@ def test_a_recipe_scores_as_a_search_over_a_function(name, tmp_path):
     assert public == pytest.approx(found, abs=1e-4)
     units = np.random.default_rng(1).integers(0, 6, RECORDS)
     values = _record_scores(wrapped, dataset, settings, None, 1.0, KEY)
-    by_person = Groups.from_values(units.tolist(), MOST).sum_of_means(values)
+    by_person = Users.from_values(units.tolist(), MOST).sum_of_means(values)
     assert by_person == pytest.approx(total(model, value, inputs, labels, units), abs=1e-4)
 
 

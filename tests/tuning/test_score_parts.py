@@ -47,7 +47,7 @@ def test_no_objective_counts_for_another_one(model, dataset):
         objectives={"certified-accuracy": 1.0, "average-radius": 1.0},
         radius=radius,
         radius_cap=cap,
-        draws=200,
+        samples=200,
     )
     radii = certified_radii(model, dataset, settings, sigma, KEY)
     assert ((radii > 3 * cap) & (radii < radius)).any()  # else this test shows nothing

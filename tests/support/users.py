@@ -12,17 +12,17 @@ import pyarrow.parquet as pq
 from dpdist.runs.recipe import Recipe, parse_recipe
 from support.training import KEY
 
-GROUPS, MOST = 60, 3
+USERS, MOST = 60, 3
 
 
 def write(
-    root: Path, *, split: str = "train", seed: int = 0, groups: int = GROUPS, most: int = 9,
+    root: Path, *, split: str = "train", seed: int = 0, users: int = USERS, most: int = 9,
     name: str = "patient {}", change: Any = None, drop: object = None,
 ) -> list[Any]:  # fmt: skip
-    """Write records of groups of 1 to `most` into root/scans; return whom they belong to."""
+    """Write records of users of 1 to `most` into root/scans; return whom they belong to."""
     generator = np.random.default_rng(seed)
-    sizes = generator.integers(1, most + 1, groups)
-    whom = np.repeat(np.arange(groups), sizes)[generator.permutation(sizes.sum())]
+    sizes = generator.integers(1, most + 1, users)
+    whom = np.repeat(np.arange(users), sizes)[generator.permutation(sizes.sum())]
     values = generator.random((len(whom), 3)).round(6)
     own: list[Any] = [
         name.format(each) if isinstance(name, str) else each for each in whom.tolist()
