@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,8 +227,9 @@ def build_foreign(
     inner = network.network if isinstance(network, NormalizedNetwork) else network
     if foreign.weights is not None:
         load_foreign(inner, read_weights(foreign.weights), foreign.weights)
-    with torch.inference_mode():
-        answers = _answers(network, torch.zeros(2, *shape), foreign)
+    answers = foreign.classes or data_classes
+    with torch.inference_mode(), suppress(Exception):  # `check_outputs` says what fails
+        answers = int(network(torch.zeros(2, *shape)).shape[1])
     if foreign.classes not in (None, answers):
         raise UserError(
             f"--classes: must be {answers}, as the model answers, got {foreign.classes}"
@@ -270,24 +272,6 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     if not takes_shape(factory, options) and keyword is not None:
         options.setdefault(keyword, classes)
     return foreign.name, options
-
-
-def _answers(network: nn.Module, inputs: Any, foreign: ForeignModel) -> int:
-    """How many logits the model has for an input. Raises UserError where it fails."""
-    try:
-        shape = tuple(network(inputs).shape)
-    except Exception as error:  # whatever a user's module does
-        first = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"--model: {foreign.name}: fails on inputs of shape {tuple(inputs.shape)}: "
-            f"{type(error).__name__}: {first}; --input gives the shape it takes"
-        ) from error
-    if len(shape) != 2 or shape[0] != len(inputs):
-        raise UserError(
-            f"--model: {foreign.name}: must answer with one logit for each class, (2, classes) for "
-            f"2 inputs, got {shape}"
-        )
-    return int(shape[1])
 
 
 # --- the run ----------------------------------------------------------------------------------

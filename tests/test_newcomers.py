@@ -29,9 +29,6 @@ BASE = {
 }
 
 
-# --- help -------------------------------------------------------------------------------------
-
-
 # --- near misses ------------------------------------------------------------------------------
 
 
@@ -104,6 +101,3 @@ def test_a_table_has_one_population_statement_whoever_prints_it(run):
         run_without_ray(patch)
         done = CliRunner().invoke(app, ["certify", str(run)])
     assert done.exception is None and stated in done.stdout
-
-
-# --- a release --------------------------------------------------------------------------------

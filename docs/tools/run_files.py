@@ -22,6 +22,7 @@ MODULES = (
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
     "dpdist.runs.accounting",
+    "dpdist.models.spec",
 )
 
 

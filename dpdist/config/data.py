@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,10 +18,10 @@ from dpdist.core.fields import (
     Positive,
     PositiveFraction,
     RejectBool,
+    Rule,
     Section,
     SingleLine,
     Text,
-    key_error,
     scale_to_unit,
     vocabulary_size,
 )
@@ -59,16 +59,17 @@ class ColumnNames(Section):
 
     ranges: dict[Text, tuple[Finite, Finite]] = Field(default={}, max_length=10_000)
 
-    @model_validator(mode="after")
-    def _check_ranges(self) -> ColumnNames:
+    def rules(self) -> Iterator[Rule]:
         for name, (low, high) in self.ranges.items():
-            if not low < high:
-                raise key_error(f"ranges.{name}", f"must be LOW, HIGH, got {low:g}, {high:g}")
-            if name not in self.features:
-                raise key_error(f"ranges.{name}", "must be one of the features, by its own name")
-        if self.ranges and any(set(name) & set("*?[") for name in self.features):
-            raise key_error("features", "must be names, not patterns, beside ranges")
-        return self
+            yield Rule(
+                not low < high, f"must be LOW, HIGH, got {low:g}, {high:g}", f"ranges.{name}"
+            )
+            missing = name not in self.features
+            yield Rule(missing, "must be one of the features, by its own name", f"ranges.{name}")
+        patterns = any(set(name) & set("*?[") for name in self.features)
+        yield Rule(
+            self.ranges and patterns, "must be names, not patterns, beside ranges", "features"
+        )
 
     def scale(self, values: Any) -> Any:
         """Return features of raw inputs (..., features) as the model sees them."""
@@ -119,19 +120,16 @@ class TextRecipe(Section):
     messages: Text | None = None
     bos_eos: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> TextRecipe:
-        if (self.prompt is None) != (self.answer is None) or (self.prompt and self.messages):
-            raise key_error("prompt", "must be given together with answer, or messages alone")
-        if self.has_prompts and (self.tokenizer is None or not self.predicts_next_token):
-            raise key_error("prompt, answer, messages", "need tokenizer and predict: next")
-        if self.bos_eos and (self.tokenizer is None or self.has_prompts):
-            raise key_error(
-                "bos_eos", "must be false without tokenizer, or with prompt or messages"
-            )
-        if self.words is not None and self.tokenizer is not None:
-            raise key_error("words", "not beside tokenizer: tokens are of one vocabulary")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        pair = (self.prompt is None) != (self.answer is None) or (self.prompt and self.messages)
+        yield Rule(pair, "must be given together with answer, or messages alone", "prompt")
+        cut = self.tokenizer is None or not self.predicts_next_token
+        needs = "need tokenizer and predict: next"
+        yield Rule(self.has_prompts and cut, needs, "prompt, answer, messages")
+        marks = self.bos_eos and (self.tokenizer is None or self.has_prompts)
+        yield Rule(marks, "must be false without tokenizer, or with prompt or messages", "bos_eos")
+        two = self.words is not None and self.tokenizer is not None
+        yield Rule(two, "not beside tokenizer: tokens are of one vocabulary", "words")
 
     @property
     def has_prompts(self) -> bool:
@@ -261,72 +259,60 @@ class DataRecipe(Section):
             return {**value, "classes": 1}
         return {**value, "classes": len(names)} if isinstance(names, list) and names else value
 
-    @model_validator(mode="after")
-    def _check(self) -> DataRecipe:
+    def rules(self) -> Iterator[Rule]:
         names, labels, text, following = (
-            self.names,
-            self.labels,
-            self.text,
-            self.predicts_next_token,
-        )
-        if names and not len(names) == len(set(names)) == self.classes:
-            raise key_error("names", f"one for each of the {self.classes} classes, all different")
-        if (
-            len(set(labels)) != len(labels)
-            or len(labels) == 1
-            or max(labels, default=-1) >= self.classes
-        ):
-            rule = f"two or more of 0 to {self.classes - 1}, each once, got {labels}"
-            raise key_error("labels", rule)
-        if text is not None and self.columns.features:
-            raise key_error("text", "not beside columns.features: a record is one or the other")
+            self.names, self.labels, self.text, self.predicts_next_token
+        )  # fmt: skip
+        each = f"one for each of the {self.classes} classes, all different"
+        yield Rule(names and not len(names) == len(set(names)) == self.classes, each, "names")
+        outside = max(labels, default=-1) >= self.classes
+        rule = f"two or more of 0 to {self.classes - 1}, each once, got {labels}"
+        yield Rule(len(set(labels)) != len(labels) or len(labels) == 1 or outside, rule, "labels")
+        either = "not beside columns.features: a record is one or the other"
+        yield Rule(text is not None and self.columns.features, either, "text")
         known = vocabulary_size(text.words) if text is not None else 0
-        if text is not None and following and text.tokenizer is None and self.classes != known:
-            rule = f"leave it out: with text.predict: next it is {known:,} tokens"
-            raise key_error("classes", rule)
-        if (names or labels) and (following or self.targets != "class"):
-            raise key_error("names, labels", "leave them out without classes")
-        if self.targets != "class" and following:
-            raise key_error("text.predict", f"not beside targets: {self.targets}")
-        if self.targets != "class" and self.root is None and self.name in BUILT_IN_DATASETS:
-            raise key_error("targets", f"must be class: {self.name} is built in; give data.root")
-        return self
+        own = text is not None and following and text.tokenizer is None
+        rule = f"leave it out: with text.predict: next it is {known:,} tokens"
+        yield Rule(own and self.classes != known, rule, "classes")
+        other = self.targets != "class"
+        yield Rule(
+            (names or labels) and (following or other), "leave them out without classes",
+            "names, labels",
+        )  # fmt: skip
+        yield Rule(other and following, f"not beside targets: {self.targets}", "text.predict")
+        built_in = self.root is None and self.name in BUILT_IN_DATASETS
+        rule = f"must be class: {self.name} is built in; give data.root"
+        yield Rule(other and built_in, rule, "targets")
+        yield from self._rate_rules()
 
-    @model_validator(mode="after")
-    def _check_rates(self) -> DataRecipe:
+    def _rate_rules(self) -> Iterator[Rule]:
         if not self.class_sampling:
             for key in ("class_counts", "importance_weights"):
-                if given := getattr(self, key):
-                    raise key_error(
-                        key, f"must be left out without data.class_sampling, got {given}"
-                    )
-            return self
-        if (why := self.single_label_error("must be left out")) is not None:
-            raise key_error(
-                "class_sampling",
-                why.removeprefix("must be left out: "),
-                see="explanation/privacy.md#rare-classes",
-            )
-        if not self.class_counts:
-            raise key_error(
-                "class_counts",
-                "must be the public number of records of each class with data.class_sampling, got "
-                "none: "
-                "counts of private records would move every rate",
-                see="explanation/privacy.md#rare-classes",
-            )
+                given = getattr(self, key)
+                yield Rule(given, f"must be left out without data.class_sampling, got {given}", key)
+            return
+        why = self.single_label_error("must be left out") or ""
+        yield Rule(
+            why,
+            why.removeprefix("must be left out: "),
+            "class_sampling",
+            see="explanation/privacy.md#rare-classes",
+        )
+        yield Rule(
+            not self.class_counts,
+            "must be the public number of records of each class with data.class_sampling, got "
+            "none: counts "
+            "of private records would move every rate",
+            "class_counts",
+            see="explanation/privacy.md#rare-classes",
+        )
         for key in ("class_sampling", "class_counts"):
-            if set(given := getattr(self, key)) != set(self.class_names):
-                lacks = [name for name in self.class_names if name not in given]
-                unknown = [name for name in given if name not in self.class_names]
-                got = [f"none for {name!r}" for name in lacks[:3]]
-                got += [f"the unknown class {name!r}" for name in unknown[:3]]
-                raise key_error(
-                    key,
-                    f"must be one number for each of the {self.num_classes} classes, got "
-                    f"{', '.join(got)}",
-                )
-        return self
+            given = getattr(self, key)
+            lacks = [f"none for {name!r}" for name in self.class_names if name not in given]
+            unknown = [f"the unknown class {n!r}" for n in given if n not in self.class_names]
+            got = ", ".join(lacks[:3] + unknown[:3])
+            rule = f"must be one number for each of the {self.num_classes} classes, got {got}"
+            yield Rule(got, rule, key)
 
     @property
     def predicts_next_token(self) -> bool:

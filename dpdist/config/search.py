@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from dpdist.core.errors import UserError, with_page
+from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
     FilePath,
@@ -19,6 +19,7 @@ from dpdist.core.fields import (
     PositiveOrZero,
     Probability,
     RejectBool,
+    Rule,
     Section,
     Text,
     TrialCount,
@@ -58,39 +59,28 @@ class Domain(Section):
         Discriminator(_also_kind),
     ] = ()
 
-    @model_validator(mode="after")
-    def _check_listed_beside(self) -> Domain:
-        if not isinstance(self.linked, dict):
-            return self
-        if self.choice is None:
-            raise ValueError("linked: must be names of fields, without values, beside a range")
-        for field, listed in self.linked.items():
-            if len(listed) != len(self.choice):
-                raise ValueError(
-                    f"linked: {field}: must list one value for each of choice's "
-                    f"{len(self.choice)}, "
-                    f"got {len(listed)}"
-                )
-        if any(value in self.choice[:place] for place, value in enumerate(self.choice)):
-            raise ValueError("choice: must not repeat a value where also has values beside it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_domain(self) -> Domain:
+    def rules(self) -> Iterator[Rule]:
         kinds = ("log_uniform", "uniform", "integer", "choice")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(kinds)}")
-        if self.choice is not None:
-            if not self.choice:
-                raise ValueError("choice must not be empty")
-            return self
-        low, high = self.values_or_bounds
-        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            raise ValueError(f"{given[0]} must be [low, high], finite and ascending")
-        if self.log_uniform is not None and low <= 0:
-            raise ValueError("log_uniform needs a low end above 0")
-        return self
+        yield Rule(len(given) != 1, f"give exactly one of {', '.join(kinds)}")
+        yield Rule(self.choice == (), "choice must not be empty")
+        if self.choice is None:
+            low, high = self.values_or_bounds
+            yield Rule(not low <= high, f"{given[0]} must be [low, high], ascending")
+            yield Rule(self.log_uniform and low <= 0, "log_uniform needs a low end above 0")
+        if not isinstance(self.linked, dict):
+            return
+        named = "linked: must be names of fields, without values, beside a range"
+        yield Rule(self.choice is None, named)
+        choice = self.choice or ()
+        for field, listed in self.linked.items():
+            yield Rule(
+                len(listed) != len(choice),
+                f"linked: {field}: must list one value for each of choice's {len(choice)}, got "
+                f"{len(listed)}",
+            )
+        again = any(value in choice[:place] for place, value in enumerate(choice))
+        yield Rule(again, "choice: must not repeat a value where also has values beside it")
 
     @property
     def values_or_bounds(self) -> tuple[Any, ...]:
@@ -148,19 +138,15 @@ class NumTrialsRecipe(Section):
     shape: Annotated[float, RejectBool, Field(ge=-0.5, le=1000)] | None = None
     runs: TrialCount | None = None
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> NumTrialsRecipe:
-        if (self.name in ("fixed", "binomial")) != (self.runs is not None):
-            raise ValueError("runs belongs to the distributions fixed and binomial, which need it")
-        if (self.name == "fixed") == (self.mean is not None):
-            raise ValueError(
-                "mean (of the number of trials) belongs to every distribution but fixed"
-            )
-        if self.runs is not None and self.mean is not None and self.mean > self.runs:
-            raise ValueError(f"mean must be <= runs, the {self.runs} trials there may be")
-        if (self.name == "negative-binomial") != (self.shape is not None):
-            raise ValueError("shape belongs to num_trials negative-binomial, which needs it")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        runs = "runs belongs to the distributions fixed and binomial, which need it"
+        yield Rule((self.name in ("fixed", "binomial")) != (self.runs is not None), runs)
+        mean = "mean (of the number of trials) belongs to every distribution but fixed"
+        yield Rule((self.name == "fixed") == (self.mean is not None), mean)
+        beyond = self.runs is not None and self.mean is not None and self.mean > self.runs
+        yield Rule(beyond, f"mean must be <= runs, the {self.runs} trials there may be")
+        shape = "shape belongs to num_trials negative-binomial, which needs it"
+        yield Rule((self.name == "negative-binomial") != (self.shape is not None), shape)
 
     @property
     def secret_distribution(self) -> TrialDistribution | None:
@@ -301,17 +287,15 @@ class ScoreRecipe(Section):
     alpha: Probability = 0.01
     function: FunctionScore | None = None
 
-    @model_validator(mode="after")
-    def _check_objectives(self) -> ScoreRecipe:
+    def rules(self) -> Iterator[Rule]:
         for objective, keys in _KEYS.items():
             for key in keys:
-                if (objective in self.objectives) != (getattr(self, key) is not None):
-                    raise ValueError(f"{key} belongs to objective {objective}, which needs it")
-        if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
-            raise ValueError("value_range must be [low, high], ascending")
-        if self.is_public and self.noise is not None:
-            raise ValueError("noise belongs to private scoring; public records need none")
-        return self
+                missing = (objective in self.objectives) != (getattr(self, key) is not None)
+                yield Rule(missing, f"{key} belongs to objective {objective}, which needs it")
+        low, high = self.value_range or (0, 1)
+        yield Rule(low >= high, "value_range must be [low, high], ascending")
+        noise = "noise belongs to private scoring; public records need none"
+        yield Rule(self.is_public and self.noise is not None, noise)
 
     @property
     def is_public(self) -> bool:
@@ -404,26 +388,20 @@ class TuneRecipe(Section):
     asha: AshaRecipe | None = None
     concurrent: Count | None = None
 
-    @model_validator(mode="after")
-    def _check_adaptive_search(self) -> TuneRecipe:
-        if self.num_trials.name == "fixed":
-            return self
+    def rules(self) -> Iterator[Rule]:
+        secret = self.num_trials.name != "fixed"
         reason = (
             "sees the scores of other trials, which the best of a secret number of independent "
             f"trials (distribution {self.num_trials.name}) does not cover: take num_trials "
             f"{{name: fixed, runs: ...}}, "
             "whose composition pays for every score"
         )
-        if self.searcher != "random":
-            raise ValueError(
-                with_page(
-                    f"searcher {self.searcher} {reason}",
-                    see="explanation/tuning.md#why-may-no-searcher-adapt",
-                )
-            )
-        if self.asha is not None:
-            raise ValueError(f"asha {reason}")
-        return self
+        yield Rule(
+            secret and self.searcher != "random",
+            f"searcher {self.searcher} {reason}",
+            see="explanation/tuning.md#why-may-no-searcher-adapt",
+        )
+        yield Rule(secret and self.asha is not None, f"asha {reason}")
 
     @property
     def searched_fields(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ kind is a class here and an entry there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
@@ -16,8 +16,8 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
 from dpdist.config.search import TuneRecipe
-from dpdist.config.training import AugmentRecipe, ResourcesRecipe, TrainingRecipe
-from dpdist.core.errors import UserError, with_page
+from dpdist.config.training import ResourcesRecipe, TrainingRecipe
+from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     MAX_SHIFT,
     Count,
@@ -30,6 +30,7 @@ from dpdist.core.fields import (
     Positive,
     Probability,
     RejectBool,
+    Rule,
     RunName,
     Section,
     Text,
@@ -184,13 +185,11 @@ class CanaryAudit(AuditOptions):
     view: Literal["every-step", "final"] | None = None
     guesses: Annotated[int, RejectBool, Field(ge=2)] | None = None
 
-    @model_validator(mode="after")
-    def _check_guesses(self) -> CanaryAudit:
-        if self.num_guesses > self.canaries:
-            raise ValueError(f"guesses must be <= canaries, the {self.canaries} that there are")
-        if self.view == "every-step" and not self.inserts_gradients:
-            raise ValueError("view: every-step belongs to canary: gradient")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        beyond = self.num_guesses > self.canaries
+        yield Rule(beyond, f"guesses must be <= canaries, the {self.canaries} that there are")
+        every = self.view == "every-step" and not self.inserts_gradients
+        yield Rule(every, "view: every-step belongs to canary: gradient")
 
     @property
     def num_guesses(self) -> int:
@@ -344,16 +343,15 @@ class ModelRecipe(Section):
     def _wrap_folder(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _check_pretrained(self) -> ModelRecipe:
-        if sum(p is not None for p in (self.initial, self.classifier, self.denoiser)) > 1:
-            raise ValueError(
-                "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
-                "the whole model or the rest of it"
-            )
-        if self.trained and self.initial is None:
-            raise key_error("trained", "needs initial: the public weights of what is not trained")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        parts = [each is not None for each in (self.initial, self.classifier, self.denoiser)]
+        yield Rule(
+            sum(parts) > 1,
+            "give one of initial, a frozen classifier and a frozen denoiser: the run trains the "
+            "whole model or the rest of it",
+        )
+        needs = "needs initial: the public weights of what is not trained"
+        yield Rule(self.trained and self.initial is None, needs, "trained")
 
     @property
     def pretrained_part(
@@ -467,40 +465,27 @@ class PrivacyRecipe(Section):
             return {**values, "delta": _DELTA_WITHOUT_NOISE}
         return values
 
-    @model_validator(mode="after")
-    def _check_target(self) -> PrivacyRecipe:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError(
-                with_page(
-                    "give exactly one of epsilon and noise_multiplier",
-                    see="explanation/privacy.md#cost-of-a-training-run",
-                )
-            )
-        if self.budget_ceiling is not None and self.budget is None:
-            raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
-        if self.budget_delta is not None and self.budget_ceiling is None:
-            raise ValueError("budget_delta needs budget_ceiling, the epsilon that goes with it")
-        if self.nominal_records is not None and self.batch_cap is not None:
-            raise ValueError(
-                with_page(
-                    "nominal_records does not go with batch_cap: what a capped batch costs depends "
-                    "on the true number of records",
-                    see="explanation/privacy.md#what-is-protected-against-what",
-                )
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_unit(self) -> PrivacyRecipe:
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
+            (self.epsilon is None) == (self.noise_multiplier is None),
+            "give exactly one of epsilon and noise_multiplier",
+            see="explanation/privacy.md#cost-of-a-training-run",
+        )
+        ceiling = self.budget_ceiling is not None
+        needs = "budget_ceiling needs budget, the folder where runs are recorded"
+        yield Rule(ceiling and self.budget is None, needs)
+        needs = "budget_delta needs budget_ceiling, the epsilon that goes with it"
+        yield Rule(self.budget_delta is not None and not ceiling, needs)
+        yield Rule(
+            self.nominal_records is not None and self.batch_cap is not None,
+            "nominal_records does not go with batch_cap: what a capped batch costs depends on the "
+            "true number of records",
+            see="explanation/privacy.md#what-is-protected-against-what",
+        )
         if self.unit == "record":
-            return self
-        if self.max_records_per_user is None:
-            raise key_error(
-                "max_records_per_user",
-                "required with unit: user, such as 4",
-                see="explanation/privacy.md#a-person-as-the-unit",
-            )
-        refused = {
+            return
+        wanted: dict[str, tuple[bool, str]] = {
+            "max_records_per_user": (self.max_records_per_user is None, "be given, such as 4"),
             "adjacency": (self.adjacency != "add-or-remove-one", "be add-or-remove-one"),
             "batch_cap": (self.batch_cap is not None, "be left out"),
             "nominal_records": (self.nominal_records is not None, "be left out"),
@@ -509,14 +494,13 @@ class PrivacyRecipe(Section):
                 "be left out, for a budget counts single records and never mixes them with users",
             ),
         }
-        for key, (given, rule) in refused.items():
-            if given:
-                raise key_error(
-                    key,
-                    f"with unit: user it must {rule}",
-                    see="explanation/privacy.md#a-person-as-the-unit",
-                )
-        return self
+        for key, (broken, what) in wanted.items():
+            yield Rule(
+                broken,
+                f"with unit: user it must {what}",
+                key,
+                see="explanation/privacy.md#a-person-as-the-unit",
+            )
 
     @property
     def sensitivity(self) -> float:
@@ -611,7 +595,7 @@ class PublicRecipe(Section):
             the recipe's own where it has no root. For initial weights its classes may differ: the
             head then stays as it began. Without it the records that data.public sets aside are
             used.
-        augment: Deform the images at random.
+        augment: Deform the images at random, each in its own way.
         weights: Weights to begin with: a torchvision state dict in safetensors format, or
             torchvision for the published ones, which are downloaded.
         denoiser: With initial weights, a network that first learns to remove the noise by the same
@@ -637,7 +621,7 @@ class PublicRecipe(Section):
     training: TrainingRecipe
     sigma: Positive | None = None
     data: DataRecipe | None = None
-    augment: AugmentRecipe | None = None
+    augment: Literal[True] | None = None
     weights: Literal["torchvision"] | FilePath | None = None
     denoiser: DenoiserRecipe | None = None
 
@@ -692,71 +676,70 @@ class BaseRecipe(Section):
             raise ValueError("must be a section, or none for a training without privacy")
         return {"noise_multiplier": 0.0, "clipping": "none"}
 
-    @model_validator(mode="after")
-    def _check_public(self) -> BaseRecipe:
+    @property
+    def canary_audit(self) -> CanaryAudit | None:
+        """Return the settings of a training with canaries, a `CanaryAudit`; None without one."""
+        return None if self.audit is None else self.audit.canary_audit
+
+    def rules(self) -> Iterator[Rule]:
         if self.public is not None:
-            pretrained = self.model.pretrained_part
-            if pretrained is None:
-                raise ValueError(
-                    "public needs model.initial, model.classifier or model.denoiser: the folder "
-                    "that pretrain writes"
-                )
-            if pretrained[0] == "denoiser" and self.public.sigma is None:
-                raise ValueError("public.sigma: required, the noise that the denoiser removes")
-            if pretrained[0] == "initial" and self.public.model is not None:
-                raise ValueError(
-                    "public.model: leave it out; with model.initial it is the model itself"
-                )
-            if pretrained[0] != "initial" and self.public.model is None:
-                raise ValueError("public.model: required, the network of the frozen part")
-            if self.public.model is not None and (key := self.public.model.averaging_key):
-                raise ValueError(f"public.model.{key}: of the model that is trained; leave it out")
-            if self.public.denoiser is not None:
-                self._check_public_denoiser(self.public)
-        return self
+            yield from self._public_rules(self.public)
+        yield from self._method_rules()
+        yield from self._input_rules()
+        yield from self._loss_rules()
+        if self.audit is not None:
+            self.audit.check_recipe(self)
+        yield from self._count_rules()
 
-    def _check_public_denoiser(self, public: PublicRecipe) -> None:
-        """Raise ValueError for a denoiser that goes with nothing else the recipe says."""
-        if self.model.initial is None:
-            raise ValueError(
-                "public.denoiser: needs model.initial; a denoiser alone is model.denoiser, its "
-                "network public.model"
-            )
-        if public.sigma is None:
-            raise ValueError("public.sigma: required, the noise that the denoiser removes")
-        if public.weights is not None:
-            raise ValueError("public.weights: does not go with public.denoiser; leave it out")
-        if self.model.trained:
-            raise ValueError(
-                "model.trained: does not go with public.denoiser: what is behind it is trained"
-            )
+    def _public_rules(self, public: PublicRecipe) -> Iterator[Rule]:
+        part = (self.model.pretrained_part or ("",))[0]
+        yield Rule(
+            not part,
+            "public needs model.initial, model.classifier or model.denoiser: the folder that "
+            "pretrain writes",
+        )
+        noise = "public.sigma: required, the noise that the denoiser removes"
+        yield Rule(part == "denoiser" and public.sigma is None, noise)
+        itself = "public.model: leave it out; with model.initial it is the model itself"
+        yield Rule(part == "initial" and public.model is not None, itself)
+        frozen = "public.model: required, the network of the frozen part"
+        yield Rule(part != "initial" and public.model is None, frozen)
+        key = public.model and public.model.averaging_key
+        yield Rule(key, f"public.model.{key}: of the model that is trained; leave it out")
+        if public.denoiser is None:
+            return
+        yield Rule(
+            self.model.initial is None,
+            "public.denoiser: needs model.initial; a denoiser alone is model.denoiser, its network "
+            "public.model",
+        )
+        yield Rule(public.sigma is None, noise)
+        weights = "public.weights: does not go with public.denoiser; leave it out"
+        yield Rule(public.weights is not None, weights)
+        behind = "model.trained: does not go with public.denoiser: what is behind it is trained"
+        yield Rule(self.model.trained, behind)
 
-    @model_validator(mode="after")
-    def _check_denoiser_position(self) -> BaseRecipe:
+    def _method_rules(self) -> Iterator[Rule]:
+        method = self.method
         before = {
             "model.denoiser": self.model.denoiser,
             "public.denoiser": self.public and self.public.denoiser,
         }
         for key, denoiser in before.items():
-            if denoiser is not None and not self.method.capabilities.supports_frozen_denoiser:
-                raise ValueError(
-                    f"{key}: a frozen denoiser does not go with method {self.method.name}, which "
-                    "works at the inputs or behind the first layer, and that would be the frozen "
-                    "denoiser's: leave it out, or take another method"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_averaging(self) -> BaseRecipe:
-        if (key := self.model.averaging_key) and self.method.capabilities.has_prediction_noise:
-            raise ValueError(
-                f"model.{key}: method {self.method.name} leaves noise inside the model, which "
-                "several passes of one draw would not share; leave it out"
+            yield Rule(
+                denoiser is not None and not method.capabilities.supports_frozen_denoiser,
+                f"{key}: a frozen denoiser does not go with method {method.name}, which works at "
+                "the inputs or behind the first layer, and that would be the frozen denoiser's: "
+                "leave it out, or take another method",
             )
-        return self
+        averaged = self.model.averaging_key
+        yield Rule(
+            averaged and method.capabilities.has_prediction_noise,
+            f"model.{averaged}: method {method.name} leaves noise inside the model, which several "
+            "passes of one draw would not share; leave it out",
+        )
 
-    @model_validator(mode="after")
-    def _check_token_inputs(self) -> BaseRecipe:
+    def _input_rules(self) -> Iterator[Rule]:
         asked = {
             "certify": self.certify is not None,
             "model.shifts": self.model.shifts > 0,
@@ -770,83 +753,62 @@ class BaseRecipe(Section):
             of_labels |= {"certify": self.certify is not None, "public": self.public is not None}
         why = [self.data.numeric_input_error(what) for what, given in asked.items() if given]
         why += [self.data.single_label_error(what) for what, given in of_labels.items() if given]
-        for found in filter(None, why):
-            raise ValueError(f"{found}: leave it out")
-        return self
+        yield from (Rule(found, f"{found}: leave it out") for found in why)
 
-    @model_validator(mode="after")
-    def _loss_fits(self) -> BaseRecipe:
+    def _loss_rules(self) -> Iterator[Rule]:
         loss, targets = self.training.loss, self.data.targets
         if loss == "cross-entropy" and targets == "class":
-            return self
-        if not self.method.capabilities.takes_losses:
-            raise ValueError(
-                f"training.loss: must be cross-entropy with method {self.method.name}, which says "
-                "itself what is learned; leave it out, or take method dp-sgd"
-            )
-        if self.audit is not None:
-            raise ValueError(
-                "audit: is for training.loss cross-entropy, which its canaries are made for; leave "
-                "it out"
-            )
+            return
+        yield Rule(
+            not self.method.capabilities.takes_losses,
+            f"training.loss: must be cross-entropy with method {self.method.name}, which says "
+            "itself what is learned; leave it out, or take method dp-sgd",
+        )
+        yield Rule(
+            self.audit is not None,
+            "audit: is for training.loss cross-entropy, which its canaries are made for; leave it "
+            "out",
+        )
         fitting = {
             "class": ("cross-entropy",), "number": ("mse", "huber"),
             "labels": ("bce", "multi-label-bce"),
-        }  # fmt: skip
-        if not self.training.own_loss and loss not in fitting[targets]:
-            named = " or ".join((*fitting[targets], "a function of yours"))
-            raise ValueError(
-                f"training.loss: must be {named} with data.targets: {targets}, got {loss}"
-            )
-        if loss == "bce" and self.data.classes != 1:
-            raise ValueError("data.classes: must be 1 with training.loss bce, or multi-label-bce")
-        return self
+        }[targets]  # fmt: skip
+        named = " or ".join((*fitting, "a function of yours"))
+        yield Rule(
+            not self.training.own_loss and loss not in fitting,
+            f"training.loss: must be {named} with data.targets: {targets}, got {loss}",
+        )
+        one = "data.classes: must be 1 with training.loss bce, or multi-label-bce"
+        yield Rule(loss == "bce" and self.data.classes != 1, one)
 
-    @property
-    def canary_audit(self) -> CanaryAudit | None:
-        """Return the settings of a training with canaries, a `CanaryAudit`; None without one."""
-        return None if self.audit is None else self.audit.canary_audit
-
-    @model_validator(mode="after")
-    def _check_audit(self) -> BaseRecipe:
-        if self.audit is not None:
-            self.audit.check_recipe(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_budget_ceiling(self) -> BaseRecipe:
-        charged = self.resources.is_elastic and not self.training.reproducible
-        if charged and self.privacy.budget_ceiling is not None:
-            raise ValueError(
-                with_page(
-                    "resources.workers as a range, with privacy.budget_ceiling, needs "
-                    "training.reproducible: what a change of their number charges again would go "
-                    "beyond the ceiling",
-                    see="how-to/cluster.md#more-or-fewer-workers",
-                )
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_record_counts(self) -> BaseRecipe:
-        if self.data.max_train is not None and self.privacy.nominal_records is not None:
-            raise ValueError(
-                "privacy.nominal_records does not go with data.max_train, a share of the true "
-                "number of records; take data.fraction"
-            )
-        if self.tune is not None and self.privacy.nominal_records is not None:
-            raise ValueError(
-                "privacy.nominal_records does not go with tune: a search's shares of the records "
-                "are counted; search without it, and train with the values found"
-            )
-        if self.tune is not None and self.resources.is_elastic:
-            raise ValueError(
-                "resources.workers as a range does not go with tune: how many trials run at once "
-                "follows from what each of them holds; give a number"
-            )
-        if self.tune is not None and self.resources.archive_private:
-            raise ValueError(
-                "resources.archive_private does not go with tune: what the trials of a search have "
-                "released is not known from an archive; leave it out, and keep the run folder"
-            )
-        return self
+    def _count_rules(self) -> Iterator[Rule]:
+        elastic, nominal = self.resources.is_elastic, self.privacy.nominal_records is not None
+        yield Rule(
+            elastic and not self.training.reproducible and self.privacy.budget_ceiling is not None,
+            "resources.workers as a range, with privacy.budget_ceiling, needs "
+            "training.reproducible: what a change of their number charges again would go beyond "
+            "the ceiling",
+            see="how-to/cluster.md#more-or-fewer-workers",
+        )
+        yield Rule(
+            nominal and self.data.max_train is not None,
+            "privacy.nominal_records does not go with data.max_train, a share of the true number "
+            "of records; take data.fraction",
+        )
+        if self.tune is None:
+            return
+        yield Rule(
+            nominal,
+            "privacy.nominal_records does not go with tune: a search's shares of the records are "
+            "counted; search without it, and train with the values found",
+        )
+        yield Rule(
+            elastic,
+            "resources.workers as a range does not go with tune: how many trials run at once "
+            "follows from what each of them holds; give a number",
+        )
+        yield Rule(
+            self.resources.archive_private,
+            "resources.archive_private does not go with tune: what the trials of a search have "
+            "released is not known from an archive; leave it out, and keep the run folder",
+        )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from dpdist.core.fields import (
     Count,
@@ -22,11 +23,11 @@ from dpdist.core.fields import (
     Probability,
     ProcessCount,
     RejectBool,
+    Rule,
     Section,
     Seed,
     Steps,
     Text,
-    key_error,
 )
 
 if TYPE_CHECKING:
@@ -100,58 +101,23 @@ class TrainingRecipe(Section):
         """Whether the loss is a function of the user's."""
         return self.loss not in LOSSES
 
-    @model_validator(mode="after")
-    def _check_schedule(self) -> TrainingRecipe:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError("momentum belongs to optimizer: sgd")
-        if (self.schedule == "step") != bool(self.milestones):
-            raise ValueError(
-                "schedule: step and milestones belong together: the fractions of the training at "
-                "which the rate falls, such as [0.5, 0.75]"
-            )
-        if self.milestones != sorted(set(self.milestones)):
-            raise ValueError(f"milestones must ascend, got {self.milestones}")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        one = "give exactly one of steps and epochs"
+        yield Rule((self.steps is None) == (self.epochs is None), one)
+        momentum = "momentum belongs to optimizer: sgd"
+        yield Rule(self.momentum and self.optimizer != "sgd", momentum)
+        yield Rule(
+            (self.schedule == "step") != bool(self.milestones),
+            "schedule: step and milestones belong together: the fractions of the training at which "
+            "the rate falls, such as [0.5, 0.75]",
+        )
+        ascending = self.milestones == sorted(set(self.milestones))
+        yield Rule(not ascending, f"milestones must ascend, got {self.milestones}")
 
     @property
     def has_augmentation(self) -> bool:
         """Return whether records are changed at random before each use."""
         return self.crop > 0 or self.flip
-
-
-class AugmentRecipe(Section):
-    """Random deformations of public images.
-
-    The defaults turn 8 x 8 digits into pen strokes. Lengths are in half widths of the canvas.
-
-    Attributes:
-        rotate: The largest rotation, in radians.
-        shear: The largest shear, in radians.
-        scale: Width and height of the whole image on the canvas, drawn apart, from low to high.
-        shift: The largest move of the image.
-        elastic: Standard deviation of the displacements on a 5 x 5 lattice.
-        middle: Range of the gray value that becomes 1/2.
-        contrast: Range of the factor by which gray values become contrast * (value - middle) + 1/2,
-            cut to [0, 1]; null leaves gray values alone.
-    """
-
-    rotate: PositiveOrZero = 0.3
-    shear: PositiveOrZero = 0.35
-    scale: tuple[Positive, Positive] = (0.6, 0.95)
-    shift: PositiveOrZero = 0.15
-    elastic: PositiveOrZero = 0.07
-    middle: tuple[Probability, Probability] = (0.3, 0.65)
-    contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
-
-    @model_validator(mode="after")
-    def _check_ranges(self) -> AugmentRecipe:
-        for name in ("scale", "middle", "contrast"):
-            pair = getattr(self, name)
-            if pair is not None and pair[0] > pair[1]:
-                raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
-        return self
 
 
 # --- training by a script ---------------------------------------------------------------------
@@ -279,11 +245,9 @@ class WorkerRange(Section):
     min: ProcessCount
     max: ProcessCount
 
-    @model_validator(mode="after")
-    def _check_order(self) -> WorkerRange:
-        if self.min > self.max:
-            raise ValueError(f"min must be at most max, got {self.min} and {self.max}")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        order = f"min must be at most max, got {self.min} and {self.max}"
+        yield Rule(self.min > self.max, order)
 
 
 def _worker_count_kind(value: Any) -> str:
@@ -336,29 +300,23 @@ class ResourcesRecipe(Section):
         description="the private state too, so that a lost run folder can be brought back",
     )
 
-    @model_validator(mode="after")
-    def _check_whole_resources(self) -> ResourcesRecipe:
+    def rules(self) -> Iterator[Rule]:
         each = (self.cpus_per_worker, self.gpus_per_worker)
-        if self.is_elastic and any(amount != int(amount) for amount in each):
-            raise key_error(
-                "workers",
-                "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by "
-                "a worker's without rest, and miscounts shares",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_archive(self) -> ResourcesRecipe:
+        yield Rule(
+            self.is_elastic and any(amount != int(amount) for amount in each),
+            "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by a "
+            "worker's without rest, and miscounts shares",
+            "workers",
+        )
         # Not a rule of the field: its complaint would repeat a password.
         address = self.archive
-        if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
-            raise ValueError(
-                "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, "
-                "without credentials: those come from the environment"
-            )
-        if self.archive_private and address is None:
-            raise ValueError("archive_private needs archive, the place to copy to")
-        return self
+        yield Rule(
+            address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address),
+            "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, without "
+            "credentials: those come from the environment",
+        )
+        needs = "archive_private needs archive, the place to copy to"
+        yield Rule(self.archive_private and address is None, needs)
 
     @property
     def is_elastic(self) -> bool:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +26,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -106,12 +107,34 @@ NOISE_MULTIPLIER_LIMITS = (1e-2, 1e4)
 MIN_DELTA = 1e-30
 
 
+class Rule(NamedTuple):
+    """A rule between options. key: which one breaks it, "" where `text` names them. see: a page."""
+
+    broken: Any
+    text: str
+    key: str = ""
+    see: str = ""
+
+
 class Section(BaseModel):
     """One section of a recipe: no unknown keys, never changed, only finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     conditions: ClassVar[tuple[OptionCondition, ...]] = ()  # of its options; a base's hold as well
+
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between its options, of which the first broken one is told."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        for rule in self.rules():
+            if rule.broken and rule.key:
+                raise key_error(rule.key, rule.text, rule.see)
+            if rule.broken:
+                raise ValueError(with_page(rule.text, rule.see))
+        return self
 
 
 def _reject_bool(value: Any) -> Any:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
@@ -45,10 +47,9 @@ from dpdist.data.protocol import (
     warn_if_standardized,
 )
 from dpdist.data.record_hashes import digests_of_input, stored_input
+from dpdist.data.tables import is_list
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from dpdist.data.protocol import Batch
 
 IGNORED = -100  # what torch and `transformers` have in labels where nothing is learned
@@ -192,6 +193,8 @@ def as_records(
 
 def adapt(data: Any, options: Options) -> Records:
     """Return records of anything that `as_records` takes. Raises UserError."""
+    if isinstance(data, str):
+        data = _of_name(data, options)
     if isinstance(data, Records):
         if not hasattr(data, "name"):
             data.name = options.name
@@ -203,41 +206,83 @@ def adapt(data: Any, options: Options) -> Records:
 
 
 def _adapted(data: Any, options: Options) -> Records:
-    if isinstance(data, str):
-        return _of_name(data, options)
     if isinstance(data, torch_data.DataLoader):
         return _of_loader(data, options)
-    if isinstance(data, torch_data.TensorDataset):
-        tensors = tuple(data.tensors)
-        return _of_fields(tensors[:-1] if len(tensors) > 1 else tensors, tensors, options)
     library = type(data).__module__.partition(".")[0]
-    kind = type(data).__name__
-    if library == "pandas":
-        return _of_table(_arrow_of_pandas(data, options), options, named=False)
-    if library == "pyarrow":
-        return _of_table(data, options)
     if library == "ray":
-        return ArrayRecords.of(*_ray_columns(data, options), options)
-    if library == "datasets" and hasattr(data, "with_format"):
-        return _of_hugging_face(data, kind, options)
-    if isinstance(data, np.ndarray | Tensor):
-        return _of_fields(data, None, options)
-    if isinstance(data, tuple) and len(data) == 2:
-        return _of_fields(data[0], data, options)
+        return _of_ray(data, options)
+    if (columns := _columns_of(data, library, options)) is not None:
+        return ArrayRecords.of(*columns, options)
+    if library == "datasets":
+        return _of_hugging_face(data, options)
+    return ItemRecords(data, options, plain=without_transforms(data))
+
+
+def _of_name(name: str, options: Options) -> Any:
+    """Return a built-in data set's training split, or a file's rows as a table."""
+    from dpdist.data import BUILT_IN, DataSource, load
+    from dpdist.data.tables import open_table
+
+    if name in BUILT_IN:
+        return load(DataSource(name, BUILT_IN[name]), "train")
+    if not Path(name).exists():
+        options.refuse(
+            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a file, got {name!r}",
+            "give the path of a Parquet, CSV or JSONL file",
+        )
+    file = open_table(Path(name))
+    return file.read(file.schema.names).replace_schema_metadata(file.schema.metadata)
+
+
+# --- columns: the one way of files, tables, arrays and tensors ---------------------------------
+
+
+TABLE = "table"  # the form of named columns, of which those of one number each are features
+
+
+def _columns_of(
+    data: Any, library: str, options: Options
+) -> tuple[dict[str, Any], Any, Mapping[bytes, bytes]] | None:
+    """Return columns by name, the form of a batch, and what a file says of itself.
+
+    The form is `dict`, `tuple`, None of a single input, or `TABLE`. None in place of all for items,
+    which are asked one by one.
+    """
+    if library in ("pandas", "pyarrow"):
+        names = list(data.columns if library == "pandas" else data.column_names)
+        columns = [data.iloc[:, n] if library == "pandas" else data[n] for n in range(len(names))]
+        check_names([name for name in names if isinstance(name, str)], options.name)
+        found = dict(zip(map(str, names), columns, strict=True))
+        if len(found) < len(names):
+            options.refuse("must have columns of different names, got one twice", "rename it")
+        return found, TABLE, getattr(getattr(data, "schema", None), "metadata", None) or {}
     if isinstance(data, Mapping) and data and all(isinstance(key, str) for key in data):
-        return ArrayRecords.of(*_mapping_columns(data, options), options)
-    return _of_items(data, options)
-
-
-# --- arrays -----------------------------------------------------------------------------------
+        check_names(list(data), options.name)
+        return dict(data), TABLE, {}
+    inputs, target = data, None
+    if isinstance(data, torch_data.TensorDataset):
+        inputs, target = (
+            (data.tensors[:-1], data.tensors[-1]) if len(data.tensors) > 1 else (data.tensors, None)
+        )
+    elif isinstance(data, tuple) and len(data) == 2:
+        inputs, target = data
+    elif not isinstance(data, np.ndarray | Tensor):
+        return None
+    named: dict[str, Any] = {INPUTS: inputs[0] if isinstance(inputs, tuple) else inputs}
+    form: Any = None
+    if isinstance(inputs, Mapping):
+        named, form = dict(inputs), dict
+    elif isinstance(inputs, tuple) and len(inputs) > 1:
+        named, form = {str(place): each for place, each in enumerate(inputs)}, tuple
+    return named if target is None else {**named, TARGETS: target}, form, {}
 
 
 class ArrayRecords(Records):
     """Records that lie in memory as arrays, one row each.
 
     inputs: a tensor (N, ...), or a tuple or dict of them. wanted: the targets (N, ...); None where
-    there are none. units: one value a record; None: each its own. of_features: `dpdist data
-    features` made them of other records, which a budget would not know again.
+    there are none. units: one value a record; None: each its own. of_features: a script made them
+    of other records, which a budget would not know again.
     """
 
     of_features = False
@@ -257,30 +302,47 @@ class ArrayRecords(Records):
 
     @classmethod
     def of(
-        cls, columns: dict[str, np.ndarray | Tensor], shape: Any, options: Options
+        cls,
+        columns: Mapping[str, Any],
+        form: Any,
+        metadata: Mapping[bytes, bytes],
+        options: Options,
     ) -> ArrayRecords:
-        """Check columns and arrange them. shape: `dict`, `tuple`, or None for a single input."""
-        named = {name: _checked(name, column, options) for name, column in columns.items()}
-        units = _units(options, named)
+        """Check columns and arrange them, as `_columns_of` returns them."""
+        unit = options.unit if isinstance(options.unit, str) else None
+        if form in (TABLE, dict) or unit is not None:
+            _require_fields(options, columns)
+        names = list(columns)
+        if form is TABLE and options.inputs:
+            names = [*options.inputs, *([] if options.target is None else [options.target])]
+        names = [name for name in names if name != unit]
+        named = {name: _numbers(name, columns[name], options, names) for name in names}
+        units: Any = options.unit if unit is None else _codes(columns[unit], options)
+        if form is TABLE:
+            named, form = _arranged(named, options)
         lengths = {name: len(column) for name, column in named.items()}
-        if len(set(lengths.values())) != 1:
+        if len({*lengths.values()}) != 1:
             said = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
             options.refuse(f"fields must have one length, got {said}", "give one value a record")
-        if not next(iter(lengths.values())):
+        if not (count := next(iter(lengths.values()))):
             options.refuse("must hold one record at least, got none", "look where it comes from")
         target = TARGETS if TARGETS in named else options.target
         wanted = _long(named[target]) if target in named else None
         if wanted is not None:
             check_labels(wanted, options)
-        if shape is not dict and target is not None:
+        if form is not dict and target is not None:
             named.pop(target, None)
         for name, column in () if options.ranges else named.items():
             if column.is_floating_point() and column.dim() == 2:
                 warn_if_standardized(column.float().cpu().numpy(), f"{options.name}: {name}")
         rows: Any = named
-        if shape is not dict:
-            rows = tuple(named.values()) if shape is tuple else next(iter(named.values()))
-        return cls(rows, wanted, options, units)
+        if form is not dict:
+            rows = tuple(named.values()) if form is tuple else next(iter(named.values()))
+        found = cls(rows, wanted, options, _checked_units(units, count, options))
+        if seen := metadata.get(FEATURES_KEY):  # by the network that made the features
+            found.assumed = (*found.assumed, seen.decode(errors="replace"))
+            found.of_features = True
+        return found
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -300,51 +362,208 @@ class ArrayRecords(Records):
         return invented_like(self.batch(few), self.targets(few), count, self._ranges)
 
 
-def _of_fields(inputs: Any, pair: Any, options: Options) -> Records:
-    """Return records of (X, y), of X, or of a TensorDataset's tensors."""
-    columns: dict[str, Any] = {}
-    shape: Any = None
-    if isinstance(inputs, Mapping):
-        columns, shape = dict(inputs), dict
-    elif isinstance(inputs, tuple) and (len(inputs) > 1 or pair is None):
-        columns, shape = {str(place): each for place, each in enumerate(inputs)}, tuple
-    else:
-        columns = {INPUTS: inputs[0] if isinstance(inputs, tuple) else inputs}
-    if pair is not None and len(pair) > 1 and pair[-1] is not None:
-        columns[TARGETS] = pair[-1]
-    return ArrayRecords.of(columns, shape, options)
+def _require_fields(
+    options: Options, names: Collection[str], keys: Sequence[str] = ("inputs", "target", "unit")
+) -> None:
+    """Refuse data without a field that an argument names, and say which they have."""
+    for key in keys:
+        asked = getattr(options, key)
+        for name in (asked,) if isinstance(asked, str) else asked if key == "inputs" else ():
+            if name not in names:
+                options.refuse(
+                    f"{key} must name a field, got {name!r}",
+                    f"the fields are {', '.join(map(str, names))}",
+                )
 
 
-def _checked(name: str, column: Any, options: Options) -> Tensor:
-    """Return a column as a tensor of numbers, floats of numpy's beyond float32 as float32."""
-    if isinstance(column, np.ma.MaskedArray) and np.ma.is_masked(column):
-        options.refuse(f"field {name!r} must hold no masked numbers", "fill or drop them first")
+def _numbers(name: str, column: Any, options: Options, fields: Collection[str]) -> Tensor:
+    """Return a column as a tensor of numbers (N, ...).
+
+    column: an array, a tensor, lists, or a column of pandas or Arrow, whose lists are filled up to
+    their public length. fields: names of all columns that are read.
+    """
     if isinstance(column, Tensor):
         _check_dense(name, column, options)
     else:
-        try:
-            array = np.asarray(column)
-        except ValueError:  # of ragged lists, whose values numpy would print
-            array = np.empty(0, dtype=object)
-        if array.dtype.kind not in "biuf":
-            kind = {"O": "object", "U": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype)
-            options.refuse(
-                f"field {name!r} must hold numbers of one shape, got dtype {kind}",
-                "encode it as numbers first, and ragged records with pad_to=LENGTH",
-            )
-        if array.dtype.kind == "f" and array.dtype.itemsize > 4:
-            array = array.astype(np.float32)
-        elif array.dtype.kind == "u" and array.dtype != np.uint8:
-            array = array.astype(np.int64)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        shared = array.flags.writeable and min(array.strides, default=0) >= 0
-        column = torch.from_numpy(array if shared else array.copy(order="C"))
+        if hasattr(column, "iloc") and column.ndim == 1:
+            column = _arrow_of_pandas(name, column, options)
+        if isinstance(column, pa.ChunkedArray):
+            column = _array_of_arrow(name, column, options, fields)
+        column = as_numbers(name, column, options)
     if column.is_floating_point() and not bool(torch.isfinite(column).all()):
         options.refuse(
             f"field {name!r} must hold finite numbers, got NaN or Inf in some records",
             "fill or drop them first (and say what is missing in a field of its own)",
         )
     return column.detach()
+
+
+def as_numbers(name: str, values: Any, options: Options) -> Tensor:
+    """Return an array or lists as a tensor, floats of more than 32 bits as float32."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        options.refuse(f"field {name!r} must hold no masked numbers", "fill or drop them first")
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of ragged lists, whose values numpy would print
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "biuf":
+        kind = {"O": "object", "U": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype)
+        options.refuse(
+            f"field {name!r} must hold numbers of one shape, got dtype {kind}",
+            "encode it as numbers first, and ragged records with pad_to=LENGTH",
+        )
+    if array.dtype.kind == "f" and array.dtype.itemsize > 4:
+        array = array.astype(np.float32)
+    elif array.dtype.kind == "u" and array.dtype != np.uint8:
+        array = array.astype(np.int64)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    shared = array.flags.writeable and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if shared else array.copy(order="C"))
+
+
+def _arrow_of_pandas(name: str, column: Any, options: Options) -> pa.ChunkedArray:
+    with suppress(pa.ArrowException, TypeError, ValueError):  # whose text has the value
+        return pa.table({name: column})[0]
+    options.refuse(f"column {name!r} must hold values of one type, got several", "convert them")
+
+
+def _array_of_arrow(
+    name: str, column: pa.ChunkedArray, options: Options, fields: Collection[str]
+) -> np.ndarray:
+    """Return a column of numbers (N,), or of lists of numbers (N, length)."""
+    kind = column.type.value_type if is_list(column.type) else column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        then = "encode it as numbers, or leave it out with inputs=[...]"
+        if name == options.target:
+            then = "number its classes from 0, such as frame[name].astype('category').cat.codes"
+        if pa.types.is_binary(column.type) or pa.types.is_struct(column.type):
+            then = "decode pictures into an array, or train on the file by a recipe (dpdist init)"
+        options.refuse(
+            f"column {name!r} must hold numbers or lists of numbers, got {column.type}", then
+        )
+    if column.null_count or (is_list(column.type) and pc.list_flatten(column).null_count):
+        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
+    if not is_list(column.type):
+        return np.array(column.to_numpy())
+    size = options.length_of(name)
+    if size is None:
+        if len(pc.list_value_length(column).unique()) > 1:
+            _refuse_ragged(name, options)
+        found = pc.list_flatten(column)
+        return np.array(found.to_numpy()).reshape(len(column), -1)
+    fill = options.padding_of(name, pa.types.is_integer(kind), fields)
+    padded = pc.list_slice(column, 0, size, return_fixed_size_list=True).combine_chunks().flatten()
+    if fill == IGNORED:  # which an uint8 does not hold
+        padded = padded.cast(pa.int64())
+    filled = padded.fill_null(pa.scalar(fill).cast(padded.type))
+    return np.array(filled.to_numpy(zero_copy_only=False)).reshape(len(column), size)
+
+
+def _refuse_ragged(name: str, options: Options) -> NoReturn:
+    options.refuse(
+        f"records of field {name!r} must have one shape, got several",
+        "give a public length with pad_to=LENGTH: shorter ones are filled up, longer ones cut",
+    )
+
+
+def _arranged(named: dict[str, Tensor], options: Options) -> tuple[dict[str, Tensor], Any]:
+    """Return columns of numbers as one matrix of features, and the form of a batch.
+
+    One column that is the only input, or has several numbers a record, stays as it is.
+    """
+    arrays = {name: column for name, column in named.items() if name != options.target}
+    answers = {} if options.target is None else {TARGETS: named[options.target]}
+    if not arrays:
+        options.refuse("must have a column of inputs beside target and unit, got none", "add one")
+    first = next(iter(arrays.values()))
+    if len(arrays) == 1 and (options.single or first.dim() > 1):
+        return {INPUTS: first, **answers}, None
+    if any(column.dim() != 1 for column in arrays.values()):
+        return named, dict
+    _check_features(arrays, answers.get(TARGETS), options)
+    columns = [column.float() for column in arrays.values()]
+    if len({*map(len, columns)}) > 1:
+        options.refuse("columns must have one length, got several", "give one value a record")
+    return {INPUTS: torch.stack(columns, 1), **answers}, None
+
+
+def _check_features(arrays: Mapping[str, Tensor], answers: Any, options: Options) -> None:
+    """Refuse the answer among the features; warn of a column that may say whose a record is."""
+    for name, array in arrays.items():
+        flat = answers is not None and answers.dim() == 1
+        if flat and tells_answer(array.numpy(), answers.numpy()):
+            options.refuse(
+                f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
+                "for the names of its values",
+                "leave it out with inputs=[...]",
+            )
+        if options.inputs or options.unit is not None or not is_identifier_name(name):
+            continue
+        if 1 < (values := len(array.unique())) < len(array):
+            warnings.warn(
+                f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
+                f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
+                stacklevel=6,
+            )
+
+
+def _codes(column: Any, options: Options) -> list[int]:
+    """Return a number for each unit, whatever names it: equal ones are the same unit."""
+    try:
+        column = pa.table({"unit": column if hasattr(column, "iloc") else _as_arrow(column)})[0]
+        encoded = column.combine_chunks().dictionary_encode()
+        values = encoded.dictionary.to_pylist()
+    except (pa.ArrowException, TypeError, ValueError):  # whose text has the value
+        values, encoded = [None], None
+    if encoded is None or column.null_count or any(map(names_nobody, values)):
+        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64).tolist()
+
+
+def _as_arrow(column: Any) -> Any:
+    return column if isinstance(column, pa.ChunkedArray) else pa.array(np.asarray(column))
+
+
+def _checked_units(units: Any, count: int, options: Options) -> list[Hashable] | None:
+    if units is None:
+        return None
+    found = [each.item() if isinstance(each, np.generic | Tensor) else each for each in units]
+    if len(found) != count:
+        options.refuse(
+            f"unit must have one value for each of the {count:,} records, got {len(found):,}",
+            "give one for each",
+        )
+    if any(map(names_nobody, found)):
+        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
+    return found
+
+
+def _of_ray(data: Any, options: Options) -> Records:
+    """Materialize a Ray Data set once. Its rows are put in the order of a hash of each row's own
+    values, because blocks may come in another order when the same command goes on.
+    """
+    import ray
+
+    if options.unit is not None and not isinstance(options.unit, str):
+        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
+    blocks = ray.get(data.materialize().to_arrow_refs())
+    filled = [block for block in blocks if block.num_rows]
+    if not filled:
+        options.refuse("must hold one record at least, got none", "look where it comes from")
+    table = pa.concat_tables(filled)
+    records = _adapted(table, options)
+    every = [*fields_of(records.batch(slice(None))).values(), records.targets(slice(None))]
+    names = table[options.unit].to_pylist() if isinstance(options.unit, str) else [0] * len(records)
+    digests = []
+    for row, name in enumerate(names):
+        digest = hashlib.blake2b(repr(name).encode(), digest_size=16, person=b"dpdist.order")
+        for part in every:
+            digest.update(part[row].numpy().tobytes())
+        digests.append(digest.digest())
+    return _adapted(table.take(sorted(range(len(digests)), key=digests.__getitem__)), options)
+
+
+# --- checks of numbers and targets --------------------------------------------------------------
 
 
 def _check_dense(name: str, column: Tensor, options: Options) -> None:
@@ -424,302 +643,6 @@ def check_classes(records: Records, classes: int) -> None:
         check_labels(records.targets(rows), options)
 
 
-PACKED = (  # rule and remedy
-    "must be one document, has position_ids that begin again: several documents in one row",
-    "give each document a row of its own (packing=False)",
-)
-
-
-def begin_again(places: Tensor, mask: Tensor | None) -> bool:
-    """Return whether numbers of positions (B, length) fall or repeat within a row.
-
-    mask: 0 where nothing is, which does not count; None: all does.
-    """
-    places = places.reshape(len(places), -1)
-    seen = mask if mask is not None and mask.shape == places.shape else torch.ones_like(places)
-    rows = [row[there != 0] for row, there in zip(places, seen, strict=True)]
-    return any(bool((row[1:] <= row[:-1]).any()) for row in rows)
-
-
-def check_not_packed(records: Records) -> None:
-    """Raise UserError for a row of several documents, which would be protected as one."""
-    for start in range(0, len(records), _AT_ONCE):
-        found = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
-        assert isinstance(found, dict)
-        if begin_again(found["position_ids"], found.get("attention_mask")):
-            Options(records.name).refuse(f"a record {PACKED[0]}", PACKED[1])
-
-
-def check_tokens(records: Records, tokens: int, labels: int) -> None:
-    """Raise UserError for a token or a label that a language model does not have, whose value
-    torch's own error would tell in the middle of a run.
-    """
-    for start in range(0, len(records), _AT_ONCE):
-        found = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
-        for name, low, count in (("input_ids", 0, tokens), ("labels", None, labels)):
-            values = found.get(name) if isinstance(found, dict) else None
-            if values is None or not values.numel():
-                continue
-            if int(values.max()) >= count or (low is not None and int(values.min()) < low):
-                Options(records.name).refuse(
-                    f"{name} must be 0 to {count - 1:,}, as the model knows them, got others",
-                    "take the tokenizer of the model, or resize_token_embeddings",
-                )
-
-
-def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
-    """Take the units out of the columns, or from the values given."""
-    if options.unit is None:
-        return None
-    if isinstance(options.unit, str):
-        if options.unit not in named:
-            options.refuse(f"unit must name a field, got {options.unit!r}", _known(named))
-        return named.pop(options.unit).tolist()
-    return _check_units(options, list(options.unit), len(next(iter(named.values()))))
-
-
-def _check_units(options: Options, units: list[Any], count: int) -> list[Hashable]:
-    found = [each.item() if isinstance(each, np.generic | Tensor) else each for each in units]
-    if len(found) != count:
-        options.refuse(
-            f"unit must have one value for each of the {count:,} records, got {len(found):,}",
-            "give one for each",
-        )
-    if any(map(names_nobody, found)):
-        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
-    return found
-
-
-def _known(names: Any) -> str:
-    return f"the fields are {', '.join(map(str, names))}"
-
-
-# --- tables -----------------------------------------------------------------------------------
-
-
-def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
-    import pyarrow as pa
-
-    check_names([name for name in frame.columns if isinstance(name, str)], options.name)
-    named = [str(name) for name in frame.columns]
-    _check_columns(named, options)
-    used = set(named) if not options.inputs else {*options.inputs, options.target, options.unit}
-    columns = [place for place, name in enumerate(named) if name in used]
-    table = None
-    with suppress(pa.ArrowException, TypeError, ValueError):  # whose text has the value
-        table = pa.Table.from_pandas(frame.iloc[:, columns], preserve_index=False)
-    if table is None:
-        options.refuse("columns must hold values of one type each, got several", "convert them")
-    return table.rename_columns([named[place] for place in columns])
-
-
-def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
-    then = "encode it as numbers, or leave it out with inputs=[...]"
-    if name == options.target:
-        then = "number its classes from 0, such as frame[name].astype('category').cat.codes"
-    if kind.startswith(("binary", "large_binary", "struct")):
-        then = "decode pictures into an array first, or train on the file by a recipe (dpdist init)"
-    options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
-
-
-def _of_table(table: pa.Table, options: Options, *, named: bool = True) -> Records:
-    """Return records of a table. named: its names of columns are still to be checked."""
-    if named:
-        check_names(table.column_names, options.name)
-    records = ArrayRecords.of(*_table_columns(table, options), options)
-    if said := (table.schema.metadata or {}).get(FEATURES_KEY):  # what their network saw
-        records.assumed = (*records.assumed, said.decode(errors="replace"))
-        records.of_features = True
-    return records
-
-
-def _check_columns(names: Sequence[str], options: Options) -> None:
-    """Refuse a table without a column that is asked for, and say which it has."""
-    unit = options.unit if isinstance(options.unit, str) else None
-    wanted = {*options.inputs, options.target, unit} - {None}
-    if missing := sorted(wanted - set(names), key=str):
-        options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
-
-
-def _mapping_columns(data: Mapping[str, Any], options: Options) -> tuple[dict[str, Any], Any]:
-    """Return a dict of arrays, or what numpy.load returns of .npz, as columns of a table."""
-    import pyarrow as pa
-
-    def numbers(name: str, _: Collection[str]) -> Tensor:
-        return _checked(name, data[name], options)
-
-    def units(name: str) -> np.ndarray:
-        return _unit_numbers(pa.chunked_array([pa.array(np.asarray(data[name]))]), options)
-
-    check_names(list(data), options.name)
-    return _arranged(list(data), numbers, units, options)
-
-
-def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
-    """Return a table's columns by name, features as one matrix, and the shape of a batch."""
-    return _arranged(
-        table.column_names,
-        lambda name, fields: _array(name, table.column(name), options, fields),
-        lambda name: _unit_numbers(table.column(name), options),
-        options,
-    )
-
-
-def _arranged(
-    names: Sequence[str],
-    numbers: Callable[[str, Collection[str]], Any],
-    units: Callable[[str], np.ndarray],
-    options: Options,
-) -> tuple[dict[str, Any], Any]:
-    """Return columns by name, features as one matrix, and the shape of a batch.
-
-    numbers: returns a column of numbers, given the names of all fields. units: returns a number for
-    each record's unit.
-    """
-    _check_columns(names, options)
-    unit = options.unit if isinstance(options.unit, str) else None
-    chosen = options.inputs or [name for name in names if name not in (options.target, unit)]
-    if not chosen:
-        options.refuse("must have a column of inputs beside target and unit", _known(names))
-    found: dict[str, Any] = {}
-    wanted = [*chosen, *([] if options.target is None else [options.target])]
-    arrays = {name: numbers(name, wanted) for name in wanted}
-    answers = None if options.target is None else arrays.pop(options.target)
-    shape: Any = None
-    if len(chosen) == 1 and (options.single or arrays[chosen[0]].ndim > 1):
-        found[INPUTS] = arrays[chosen[0]]
-    elif all(array.ndim == 1 for array in arrays.values()):
-        _check_features(arrays, answers, options)
-        found[INPUTS] = np.stack([np.asarray(arrays[n], np.float32) for n in chosen], axis=1)
-    else:
-        found, shape = dict(arrays), dict
-    if options.target is not None:
-        found[options.target if shape is dict else TARGETS] = answers
-    if unit is not None:
-        found[unit] = units(unit)
-    return found, shape
-
-
-def _check_features(arrays: Mapping[str, Any], answers: Any, options: Options) -> None:
-    """Refuse the answer among the features; warn of a column that may say whose a record is."""
-    for name, array in arrays.items():
-        flat = answers is not None and answers.ndim == 1
-        if flat and tells_answer(np.asarray(array), np.asarray(answers)):
-            options.refuse(
-                f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
-                "for the names of its values",
-                "leave it out with inputs=[...]",
-            )
-        if options.inputs or options.unit is not None or not is_identifier_name(name):
-            continue
-        if 1 < (values := len(np.unique(array))) < len(array):
-            warnings.warn(
-                f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
-                f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
-                stacklevel=6,
-            )
-
-
-def _unit_numbers(column: pa.ChunkedArray, options: Options) -> np.ndarray:
-    """Return a number for each unit, whatever names it: equal ones are the same unit."""
-    encoded = column.combine_chunks().dictionary_encode()
-    if column.null_count or any(map(names_nobody, encoded.dictionary.to_pylist())):
-        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _array(
-    name: str, column: pa.ChunkedArray, options: Options, fields: Collection[str]
-) -> np.ndarray:
-    """Return a column of numbers (N,), or of lists of numbers (N, length)."""
-    import pyarrow as pa
-
-    kind = column.type
-    if column.null_count:
-        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
-    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if pa.types.is_fixed_size_list(kind):
-        column, nested = column.cast(pa.list_(kind.value_type)), True
-    value = column.type.value_type if nested else kind
-    if not (
-        pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
-    ):
-        _refuse_column(name, str(kind), options)
-    if not nested:
-        return np.array(column.to_numpy())
-    whole = column.combine_chunks()
-    lengths = np.diff(np.asarray(whole.offsets))
-    flat = whole.flatten()
-    if flat.null_count:
-        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
-    values = flat.to_numpy(zero_copy_only=False)
-    size = options.length_of(name)
-    if size is None:
-        if len(set(lengths.tolist())) > 1:
-            _refuse_ragged(name, options)
-        return np.array(values.reshape(len(lengths), -1))
-    fill = options.padding_of(name, values.dtype.kind in "iu", fields)
-    kind = np.int64 if fill == IGNORED else values.dtype  # which an uint8 does not hold
-    padded = np.full((len(lengths), size), fill, dtype=kind)
-    begin = 0
-    for row, length in enumerate(lengths):
-        kept = min(length, size)
-        padded[row, :kept] = values[begin : begin + kept]
-        begin += length
-    return padded
-
-
-def _refuse_ragged(name: str, options: Options) -> NoReturn:
-    options.refuse(
-        f"records of field {name!r} must have one shape, got several",
-        "give a public length with pad_to=LENGTH: shorter ones are filled up, longer ones cut",
-    )
-
-
-def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
-    """Materialize a Ray Data set once. Its rows are put in the order of a hash of each row's own
-    values, because blocks may come in another order when the same command goes on.
-    """
-    import pyarrow as pa
-    import ray
-
-    if options.unit is not None and not isinstance(options.unit, str):
-        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
-    blocks = ray.get(data.materialize().to_arrow_refs())
-    filled = [block for block in blocks if block.num_rows]
-    if not filled:
-        options.refuse("must hold one record at least, got none", "look where it comes from")
-    check_names(filled[0].column_names, options.name)
-    columns, shape = _table_columns(pa.concat_tables(filled), options)
-    arrays = [np.asarray(column) for column in columns.values()]
-    digests = []
-    for row in range(len(arrays[0])):
-        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.order")
-        for array in arrays:
-            digest.update(np.ascontiguousarray(array[row]).tobytes())
-        digests.append(digest.digest())
-    order = sorted(range(len(digests)), key=digests.__getitem__)
-    return {name: np.asarray(column)[order] for name, column in columns.items()}, shape
-
-
-def _of_name(name: str, options: Options) -> Records:
-    """Return a built-in data set's training split, or a file's rows."""
-    from dpdist.data import BUILT_IN, DataSource, load
-    from dpdist.data.tables import open_table
-
-    if name in BUILT_IN:
-        return load(DataSource(name, BUILT_IN[name]), "train")
-    if not Path(name).exists():
-        options.refuse(
-            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a file, got {name!r}",
-            "give the path of a Parquet, CSV or JSONL file",
-        )
-    file = open_table(Path(name))
-    return _of_table(
-        file.read(file.schema.names).replace_schema_metadata(file.schema.metadata), options
-    )
-
-
 # --- items ------------------------------------------------------------------------------------
 
 
@@ -740,7 +663,7 @@ class ItemRecords(Records):
         plain: Any = None,
         replaced: Sequence[str] = (),
     ) -> None:
-        self.name, self.replaced = options.name, tuple(replaced)
+        self.name, self.replaced = options.name, replaced
         self.assumed = (_ONE_RECORD.format(self.name),)
         self._source, self._options, self._collate = source, options, collate
         self._plain = source if plain is None else plain
@@ -807,9 +730,10 @@ class ItemRecords(Records):
         read = options.before_transform or self._plain.__getitem__
         for index, macs in enumerate(super().input_macs(key)):
             with kept_generators(self._generators):
-                named, _ = _named(self._item(read, index, _CHECK_KEY), options)
-            for name in (options.target or TARGETS, options.unit):
-                named.pop(name, None) if isinstance(name, str) else None
+                named, _ = _fields_of_item(self._item(read, index, _CHECK_KEY))
+            beside = (options.target or TARGETS, options.unit)
+            names = {*options.inputs} & named.keys() or {n for n in named if n not in beside}
+            named = {name: named[name] for name in names}
             found = {*macs}
             for item in (named, stored_input(self._source, index, files=hidden)):
                 with suppress(TypeError):  # an item of another kind: its tensors alone are compared
@@ -858,8 +782,11 @@ class ItemRecords(Records):
                     f"collate_fn must take a list of one record, but raised {kind}",
                     "pass the data set itself, or a collate_fn that needs no other record",
                 )
-        named, shape = _named(item, options)
-        if options.unit is not None and isinstance(options.unit, str):
+        named, shape = _fields_of_item(item)
+        _require_fields(options, named, ("inputs", "target"))
+        if options.inputs:
+            named = {n: named[n] for n in (*options.inputs, options.target) if n is not None}
+        elif isinstance(options.unit, str):
             named.pop(options.unit, None)
         return {name: self._tensor(name, value, named) for name, value in named.items()}, shape
 
@@ -868,16 +795,13 @@ class ItemRecords(Records):
         if isinstance(value, Tensor):
             tensor = value.detach()
         elif isinstance(value, bool | int | float | np.ndarray | np.generic | list | tuple):
-            try:
-                array = np.asarray(value)
-            except ValueError:
-                array = np.empty(0, dtype=object)
-            if array.dtype.kind not in "biuf":
-                self._refuse_type(name, "values that are no numbers of one shape")
-            floating = array.dtype == np.float64
-            tensor = torch.from_numpy(np.array(array, np.float32 if floating else None))
+            tensor = as_numbers(name, value, options)
         else:
-            self._refuse_type(name, f"a {type(value).__name__}")
+            options.refuse(
+                f"field {name!r} must be a tensor, an array or a number, got a "
+                f"{type(value).__name__}",
+                "convert it in the data set (a picture with torchvision's ToTensor)",
+            )
         if self._collate is not None:
             if tensor.dim() == 0 or len(tensor) != 1:
                 options.refuse(
@@ -898,19 +822,9 @@ class ItemRecords(Records):
         padded[:kept] = tensor[:kept]
         return padded
 
-    def _refuse_type(self, name: str, got: str) -> NoReturn:
-        self._options.refuse(
-            f"field {name!r} must be a tensor, an array or a number, got {got}",
-            "convert it in the data set (a picture with torchvision's ToTensor)",
-        )
-
     def _split(self, named: dict[str, Tensor], shape: Any) -> tuple[Any, Tensor | None]:
         """Return one record's input and target."""
         target = self._options.target or (TARGETS if TARGETS in named else None)
-        if self._options.target is not None and self._options.target not in named:
-            self._options.refuse(
-                f"items must have a field {self._options.target!r}, got none", _known(named)
-            )
         wanted = None if target is None else _long(named[target])
         if shape is dict:
             if self._options.single:
@@ -935,14 +849,11 @@ class ItemRecords(Records):
                 self._widen(wanted)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
-                if not isinstance(item, Mapping) or options.unit not in item:
-                    options.refuse(f"unit must name a field, got {options.unit!r}", _known(named))
-                units.append(item[options.unit])
-        if isinstance(options.unit, str):
-            return _check_units(options, units, self._count)
-        return None if options.unit is None else _check_units(
-            options, list(options.unit), self._count
-        )  # fmt: skip
+                named = _fields_of_item(item)[0]
+                _require_fields(options, named, ("unit",))
+                units.append(named[options.unit])
+        given = units if isinstance(options.unit, str) else options.unit
+        return _checked_units(given, self._count, options)
 
     def _widen(self, wanted: Tensor) -> None:
         """Remember a record's target where it is the least or the largest so far."""
@@ -1021,15 +932,9 @@ def _length(source: Any, options: Options) -> int:
     return count
 
 
-def _named(item: Any, options: Options) -> tuple[dict[str, Any], Any]:
+def _fields_of_item(item: Any) -> tuple[dict[str, Any], Any]:
     """Return an item's fields by name, and the form of a batch of them: dict, tuple or None."""
     if isinstance(item, Mapping):
-        if options.inputs:
-            unit = options.unit if isinstance(options.unit, str) else None
-            wanted = [*options.inputs, *(n for n in (options.target, unit) if n)]
-            if missing := [name for name in wanted if name not in item]:
-                options.refuse(f"items must have a field {missing[0]!r}, got none", _known(item))
-            item = {name: item[name] for name in wanted}
         return dict(item), dict
     if isinstance(item, tuple | list) and len(item) > 1:
         *inputs, target = item
@@ -1037,10 +942,6 @@ def _named(item: Any, options: Options) -> tuple[dict[str, Any], Any]:
             return {INPUTS: inputs[0], TARGETS: target}, None
         return {**{str(n): each for n, each in enumerate(inputs)}, TARGETS: target}, tuple
     return {INPUTS: item[0] if isinstance(item, tuple | list) else item}, None
-
-
-def _of_items(data: Any, options: Options) -> Records:
-    return ItemRecords(data, options, plain=without_transforms(data))
 
 
 def _unchanged(value: Any) -> Any:
@@ -1083,14 +984,13 @@ def without_transforms(source: Any) -> Any:
     return copied
 
 
-_HUGGING_FACE = {"IterableDataset": "dataset.take(n) collected with Dataset.from_list",
-                 "DatasetDict": 'one of its splits, such as data["train"]',
-                 "IterableDatasetDict": "a split of a map-style data set"}  # fmt: skip
-
-
-def _of_hugging_face(data: Any, kind: str, options: Options) -> Records:
-    if kind in _HUGGING_FACE:
-        options.refuse(f"must be a datasets.Dataset, got a {kind}", f"give {_HUGGING_FACE[kind]}")
+def _of_hugging_face(data: Any, options: Options) -> Records:
+    if (kind := type(data).__name__) != "Dataset":
+        options.refuse(
+            f"must be a datasets.Dataset, got a {kind}",
+            'give one of its splits, such as data["train"]; of a stream, '
+            "Dataset.from_list(list(data.take(n)))",
+        )
     plain = data.with_format(None)
     seen = data if data.format["type"] is not None else data.with_format("torch")
     return ItemRecords(seen, options, plain=plain)
@@ -1105,47 +1005,29 @@ _DRAWN = "a record joins each step with the plan's rate, drawn under the run key
 
 def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
     """Take a loader's data set and collate function; refuse what cannot be replaced honestly."""
-    source = loader.dataset
+    source: Any = loader.dataset
     if isinstance(source, torch_data.IterableDataset):
         _length(source, options)
     batches, sampler = loader.batch_sampler, loader.sampler
-    own = next(
-        (
-            type(each).__name__
-            for each, known in (
-                (batches, (torch_data.BatchSampler, type(None))),
-                (sampler, (*_ORDERS, torch_data.DistributedSampler)),
-            )
-            if type(each) not in known
-        ),
-        "drop_last=True" if loader.drop_last else "",
-    )
+    known = (torch_data.BatchSampler, type(None)), (*_ORDERS, torch_data.DistributedSampler)
+    own = [type(each).__name__ for each, kinds in zip((batches, sampler), known, strict=True)
+           if type(each) not in kinds] + ["drop_last=True"] * loader.drop_last  # fmt: skip
     if own:
         options.refuse(
-            f"the DataLoader must not choose, weight or drop records itself, got {own}",
+            f"the DataLoader must not choose, weight or drop records itself, got {own[0]}",
             f"{_DRAWN}: pass the data set itself, a part of it by torch.utils.data.Subset, and put "
             "weights into the loss",
             see="how-to/own-data.md#data-in-python",
         )
-    words = (
-        f"the DataLoader's {type(sampler).__name__} and batch_size={loader.batch_size}: {_DRAWN}"
-    )
-    if isinstance(source, torch_data.TensorDataset) and _default(loader):
+    if loader.collate_fn in (torch_data.default_collate, torch_data.default_convert):
         records = adapt(source, options)
-        records.replaced = (words,)
-        return records
-    return ItemRecords(
-        source,
-        options,
-        collate=None if _default(loader) else loader.collate_fn,
-        plain=without_transforms(source),
-        replaced=(words,),
+    else:
+        plain = without_transforms(source)
+        records = ItemRecords(source, options, collate=loader.collate_fn, plain=plain)
+    records.replaced = (
+        f"the DataLoader's {type(sampler).__name__} and batch_size={loader.batch_size}: {_DRAWN}",
     )
-
-
-def _default(loader: torch_data.DataLoader[Any]) -> bool:
-    names = (torch_data.default_collate, torch_data.default_convert)
-    return loader.collate_fn in names
+    return records
 
 
 # --- batches of one or several tensors --------------------------------------------------------

@@ -253,8 +253,8 @@ class UserDataset(Dataset):
 
     @cached_property
     def _grouped(self) -> UserRecords:
+        values = self.user_hashes.tolist()
         own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
-        values = own.user_hashes.tolist()
         return UserRecords(own, Users.from_values(values, self.max_records))
 
     @property
@@ -272,9 +272,8 @@ class UserDataset(Dataset):
     @cached_property
     def fingerprint(self) -> str:
         """Return the fingerprint of the records and of their users."""
-        own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.groups")
-        digest.update(own.fingerprint.encode())
+        digest.update(self.records.fingerprint.encode())
         digest.update(np.ascontiguousarray(self.users.codes).tobytes())
         return digest.hexdigest()
 

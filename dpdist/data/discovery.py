@@ -23,13 +23,13 @@ from dpdist.data.parquet import (
     NO_RECORDS,
     decode_row,
     image_bytes,
-    is_list,
     rows_of_nobody,
     users_of,
 )
 from dpdist.data.tables import (
     PictureFolder,
     TableFile,
+    is_list,
     is_text,
     open_table,
     others_in,

@@ -22,6 +22,7 @@ from dpdist.data.adapters import IGNORED, ArrayRecords, Options
 from dpdist.data.protocol import (
     Records,
 )
+from dpdist.data.tables import open_table
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ class DocumentRecords(ArrayRecords):
 
     assumed: Sequence[str] = (LEARNED_FROM,)
     vocabulary = 2
+
+    def describe(
+        self, cutter: ConversationTokenizer, unit: Any, length: int, chat: bool, **more: bool
+    ) -> None:
+        """Say whose the documents are, and by what their tokens were made."""
+        self.has_targets, self.vocabulary = False, cutter.vocabulary_size
+        self.unit_name = unit if isinstance(unit, str) else ""
+        self.tokenization = {"length": length, "chat": chat, "files": cutter.files, **more}
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent documents of all lengths, each with a prompt of its own length."""
@@ -81,8 +90,8 @@ def documents(
     document of more than `length` tokens is cut at its end.
 
     Args:
-        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
-            or a pyarrow Table.
+        data: rows with named fields: a list of dicts, a `datasets.Dataset`, a pandas DataFrame, a
+            pyarrow Table, or the path of a Parquet, CSV or JSONL file.
         tokenizer: a fast tokenizer of `transformers`, or the folder of one. It must not have been
             learned from private documents: that it was not stands on the run's card.
         length: most tokens of a document, and the length of every record.
@@ -141,15 +150,10 @@ def documents(
         "labels": labels,
     }
     whose = [row.get(unit) for row in rows] if isinstance(unit, str) else unit
-    records = DocumentRecords.of(columns, dict, Options(name, unit=whose))
+    records = DocumentRecords.of(columns, dict, {}, Options(name, unit=whose))
     assert isinstance(records, DocumentRecords)
-    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
-    records.unit_name = unit if isinstance(unit, str) else ""
     by_template = cutter.has_template and any(row.get(text) is None for row in rows)
-    records.tokenization = {
-        "length": length, "chat": by_template, "files": cutter.files,
-        **({"bos_eos": True} if bos_eos else {}),
-    }  # fmt: skip
+    records.describe(cutter, unit, length, by_template, **({"bos_eos": True} if bos_eos else {}))
     return records
 
 
@@ -175,6 +179,9 @@ def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
 
 
 def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
+    if isinstance(data, str | Path):
+        file = open_table(Path(data))
+        data = file.read(file.schema.names)
     if hasattr(data, "to_pylist"):  # a Table of pyarrow
         data = data.to_pylist()
     elif type(data).__module__.partition(".")[0] == "pandas":
@@ -189,6 +196,54 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
             f"got a {type(data).__name__}"
         )
     return rows
+
+
+# --- checks of token dicts ----------------------------------------------------------------------
+
+
+_CHUNK = 1024  # records that are looked at together
+PACKED = (  # rule and remedy
+    "must be one document, has position_ids that begin again: several documents in one row",
+    "give each document a row of its own (packing=False)",
+)
+
+
+def begin_again(places: Tensor, mask: Tensor | None) -> bool:
+    """Return whether numbers of positions (B, length) fall or repeat within a row.
+
+    mask: 0 where nothing is, which does not count; None: all does.
+    """
+    places = places.reshape(len(places), -1)
+    seen = mask if mask is not None and mask.shape == places.shape else torch.ones_like(places)
+    rows = [row[there != 0] for row, there in zip(places, seen, strict=True)]
+    return any(bool((row[1:] <= row[:-1]).any()) for row in rows)
+
+
+def check_not_packed(records: Records) -> None:
+    """Raise UserError for a row of several documents, which would be protected as one."""
+    for start in range(0, len(records), _CHUNK):
+        found = records.batch(np.arange(start, min(start + _CHUNK, len(records))))
+        assert isinstance(found, dict)
+        if begin_again(found["position_ids"], found.get("attention_mask")):
+            Options(records.name).refuse(f"a record {PACKED[0]}", PACKED[1])
+
+
+def check_tokens(records: Records, tokens: int, labels: int) -> None:
+    """Raise UserError for a token or a label that a language model does not have.
+
+    torch's own error would tell its value in the middle of a run.
+    """
+    for start in range(0, len(records), _CHUNK):
+        found = records.batch(np.arange(start, min(start + _CHUNK, len(records))))
+        for name, low, count in (("input_ids", 0, tokens), ("labels", None, labels)):
+            values = found.get(name) if isinstance(found, dict) else None
+            if values is None or not values.numel():
+                continue
+            if int(values.max()) >= count or (low is not None and int(values.min()) < low):
+                Options(records.name).refuse(
+                    f"{name} must be 0 to {count - 1:,}, as the model knows them, got others",
+                    "take the tokenizer of the model, or resize_token_embeddings",
+                )
 
 
 # --- pairs of answers ---------------------------------------------------------------------------
@@ -270,12 +325,10 @@ def preference_records(
         REFERENCE: margins,
     }
     _check_margins(reference, every, margins, name)
-    records = PreferenceRecords.of(columns, dict, Options(name, unit=whose))
+    records = PreferenceRecords.of(columns, dict, {}, Options(name, unit=whose))
     assert isinstance(records, PreferenceRecords)
-    records.has_targets, records.vocabulary = False, cutter.vocabulary_size
-    records.unit_name = unit if isinstance(unit, str) else ""
+    records.describe(cutter, unit, length, cutter.has_template)
     records.assumed = (LEARNED_FROM, PUBLIC_REFERENCE.format(pretraining_data))
-    records.tokenization = {"length": length, "chat": cutter.has_template, "files": cutter.files}
     return records
 
 

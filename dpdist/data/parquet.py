@@ -44,7 +44,7 @@ from dpdist.data.record_hashes import (
     write_checksums,
     write_hashes,
 )
-from dpdist.data.tables import PictureFolder, TableFile, is_text, open_table
+from dpdist.data.tables import PictureFolder, TableFile, is_list, is_text, open_table
 from dpdist.data.text import TextColumn
 
 # --- pictures to pixels -----------------------------------------------------------------------
@@ -269,28 +269,12 @@ def load_split(
 def _cache_key(
     files: list[Path], name: str, classes: int, columns: Columns, class_names: tuple[str, ...]
 ) -> str:
-    digest = hashlib.blake2b(digest_size=8)
     every = [inner for file in files for inner in (PictureFolder(file).files or [file])]
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in every]
-    named = [class_names] if class_names else []
-    grouped = ["hashes of known users"] if columns.user is not None else []
-    about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named, *grouped]
-    digest.update(json.dumps(about).encode())
-    return digest.hexdigest()
-
-
-def _columns_to_dict(columns: Columns) -> dict[str, Any]:
-    """What is read of a file, a tokenizer by its content."""
-    named = asdict(columns)
-    if columns.targets == "class":
-        del named["targets"]
-    if not columns.ranges:
-        del named["ranges"]
-    if columns.text is None:
-        del named["text"]
-    else:
-        named["text"] = columns.text.content_description
-    return named
+    text = None if columns.text is None else columns.text.content_description  # tokens by content
+    read = asdict(columns) | {"text": text}
+    about = [_CACHE_VERSION, described, name, classes, class_names, read]
+    return hashlib.blake2b(json.dumps(about).encode(), digest_size=8).hexdigest()
 
 
 def _decode(
@@ -320,7 +304,7 @@ def _decode(
             if numbers:
                 marks = _numbers(table, file, first_row, columns, classes[0])
             elif columns.has_labels:
-                marks = _labels(table, file, first_row, columns.label, *classes)
+                marks = class_numbers(table, file, first_row, columns.label, *classes)
             users.add(table, file, first_row)
             arrays.append(rows, marks, file, first_row)
             if columns.text is not None:
@@ -466,7 +450,7 @@ def users_of(table: pa.Table, file: TableFile, first_row: int, user: str) -> lis
     return [None if value in file.no_user else value for value in found]
 
 
-def _labels(
+def class_numbers(
     table: pa.Table,
     file: TableFile,
     first_row: int,
@@ -474,6 +458,7 @@ def _labels(
     classes: int,
     class_names: tuple[str, ...],
 ) -> np.ndarray:
+    """Return the classes of some rows, int64. Raises UserError with the row of another label."""
     values = table[column].combine_chunks()
     if class_names and is_text(values.type):
         names = [name.strip() for name in class_names]
@@ -575,12 +560,6 @@ def _shape_and_dtype(record: np.ndarray) -> str:
 def _other_kind(before: Any, rows: Any) -> str:
     first, other = _shape_and_dtype(before[0]), _shape_and_dtype(rows[0])
     return f"must have an input of {first}, as those before it, got {other}"
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
 
 
 def image_bytes(values: pa.Array, file: TableFile, column: str) -> pa.Array:

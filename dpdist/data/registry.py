@@ -104,9 +104,7 @@ def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
             )
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")
-        if source.name in SYNTHETIC:
-            return _load_synthetic(source.name, split, cache)
-        return _digits(split, cache)
+        return _built_in(source.name, split, cache)
     if _is_stored(source, split):
         return Dataset.open(_stored(source, split))
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
@@ -169,30 +167,26 @@ def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
     return sides
 
 
-def _digits(split: str, cache: Path) -> Dataset:
-    """scikit-learn's 1,797 digits of 8x8 pixels, a fifth of them (by hash of the index) for
-    testing."""
-    folder = cache / f"digits-{split}-1"
-    if not folder.exists():
-        from sklearn.datasets import load_digits
+def _built_in(name: str, split: str, cache: Path) -> Dataset:
+    """Return what is built in, made on first use.
 
-        digits = load_digits()
-        chosen = split_by_id(len(digits.target), 0.2, "dpdist.digits") == (split == "test")
-        inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
-        labels = digits.target[chosen].astype(np.int64)
-        _write(folder, inputs, labels, _meta(f"digits/{split}", 10, inputs, labels))
-    return Dataset.open(folder)
-
-
-def _load_synthetic(name: str, split: str, cache: Path) -> Dataset:
-    """What a computer draws for training, and others of the same classes for testing."""
+    Of scikit-learn's 1,797 digits of 8 x 8 pixels a fifth, by hash of the index, is for testing. Of
+    what a computer draws, the test split has other records of the same classes.
+    """
     folder = cache / f"{name}-{split}-1"
     if not folder.exists():
-        made = SYNTHETIC[name]
-        count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
-        inputs, labels = made.draw(count, seed)
-        meta = _meta(f"{name}/{split}", made.classes, inputs, labels)
-        _write(folder, inputs, labels, meta)
+        if name in SYNTHETIC:
+            made = SYNTHETIC[name]
+            count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
+            inputs, labels = made.draw(count, seed)
+        else:
+            from sklearn.datasets import load_digits
+
+            digits = load_digits()
+            chosen = split_by_id(len(digits.target), 0.2, "dpdist.digits") == (split == "test")
+            inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
+            labels = digits.target[chosen].astype(np.int64)
+        _write(folder, inputs, labels, _meta(f"{name}/{split}", BUILT_IN[name], inputs, labels))
     return Dataset.open(folder)
 
 

@@ -197,6 +197,13 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether values are lists, of one length or of any."""
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
 class ParquetFile(TableFile):
     """A Parquet file, of which some rows are in memory at a time."""
 

@@ -30,11 +30,12 @@ from dpdist.data.discovery import (
     image_column,
     label_column,
 )
-from dpdist.data.parquet import FORMATS, decode_row, image_bytes, is_list
+from dpdist.data.parquet import FORMATS, class_numbers, decode_row, image_bytes
 from dpdist.data.tables import (
     PictureFolder,
     TableFile,
     classes_in,
+    is_list,
     open_table,
     picture_schema,
     split_files,
@@ -179,15 +180,6 @@ def _shape_of(raw: bytes, table: TableFile, row: int) -> tuple[int, int, int]:
         raise table.error("the image cannot be decoded", row=row, cause=error) from None
 
 
-def _label_numbers(table: TableFile, label: str, names: tuple[str, ...]) -> Iterator[int]:
-    number = {name: place for place, name in enumerate(names)}
-    for first, some in table.rows([label]):
-        for row, value in enumerate(some[label].to_pylist(), first):
-            if value is None:
-                raise table.error("must have a label, got none", row=row, column=label)
-            yield number[value.strip()] if isinstance(value, str) else int(value)
-
-
 def _wanted(
     first: tuple[int, ...],
     shapes: set[tuple[int, int, int]],
@@ -236,13 +228,17 @@ def _written(
     ):
         for table in tables:
             pictures = _encoded(table, str(found.image))
-            labels = _label_numbers(table, found.label, found.names)
+            of_classes = found.label, found.classes, found.names
+            labels = (
+                label for first, some in table.rows([found.label])
+                for label in class_numbers(some, table, first, *of_classes)
+            )  # fmt: skip
             for (row, raw), label in zip(pictures, labels, strict=True):
                 pixels = _pixels(raw, table, row)
                 brought = fit_picture(pixels, size, resize)
                 changed = changed or brought is not pixels
                 png = _png(Image.fromarray(_channels_last(brought)))
-                rows.append({"image": {"bytes": png, "path": None}, "label": label})
+                rows.append({"image": {"bytes": png, "path": None}, "label": int(label)})
                 if len(rows) == _AT_ONCE:
                     file.write_table(pa.Table.from_pylist(rows, schema))
                     rows = []

@@ -346,48 +346,6 @@ class ConversationTokenizer:
         return Tokens(list(encoded["input_ids"]), learned)
 
 
-@dataclass(frozen=True)
-class ConversationColumns:
-    """Columns of a table whose rows are prompts with answers, or conversations.
-
-    prompt, answer: columns of text. messages: a column of lists of messages, each a struct of role
-    and content. folder: of the tokenizer.
-    """
-
-    folder: Path
-    prompt: str | None = None
-    answer: str | None = None
-    messages: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns that are read."""
-        return tuple(name for name in (self.prompt, self.answer, self.messages) if name is not None)
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of the tokenizer's files, its chat template among them."""
-        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.chat")
-        for name in _FILES:
-            path = self.folder / name
-            raw = read_bytes(path, _MOST_BYTES) if path.exists() else b""
-            digest.update(len(raw).to_bytes(8, "little") + raw)
-        return digest.hexdigest()
-
-    @cached_property
-    def _tokenizer(self) -> ConversationTokenizer:
-        return ConversationTokenizer.from_folder(self.folder, "data.text.tokenizer")
-
-    def tokenize(self, row: Mapping[str, Any], length: int) -> Tokens:
-        """Return the tokens of a row of the table. Raises UserError for one that is not filled."""
-        fields = {"messages": self.messages, "prompt": self.prompt, "answer": self.answer}
-        return self._tokenizer.document(row, fields, length)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("folder", "prompt", "answer", "messages")
-        return {name: getattr(self, name) for name in names}
-
-
 _SPEAKERS = {"human": _USER, "gpt": ASSISTANT}  # of ShareGPT; other roles keep their names
 
 
@@ -440,21 +398,31 @@ class TextColumn:
     """A column of texts. length: tokens kept of each, from its beginning. tokenizer: a
     tokenizer.json, as the tokenizers library writes it. words: a list of them. Bytes without
     either. predicts_next_token: what a model learns of a document is, after each of its tokens, the
-    next one; there is no label column then. conversation: columns of prompts and answers, or of
-    messages, in place of `column`. bos_eos: the tokenizer's begin and end stand around a text."""
+    next one; there is no label column then. prompt and answer, or messages: columns of prompts with
+    answers, or of lists of messages, in place of `column`; the tokenizer's folder says how they are
+    shown. bos_eos: the tokenizer's begin and end stand around a text."""
 
     column: str = "text"
     length: int = 128
     tokenizer: Path | None = None
     words: WordList | None = None
     predicts_next_token: bool = False
-    conversation: ConversationColumns | None = None
     bos_eos: bool = False
+    prompt: str | None = None
+    answer: str | None = None
+    messages: str | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows have parts that are read and not learned."""
+        return self.prompt is not None or self.messages is not None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
-        return (self.column,) if self.conversation is None else self.conversation.names
+        if not self.has_prompts:
+            return (self.column,)
+        return tuple(filter(None, (self.prompt, self.answer, self.messages)))
 
     @property
     def content_description(self) -> list[Any]:
@@ -465,11 +433,22 @@ class TextColumn:
         elif self.tokenizer is not None:
             tokens = hashlib.blake2b(self._file).hexdigest()
         about = [self.column, self.length, tokens, "documents"]
-        if self.conversation is not None:
-            about += [list(self.columns), self.conversation.digest]
+        if self.has_prompts:
+            about += [list(self.columns), self._chat_digest]
         if self.bos_eos:
             about.append(f"marks {self._marks}")
         return [*about, "following"] if self.predicts_next_token else about
+
+    @property
+    def _chat_digest(self) -> str:
+        """Hex digest of the tokenizer's files, its chat template among them."""
+        assert self.tokenizer is not None
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.chat")
+        for name in _FILES:
+            path = self.tokenizer.parent / name
+            raw = read_bytes(path, _MOST_BYTES) if path.exists() else b""
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        return digest.hexdigest()
 
     @property
     def vocabulary_size(self) -> int:
@@ -545,6 +524,12 @@ class TextColumn:
             return None
         return ConversationTokenizer.from_folder(self.tokenizer.parent, _KEY)
 
+    @cached_property
+    def _chat_tokenizer(self) -> ConversationTokenizer:
+        """The tokenizer of prompts. Raises UserError for a folder without one."""
+        assert self.tokenizer is not None
+        return ConversationTokenizer.from_folder(self.tokenizer.parent, _KEY)
+
     @property
     def settings(self) -> str | None:
         """Return what tokenizer_config.json says of special tokens and the template, if it does."""
@@ -553,7 +538,7 @@ class TextColumn:
     @property
     def shows_chats(self) -> bool:
         """Whether documents are prompts and answers that a chat template shows."""
-        own = None if self.conversation is None else self._own_tokenizer
+        own = self._own_tokenizer if self.has_prompts else None
         return own is not None and own.has_template
 
     @property
@@ -622,7 +607,7 @@ class TextColumn:
         Raises UserError for what is no text, by its row in the file.
         """
         found = np.full((table.num_rows, self.length), PADDING, dtype=np.float32)
-        if self.conversation is None:
+        if not self.has_prompts:
             texts = table[self.column]
             if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
                 raise file.error(f"must be text, got {texts.type}", column=self.column)
@@ -631,9 +616,10 @@ class TextColumn:
             for place, tokens in enumerate(self._tokens(texts.to_pylist())):
                 found[place, : len(tokens)] = tokens
             return found
+        fields = {"messages": self.messages, "prompt": self.prompt, "answer": self.answer}
         for place, row in enumerate(table.select(self.columns).to_pylist()):
             try:
-                tokens = self.conversation.tokenize(row, self.length)
+                tokens = self._chat_tokenizer.document(row, fields, self.length)
             except UserError as error:
                 raise file.error(str(error), row=first_row + place) from None
             ids = np.asarray(tokens.ids, dtype=np.float32)
@@ -643,7 +629,7 @@ class TextColumn:
     def hash_table(self, table: pa.Table) -> bytes:
         """Return 16 bytes for each row: a document is recognized by all that its columns say,
         whatever reads how much of it."""
-        if self.conversation is None:
+        if not self.has_prompts:
             return self._hashes(table[self.column].to_pylist())
         rows = table.select(self.columns).to_pylist()
         return self._hashes(json.dumps(list(row.values()), sort_keys=True) for row in rows)

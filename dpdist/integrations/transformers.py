@@ -26,14 +26,12 @@ from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import (
     IGNORED,
-    PACKED,
     ItemRecords,
     Options,
     RecordError,
-    begin_again,
     without_transforms,
 )
-from dpdist.data.documents import tokenization_of
+from dpdist.data.documents import PACKED, begin_again, tokenization_of
 from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import PADDING, PROMPT, list_shifts
+from dpdist.core.fields import PADDING, list_shifts
 from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec
+from dpdist.models.transformers import read_tokens
 
 # --- device -----------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ class NextTokenLogits(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.where(x < PADDING, PROMPT - x, x).long().clamp(min=0)
+        tokens, _ = read_tokens(x)
         logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

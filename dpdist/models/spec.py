@@ -15,14 +15,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, model_validator
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MAX_SHIFT
+from dpdist.core.fields import MAX_SHIFT, FileShape, key_error
 from dpdist.core.files import (
     MissingFileError,
     check_regular_file,
-    check_shape,
     error_text,
     read_bytes,
     read_json,
@@ -310,22 +311,22 @@ def _without_unset_fields(spec: dict[str, Any]) -> dict[str, Any]:
     inner = {
         part: _without_unset_fields(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]
     }
-    unsaid = ("block_noise", *_OPTIONAL_DEFAULTS)
+    unsaid = ("block_noise", *_OPTIONAL)
     return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """The description in model.json. Raises UserError when it is missing, damaged or newer."""
     description, _, where = _read_model_json(folder)
-    return _parse_spec(description, where)
+    return ModelRecord.parse(description, where).spec()
 
 
 def read_factory_code(folder: Path) -> FactoryCode:
     """Return the code of its own factories with which a model was saved. Raises as `read_spec`."""
     description, code, where = _read_model_json(folder)
-    return (
-        FactoryCode(_parse_spec(description, where).user_factories, code) if code else FactoryCode()
-    )
+    if not code:
+        return FactoryCode()
+    return FactoryCode(ModelRecord.parse(description, where).spec().user_factories, code)
 
 
 def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]:
@@ -344,70 +345,86 @@ def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]
     return description, code, str(path)
 
 
-_SHAPE = {
-    "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
-    "hidden_noise": bool, "following": bool, "shifts": int, "denoised_shifts": bool,
-    "mirrored": bool,
-}  # fmt: skip
-_OPTIONAL_DEFAULTS = {"following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False}
 _MAX_INPUT_VALUES = 2**28  # of one input, and classes
+_OPTIONAL = ("following", "shifts", "denoised_shifts", "mirrored")
+_Size = Annotated[int, Field(ge=1)]
+_Constants = list[Annotated[float, Field(gt=-1e30, lt=1e30)]]
 
 
-def _parse_spec(description: dict[str, Any], context: str) -> ModelSpec:
-    check_shape({**_OPTIONAL_DEFAULTS, **description}, context, _SHAPE)
-    sizes = [*description["input_shape"], description["classes"]]
-    good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
-    if not good or math.prod(sizes) > _MAX_INPUT_VALUES:
-        raise UserError(f"{context}: damaged: input_shape and classes must be sizes, got {sizes}")
-    numbers = description["mean"] + description["std"]
-    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in numbers):
-        raise UserError(f"{context}: damaged: mean and std must be numbers below 1e30")
-    for name in ("input_shape", "mean", "std"):
-        description[name] = tuple(description[name])
-    for part in (CLASSIFIER, DENOISER):
-        if description.get(part) is not None:
-            inner = check_shape(description, context, {part: dict})[part]
-            description[part] = _parse_spec(inner, f"{context}: {part}")
-            if description[part].averages_views:
-                raise UserError(f"{context}: damaged: {part}: an average is of the whole model")
-    if description.get("block_noise") is not None:
-        description["block_noise"] = _parse_block_noise(description, context)
-    try:
-        spec = ModelSpec(**description)
-    except TypeError as error:
-        raise UserError(f"{context}: damaged: {error}") from error
-    if spec.averages_views:
-        _check_views(spec, context)
-    if spec.denoised_shifts and not (spec.averages_views and spec.denoiser):
-        raise UserError(
-            f"{context}: damaged: denoised_shifts needs shifts, or mirrored, and a denoiser"
-        )
-    return spec
+class BlockNoiseRecord(FileShape):
+    """The part of model.json about noise inside the model.
+
+    Attributes:
+        modules: Names of the modules that have noise on their outputs.
+        mode: How the noise comes to them.
+        floor: The least standard deviation.
+    """
+
+    modules: list[str]
+    mode: str
+    floor: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _check_views(spec: ModelSpec, context: str) -> None:
-    """Raise UserError for an average that no training of ours leaves behind."""
-    if not 0 <= spec.shifts <= MAX_SHIFT:
-        raise UserError(f"{context}: damaged: shifts must be 0 to {MAX_SHIFT}, got {spec.shifts}")
-    if spec.has_noise or spec.following:
-        raise UserError(
-            f"{context}: damaged: an average over shifts or mirror images goes with no noise of "
-            "the model's own, nor with tokens"
-        )
+class ModelRecord(FileShape):
+    """private/model/model.json, which describes the trained model; of a frozen part the same.
 
+    Attributes:
+        name: A name of the zoo, or package.module:factory.
+        input_shape: Sizes of one input.
+        classes: Number of outputs.
+        options: Arguments of the factory.
+        mean: Constants that the model subtracts from its input.
+        std: Constants that it divides by.
+        hidden_noise: Whether the model has noise in its first hidden layer.
+        block_noise: Noise on its input and in modules.
+        following: Whether it tells the next token at each position.
+        shifts: Pixels of the moves that its answers are averaged over.
+        denoised_shifts: Whether it moves what its denoiser returns.
+        mirrored: Whether it averages over mirror images.
+        classifier: The frozen network behind it.
+        denoiser: The frozen network before it.
+    """
 
-def _parse_block_noise(description: dict[str, Any], context: str) -> BlockNoise:
-    shape = {
-        "block_noise": dict, "block_noise.modules": list, "block_noise.mode": str,
-        "block_noise.floor": float,
-    }  # fmt: skip
-    noise = check_shape(description, context, shape)["block_noise"]
-    if not all(isinstance(name, str) for name in noise["modules"]):
-        raise UserError(f"{context}: damaged: block_noise.modules must be names of modules")
-    floor = noise["floor"]
-    if not (math.isfinite(floor) and floor >= 0):
-        raise UserError(f"{context}: damaged: block_noise.floor must be a number >= 0, got {floor}")
-    return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    input_shape: Annotated[list[_Size], Field(min_length=1)]
+    classes: _Size
+    options: dict[str, Any]
+    mean: _Constants
+    std: _Constants
+    hidden_noise: bool
+    block_noise: BlockNoiseRecord | None = None
+    following: bool = False
+    shifts: Annotated[int, Field(ge=0, le=MAX_SHIFT)] = 0
+    denoised_shifts: bool = False
+    mirrored: bool = False
+    classifier: ModelRecord | None = None
+    denoiser: ModelRecord | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelRecord:
+        if math.prod([*self.input_shape, self.classes]) > _MAX_INPUT_VALUES:
+            raise key_error("input_shape", "must be of fewer numbers and classes")
+        averages = self.shifts != 0 or self.mirrored
+        if any(
+            part and (part.shifts or part.mirrored) for part in (self.classifier, self.denoiser)
+        ):
+            raise key_error("denoiser", "an average is of the whole model")
+        if averages and (self.hidden_noise or self.block_noise or self.following):
+            raise key_error("shifts", "must be 0 with noise of the model's own, and with tokens")
+        if self.denoised_shifts and not (averages and self.denoiser):
+            raise key_error("denoised_shifts", "needs shifts, or mirrored, and a denoiser")
+        return self
+
+    def spec(self) -> ModelSpec:
+        """Return the description."""
+        held = {name: getattr(self, name) for name in type(self).model_fields}
+        held |= {name: tuple(held[name]) for name in ("input_shape", "mean", "std")}
+        held |= {part: each.spec() for part in (CLASSIFIER, DENOISER) if (each := held[part])}
+        if noise := self.block_noise:
+            held["block_noise"] = BlockNoise(tuple(noise.modules), noise.mode, noise.floor)
+        return ModelSpec(**held)
 
 
 def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object) -> None:

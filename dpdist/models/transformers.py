@@ -179,13 +179,16 @@ class TransformerWithOwnHead(Transformer):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def read_tokens(x: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of rows of a data set, int64 (B, T), and which of them are there, bool.
+def read_tokens(rows: Tensor, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return stored rows (B, T) as the fields of token dicts: input_ids, int64, and which are real.
 
-    A token t that is read and not learned, as those of a prompt, stands there as -2 - t.
+    The one place where models read a recipe's documents: a token t of a prompt, which is read and
+    not learned, is stored as -2 - t, and what fills a document up as -1. vocabulary: the tokens
+    that a model knows; others become its last one.
     """
-    read = torch.where(x < PADDING, PROMPT - x, x)
-    return read.long().clamp(0, vocabulary - 1), x != PADDING
+    tokens = torch.where(rows < PADDING, PROMPT - rows, rows).long()
+    most = None if vocabulary is None else vocabulary - 1
+    return tokens.clamp(0, most), rows != PADDING
 
 
 def _pool_states(states: Tensor, real: Tensor, pool: str) -> Tensor:

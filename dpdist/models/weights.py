@@ -30,7 +30,6 @@ from dpdist.core.files import check_regular_file, error_text
 _INSIDE = ("state_dict", "model_state_dict", "model", "net", "params", "weights")
 _WRAPPED = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 _COUNTER = "num_batches_tracked"  # of BatchNorm: not used in evaluation
-_SHOWN = 3
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -62,15 +61,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "torch.save(m.state_dict(), 'weights.pt')\""
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        got = f"no PyTorch file: {error_text(error)}"
-        if "TorchScript" in str(error):  # torch goes on about an option that is not there
-            got = (
-                "a TorchScript archive: save torch.jit.load(path).state_dict(), or certify the "
-                "loaded module in Python (dpdist.certify)"
-            )
         raise UserError(
             f"{path}: must be a state dict (torch.save(model.state_dict(), path)) or a "
-            f".safetensors file, got {got}"
+            f".safetensors file, got another: {error_text(error)}"
         ) from None
     return _state_dict(found, path)
 
@@ -109,31 +102,19 @@ def load_foreign(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     """
     own = module.state_dict()
     given = _unwrapped(dict(tensors), own.keys())
-    missing = sorted(name for name in own.keys() - given.keys() if not name.endswith(_COUNTER))
-    left = sorted(name for name in given.keys() - own.keys() if not name.endswith(_COUNTER))
-    shapes = [
-        f"{name} is {tuple(given[name].shape)}, not {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & given.keys()) if given[name].shape != own[name].shape
-    ]  # fmt: skip
-    problems = [
-        f"{what} {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (
-            ("lacks", missing),
-            ("has besides", left),
-            ("has other shapes:", shapes),
-        )
-        if names
-    ]
-    if problems:
-        raise UserError(
-            f"{path}: must hold the weights of the model; it {'; '.join(problems)}: name the "
-            "factory and the options (--option) that the weights were trained with",
-            see="how-to/certify-any-model.md#by-command",
-        )
+    given = {n: each for n, each in given.items() if n in own or not n.endswith(_COUNTER)}
+    given = {n: each for n, each in own.items() if n.endswith(_COUNTER)} | given
     bad = [n for n, each in given.items() if each.is_floating_point() and not each.isfinite().all()]
     if bad:
         raise UserError(f"{path}: {bad[0]} must be finite numbers; did its training diverge?")
-    module.load_state_dict({**own, **{name: given[name] for name in own.keys() & given.keys()}})
+    try:
+        module.load_state_dict(given)
+    except RuntimeError as error:  # torch names the tensors
+        raise UserError(
+            f"{path}: must hold the weights of the model: {error_text(error)}; name the factory "
+            "and the options (--option) that the weights were trained with",
+            see="how-to/certify-any-model.md#by-command",
+        ) from None
 
 
 def _unwrapped(tensors: dict[str, Tensor], own: Any) -> dict[str, Tensor]:

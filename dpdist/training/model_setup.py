@@ -261,7 +261,7 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
             "and std",
             see="how-to/text.md#the-next-word",
         )
-    if text.conversation is not None and recipe.model.name != "transformer":
+    if text.has_prompts and recipe.model.name != "transformer":
         raise UserError(
             f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
             f"got {recipe.model.name!r}: others know no tokens that are read and not learned"

@@ -47,10 +47,9 @@ def preferences(
     cut away teaches nothing, and their number is told.
 
     Args:
-        data: rows with named fields: a list of dicts, a `datasets.Dataset`, or a pandas DataFrame
-            or a pyarrow Table. The fields are texts, or lists of messages with a role and a
-            content, as TRL has them. Without a prompt, chosen and rejected are whole conversations,
-            and the messages that both begin with are the prompt.
+        data: rows with named fields, as `dpdist.documents` takes them. The fields are texts, or
+            lists of messages with a role and a content, as TRL has them. Without a prompt, chosen
+            and rejected are whole conversations, and what both begin with is the prompt.
         tokenizer: a fast tokenizer of `transformers`, or the folder of one, as `dpdist.documents`
             takes it. Its chat template shows texts and messages; where it has none, the texts of
             prompt and answer stand behind one another.

@@ -12,6 +12,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.config.sections import ModelRecipe, PublicRecipe
-from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_bytes
 from dpdist.gradients.engine import cross_entropy, squared_error
@@ -38,8 +38,27 @@ from dpdist.training.model_setup import augmentation
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 
 
+@dataclass(frozen=True)
+class Deformations:
+    """Ranges of random deformations: the defaults turn 8 x 8 digits into pen strokes.
+
+    rotate, shear: the largest, in radians. scale: width and height of the whole image on the
+    canvas, drawn apart. shift: the largest move; elastic: standard deviation of the displacements
+    on the lattice; all three in half widths of the canvas. middle: of the gray value that becomes
+    1/2; contrast: of the factor of gray values around it; None leaves them alone.
+    """
+
+    rotate: float = 0.3
+    shear: float = 0.35
+    scale: tuple[float, float] = (0.6, 0.95)
+    shift: float = 0.15
+    elastic: float = 0.07
+    middle: tuple[float, float] = (0.3, 0.65)
+    contrast: tuple[float, float] | None = (2.0, 5.0)
+
+
 def deform_images(
-    inputs: Tensor, shape: Sequence[int], section: AugmentRecipe, generator: torch.Generator
+    inputs: Tensor, shape: Sequence[int], section: Deformations, generator: torch.Generator
 ) -> Tensor:
     """Images (B, C, h, w) on canvases `shape` (C, H, W), each deformed by draws of its own.
 
@@ -119,10 +138,10 @@ def train_public(
                 queue = order.permutation(len(records))
             rows, queue = queue[: training.batch_size], queue[training.batch_size :]
             inputs = records.batch(rows)
-            if section.augment is None:
+            if not section.augment:
                 inputs = _resize_to_model(inputs, shape, records)
             else:
-                inputs = deform_images(inputs, shape, section.augment, generator)
+                inputs = deform_images(inputs, shape, Deformations(), generator)
             if changed is not None:
                 inputs = changed(inputs, torch.from_numpy(rows), derive_key(key, "step", step), 0)
             noisy = inputs

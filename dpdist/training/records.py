@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpdist import data
-from dpdist.config.data import DataRecipe, TextRecipe
+from dpdist.config.data import DataRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import UserDataset, check_test_split
 from dpdist.runs.recipe import Recipe
@@ -47,16 +47,8 @@ def _text(section: DataRecipe) -> data.TextColumn | None:
         words = data.WordList(section.root / section.name / data.WORDS_FILE, text.words)
     return data.TextColumn(
         text.column, text.length, text.tokenizer_file, words, text.predicts_next_token,
-        _conversation(text), text.bos_eos,
+        text.bos_eos, text.prompt, text.answer, text.messages,
     )  # fmt: skip
-
-
-def _conversation(text: TextRecipe) -> data.ConversationColumns | None:
-    if not text.has_prompts:
-        return None
-    assert text.tokenizer_file is not None
-    folder = text.tokenizer_file.parent
-    return data.ConversationColumns(folder, text.prompt, text.answer, text.messages)
 
 
 def data_source_under(section: DataRecipe, root: Path | None) -> data.DataSource:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import check_classes, check_targets, check_tokens
-from dpdist.data.documents import PreferenceRecords
+from dpdist.data.adapters import check_classes, check_targets
+from dpdist.data.documents import PreferenceRecords, check_tokens
 from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import Records, UserRecords, Users
 from dpdist.data.record_hashes import hash_inputs, names_nobody

@@ -19,8 +19,14 @@ from dpdist import models
 from dpdist.config.sections import Privacy
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import check_not_packed, check_one_class_each
-from dpdist.data.documents import LEARNED_FROM, REFERENCE, UNNAMED_REFERENCE, PreferenceRecords
+from dpdist.data.adapters import check_one_class_each
+from dpdist.data.documents import (
+    LEARNED_FROM,
+    REFERENCE,
+    UNNAMED_REFERENCE,
+    PreferenceRecords,
+    check_not_packed,
+)
 from dpdist.data.protocol import TARGETS, Records
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import take, tensors_of

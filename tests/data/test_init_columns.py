@@ -299,9 +299,6 @@ def test_a_person_whose_name_has_a_blank_behind_it_is_not_two():
         checked("st.yaml")
 
 
-# --- the answer among the features -------------------------------------------------------------
-
-
 # --- whom a record belongs to ------------------------------------------------------------------
 
 
@@ -315,12 +312,3 @@ def test_an_id_that_repeats_is_told_by_init_and_by_data_check():
     said("scans", "--label", "ill", "--user", "patient_id", "--output", "persons.yaml")
     assert "repeats" not in checked("persons.yaml").replace("visit_id repeats", "")
     assert checked("persons.yaml") and trained("persons.yaml").path.is_dir()
-
-
-def test_persons_in_both_splits_are_refused_before_a_recipe_is_written():
-    rows = {"age": [float(n) for n in range(30)], "pid": [n // 2 for n in range(30)]}
-    for split in ("train", "test"):
-        write_split(Path("st"), split, **rows, label=[0, 1] * 15)
-    with pytest.raises(UserError, match="--user: no pid may have records in training and test"):
-        said("st", "--user", "pid")
-    assert not Path("st.yaml").exists()

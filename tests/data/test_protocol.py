@@ -118,6 +118,10 @@ KINDS: dict[str, Any] = {
         )
     ),
     "pandas": lambda _: as_records(frame(), target="label"),
+    "a frame and a column": lambda _: as_records((frame()[["a", "b", "c"]], frame()["label"])),
+    "loader of arrays": lambda _: as_records(
+        DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), shuffle=True)
+    ),
     "arrow": lambda _: as_records(table(), inputs="x", target="label"),
     "parquet": parquet,
 }
@@ -155,7 +159,7 @@ def test_a_hugging_face_data_set_is_taken():
     assert torch.equal(drawn.for_step(KEY).batch(FEW), drawn.for_step(KEY).batch(FEW))
     with pytest.raises(UserError, match=r"must be a datasets.Dataset, got a DatasetDict; give one"):
         as_records(datasets.DatasetDict({"train": data}))
-    with pytest.raises(UserError, match=r"got a IterableDataset; give dataset.take"):
+    with pytest.raises(UserError, match="got a IterableDataset; give"):
         as_records(data.to_iterable_dataset())
 
 
@@ -298,8 +302,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "an item's code": (Fails, {}, "record 3 .* KeyError"),
     "other dtypes": (lambda: [torch.zeros(1), torch.zeros(1).long()], {}, "same dtypes"),
     "a text column": (lambda: frame().assign(who="91370"), {"target": "label"}, "'who'"),
+    "a name twice": (lambda: frame().rename(columns={"b": "a"}), {}, "one twice"),
     "empty values": (lambda: pa.table({"a": [1, None]}), {}, "'a' must be filled"),
-    "no such column": (frame, {"target": "y"}, "column 'y', .* are a, b, c, label"),
+    "no such column": (frame, {"target": "y"}, "target .*'y'.* are a, b, c, label"),
 }
 
 

@@ -21,11 +21,11 @@ def test_ray_data_are_materialized_in_one_order():
     # "local": a cluster that another test started at the same time is not joined.
     ray.init("local", num_cpus=1, include_dashboard=False, ignore_reinit_error=True)
     try:
-        rows = [{"x": x.tolist(), "label": int(y)} for x, y in zip(X, Y, strict=True)]
-        some = as_records(ray.data.from_items(rows), inputs="x", target="label")
-        turned = as_records(
-            ray.data.from_items(rows[::-1]).repartition(3), inputs="x", target="label"
-        )
+        rows = [{"x": x.tolist(), "label": int(y), "who": f"p{y}"}
+                for x, y in zip(X, Y, strict=True)]  # fmt: skip
+        named = {"inputs": "x", "target": "label", "unit": "who"}
+        some = as_records(ray.data.from_items(rows), **named)
+        turned = as_records(ray.data.from_items(rows[::-1]).repartition(3), **named)
     finally:
         ray.shutdown()
     assert some.keyed_fingerprint(KEY) == turned.keyed_fingerprint(KEY)

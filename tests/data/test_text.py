@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, and every complaint."""
+"""Texts as rows of tokens, the same in recipes and in Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
+from support import language_models as lm
 from support.datasets import write_split
+from support.optional_extras import needs_hf
 
+import dpdist
 from dpdist.data import Columns, DataSource, TextColumn, load
+from dpdist.data.text import TOKENIZER_FILE
 
 TEXTS = ["ab", "", "é!", "longer than that"]
 
@@ -50,3 +56,29 @@ def test_a_document_is_known_by_all_of_its_text_whatever_reads_it(tmp_path):
     parts = [each.select(np.array([True, False, True, True])) for each in (short, long)]
     assert (parts[0].hashes == parts[1].hashes).all()
     assert parts[0].fingerprint != parts[1].fingerprint
+
+
+@pytest.mark.parametrize("form", ["chats", "answers"])
+def test_a_file_gives_the_same_tokens_to_recipes_and_to_python(tmp_path, form):
+    needs_hf()
+    from dpdist.models.transformers import read_tokens
+
+    base = lm.save_model(tmp_path / "base")
+    said = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a" * n}]
+            for n in range(1, 5)]  # fmt: skip
+    columns = {"messages": said}
+    if form == "answers":
+        columns = {"prompt": [f"q{n}" for n in range(4)], "answer": ["a" * n for n in range(1, 5)]}
+    path = write_split(tmp_path / "texts", **columns)
+    names = {name: name for name in columns}
+    text = TextColumn(
+        length=60, tokenizer=base / TOKENIZER_FILE, predicts_next_token=True,
+        **names,
+    )  # fmt: skip
+    split = load(DataSource("texts", 9, tmp_path, columns=Columns(text=text)), "train")
+    fields = dpdist.documents(path, base, length=60).batch(slice(None))
+    tokens, real = read_tokens(split.batch(slice(None)))
+    assert torch.equal(tokens, fields["input_ids"])
+    assert torch.equal(real.long(), fields["attention_mask"])
+    learned = split.targets(slice(None))[:, :-1]
+    assert torch.equal(learned.where(learned >= 0, torch.tensor(-100)), fields["labels"][:, 1:])

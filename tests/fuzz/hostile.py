@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import draws as st
+from hypothesis import strategies as st
 
 BASE: dict[str, Any] = {
     "name": "x",
@@ -40,12 +40,11 @@ SHAPES: list[Any] = [
 ]  # fmt: skip
 VALUES = NUMBERS + TEXTS + SHAPES
 
+TEXT = st.text(st.characters(), max_size=20)  # surrogates too
 numbers = st.one_of(
     st.sampled_from(NUMBERS), st.integers(), st.floats(), st.integers(min_value=-3, max_value=3)
 )
-values = st.one_of(
-    st.sampled_from(VALUES), numbers, st.text(max_size=20), st.lists(numbers, max_size=3)
-)
+values = st.one_of(st.sampled_from(VALUES), numbers, TEXT, st.lists(numbers, max_size=3))
 
 
 def options(schema: Any) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Input that nobody should send, generated: no traceback, no hang, nothing half-written.
 
-The same cases for the same DPDIST_FUZZ_SEED. All faults of a family are shown, not the first. In
+DPDIST_FUZZ_SEED seeds the cases. All faults of a family are shown, not the first. In
 one process, up to where Ray would start; a few go through the console script as well. What is
 invalid by construction, and must be refused, is in test_fuzz_invalid.py.
 """
@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-import draws as st
 from harness import cases
 from hostile import BASE, damage, options, put, restored, values
+from hypothesis import strategies as st
 
 from dpdist.runs.recipe import Recipe
 

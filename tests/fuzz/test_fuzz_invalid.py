@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-import draws as st
 from harness import Fuzz, cases, listing
 from hostile import BASE, damage, restored
+from hypothesis import strategies as st
 from support.local_execution import run_without_ray as executed_here
 
 from dpdist import pipeline

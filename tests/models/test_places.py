@@ -103,13 +103,10 @@ def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None
     [
         ({"modules": ["0", "7"], "mode": "additive", "floor": 0.0}, "no module named '7'"),
         ({"modules": ["0"], "mode": "additive", "floor": 0.0}, "does not fit the model"),
-        (
-            {"modules": [0], "mode": "additive", "floor": 0.0},
-            "damaged: block_noise.modules must be names",
-        ),
+        ({"modules": [0], "mode": "additive", "floor": 0.0}, "damaged: block_noise.modules.0"),
         ({"modules": ["1", "0"]}, "damaged: block_noise.mode is missing"),
         (["0"], "damaged: block_noise must be dict"),
-        ({"modules": ["0"], "mode": "additive", "floor": -1}, "block_noise.floor must be a number"),
+        ({"modules": ["0"], "mode": "additive", "floor": -1}, "damaged: block_noise.floor"),
     ],
 )
 def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message: str) -> None:

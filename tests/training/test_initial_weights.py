@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 
 from dpdist import models, pipeline
 from dpdist.config.sections import PublicRecipe
-from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.data.registry import SYNTHETIC
@@ -25,7 +25,7 @@ from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
-from dpdist.training.public_training import accuracy, deform_images
+from dpdist.training.public_training import Deformations, accuracy, deform_images
 from dpdist.training.records import (
     data_source,
     external_public_records,
@@ -35,7 +35,7 @@ from dpdist.training.records import (
 pytestmark = pytest.mark.whole
 
 CNN = {"name": "small-cnn", "options": {"width": 4}}
-STILL = {"rotate": 0, "shear": 0, "scale": [1, 1], "shift": 0, "elastic": 0, "contrast": None}
+STILL = Deformations(0, 0, (1, 1), 0, 0, contrast=None)
 
 
 def raw(folder: Path, **sections) -> dict:
@@ -67,7 +67,7 @@ def images(count: int = 3, side: int = 9) -> torch.Tensor:
 
 
 def test_scale_is_the_share_of_the_canvas():
-    section = AugmentRecipe.model_validate({**STILL, "scale": [0.5, 0.5]})
+    section = replace(STILL, scale=(0.5, 0.5))
     small = deform_images(torch.ones(1, 1, 9, 9), (1, 36, 36), section, generator())
     assert float(small.sum()) == pytest.approx(18 * 18, rel=0.02)  # half as wide and as high
     assert float(small[..., :4, :].max()) == 0 and float(small[..., 12:24, 12:24].min()) > 0.99
@@ -75,14 +75,14 @@ def test_scale_is_the_share_of_the_canvas():
 
 def test_each_image_has_deformations_of_its_own_that_its_seed_repeats():
     one = images(1).expand(4, -1, -1, -1)
-    first = deform_images(one, (1, 9, 9), AugmentRecipe(), generator())
+    first = deform_images(one, (1, 9, 9), Deformations(), generator())
     assert len({tuple(image.flatten().tolist()) for image in first}) == 4
-    assert torch.equal(first, deform_images(one, (1, 9, 9), AugmentRecipe(), generator()))
+    assert torch.equal(first, deform_images(one, (1, 9, 9), Deformations(), generator()))
     assert first.min() >= 0 and first.max() <= 1
 
 
 def test_a_turn_is_a_rotation_matrix():
-    section = AugmentRecipe.model_validate({**STILL, "rotate": np.pi / 2})
+    section = replace(STILL, rotate=np.pi / 2)
     drawn = float(2 * torch.rand(1, generator=generator(5)) - 1) * np.pi / 2
     image = torch.zeros(1, 1, 21, 21)
     image[0, 0, 2:9, 10] = 1  # a bar above the middle
@@ -190,7 +190,7 @@ def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
     ("change", "said"),
     [
         ({"sigma": 0.5}, r"public\.sigma: 0\.25, the recipe says 0\.5; name another folder"),
-        ({"augment": STILL}, r"public\.augment: None, the recipe says"),
+        ({"augment": True}, r"public\.augment: None, the recipe says"),
     ],
 )
 def test_weights_made_by_other_settings_are_refused(weights, tmp_path, change, said):
