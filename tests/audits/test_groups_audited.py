@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.users import USERS, MOST, recipe_of, write
 from support.training import train
+from support.users import MOST, USERS, recipe_of, write
 from torch import Tensor
 
 from dpdist.audits.mechanism import run_scenarios
@@ -17,7 +17,7 @@ from dpdist.audits.registry import run_audit
 from dpdist.audits.step_harness import WIDTH, StepHarness, probe_users
 from dpdist.audits.target import target_of_recipe, target_of_run
 from dpdist.config.sections import MechanismAudit
-from dpdist.data.protocol import Users, UserRecords
+from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients.clipping import make_clipping
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
-from support.users import USERS, MOST, recipe_of, write
+from support.users import MOST, USERS, recipe_of, write
 
 import dpdist
 from dpdist import UserError

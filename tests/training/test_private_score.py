@@ -22,7 +22,7 @@ from torch import nn
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
-from dpdist.data.protocol import Users, UserRecords
+from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients import noise as gaussian_noise
 from dpdist.privacy.card import build_card
 from dpdist.privacy.ledger import Ledger

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 from support.training import parameters
-from support.users import USERS, MOST, recipe_of, write
+from support.users import MOST, USERS, recipe_of, write
 
 from dpdist import UserError, models, pipeline
 from dpdist.cluster.executor import LocalExecutor

@@ -14,7 +14,7 @@ import dpdist
 from dpdist import UserError
 from dpdist.config.search import ScoreRecipe
 from dpdist.data import Dataset
-from dpdist.data.protocol import UNITS, Users, UserRecords
+from dpdist.data.protocol import UNITS, UserRecords, Users
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.private_score import RecordValues
 from dpdist.tuning.scoring import _record_scores, _total_score
