@@ -6,26 +6,24 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from dpdist import models, pipeline
 from dpdist.config.sections import PublicRecipe
-from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.data.registry import SYNTHETIC
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe, resolve_recipe
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import provenance, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
-from dpdist.training.public_training import accuracy, deform_images
+from dpdist.training.public_training import accuracy
 from dpdist.training.records import (
     data_source,
     external_public_records,
@@ -57,42 +55,6 @@ def raw(folder: Path, **sections) -> dict:
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-# --- deformations
-
-
-def images(count: int = 3, side: int = 9) -> torch.Tensor:
-    return torch.rand(count, 1, side, side, generator=generator(1))
-
-
-def test_scale_is_the_share_of_the_canvas():
-    section = AugmentRecipe.model_validate({**STILL, "scale": [0.5, 0.5]})
-    small = deform_images(torch.ones(1, 1, 9, 9), (1, 36, 36), section, generator())
-    assert float(small.sum()) == pytest.approx(18 * 18, rel=0.02)  # half as wide and as high
-    assert float(small[..., :4, :].max()) == 0 and float(small[..., 12:24, 12:24].min()) > 0.99
-
-
-def test_each_image_has_deformations_of_its_own_that_its_seed_repeats():
-    one = images(1).expand(4, -1, -1, -1)
-    first = deform_images(one, (1, 9, 9), AugmentRecipe(), generator())
-    assert len({tuple(image.flatten().tolist()) for image in first}) == 4
-    assert torch.equal(first, deform_images(one, (1, 9, 9), AugmentRecipe(), generator()))
-    assert first.min() >= 0 and first.max() <= 1
-
-
-def test_a_turn_is_a_rotation_matrix():
-    section = AugmentRecipe.model_validate({**STILL, "rotate": np.pi / 2})
-    drawn = float(2 * torch.rand(1, generator=generator(5)) - 1) * np.pi / 2
-    image = torch.zeros(1, 1, 21, 21)
-    image[0, 0, 2:9, 10] = 1  # a bar above the middle
-    turned = deform_images(image, (1, 21, 21), section, generator(5))[0, 0]
-    rows, columns = torch.meshgrid(torch.arange(21.0), torch.arange(21.0), indexing="ij")
-    x = float((turned * (columns - 10)).sum() / turned.sum())
-    y = float((turned * (rows - 10)).sum() / turned.sum())
-    # The bar's middle was 5 above; output position p shows input position R p.
-    expected = np.array([[np.cos(drawn), -np.sin(drawn)], [np.sin(drawn), np.cos(drawn)]]) @ [0, -5]
-    np.testing.assert_allclose([x, y], expected, atol=0.15)
 
 
 # --- pre-training, and the run that begins with it
@@ -199,18 +161,6 @@ def test_weights_made_by_other_settings_are_refused(weights, tmp_path, change, s
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     assert not (tmp_path / "run").exists()
     prepare(parse_recipe(raw(weights, public=None), "test"), RunFolder(tmp_path / "run"), "test")
-
-
-def test_built_in_recipes_of_one_public_folder_make_it_alike():
-    made: dict[Path, dict] = {}
-    for path in sorted((Path(__file__).parents[2] / "dpdist" / "recipes").glob("*.yaml")):
-        recipe = resolve_recipe(str(path))
-        if recipe.public is not None:
-            folder = recipe.model.pretrained_part[1].folder
-            assert made.setdefault(
-                folder, pretraining_settings(recipe.public)
-            ) == pretraining_settings(recipe.public), path
-    assert len(made) > 1
 
 
 def test_public_weights_are_known_by_their_name(tmp_path, monkeypatch):
@@ -351,13 +301,3 @@ def test_a_layer_whitens_what_the_private_head_reads_by_public_records_alone(tmp
 
 def declared_public(recipe) -> torch.Tensor:
     return external_public_records(recipe.public.data, None).batch(slice(None))
-
-
-def test_noise_of_the_training_is_in_what_whitens(tmp_path):
-    found = []
-    for sigma in (None, 0.5):
-        described = transfer(tmp_path / str(sigma), **WHITENED)
-        described["public"]["sigma"] = sigma
-        pretrain(parse_recipe(described, "test"), "test")
-        found.append(models.load(tmp_path / str(sigma))[6].bias)
-    assert not torch.allclose(*found, rtol=0.1)
