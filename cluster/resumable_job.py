@@ -61,7 +61,6 @@ Partial = Any  # JSON: what is known of some units of an item
 Row = dict[str, Any]
 
 CHUNK_SECONDS = 1.0
-_PART_SECONDS = 60.0
 _INVALID = "invalid"  # the journal's line that says why none of its results hold
 
 
@@ -204,7 +203,7 @@ def run_job(
     """Do what is missing of the work in the folder `output`; return the table.
 
     ``output`` receives the table (written last), settings.json (what was executed) and, while it
-    runs, journal.jsonl and parts/. Called again after any interruption it computes what is missing
+    runs, journal.jsonl. Called again after any interruption it computes what is missing
     and gives the identical table. actors: None uses the whole cluster and grows with it.
     progress(done, in all, per second). executor: where the work runs; None for the enclosing
     `open_executor` or `dpdist.connect`, else one is opened for this job and closed after it. Raises
@@ -226,14 +225,12 @@ def run_job(
         )
         task = spec.work_items(about, output)
         book = _resume_state(task, journal, output)
-        parts = _PartialTables(output / "parts", spec, about, book)
         meter = _Meter(book, progress)
 
         def on_result(name: str, answer: Any) -> None:
             for entry in task.journal_entries(name, answer):
                 journal.append(entry)
                 book.add_entry(entry)
-            parts.write_if_due()
             meter.report()
 
         cut = task.chunk_plan(chunk_seconds)
@@ -241,10 +238,9 @@ def run_job(
             actors=actors, num_gpus=task.gpus_per_actor, stall_seconds=cut.stall_seconds
         )
         place = where.place(actors is None and task.is_small(book))
-        with _record_invalid_results(journal, parts, output):
+        with _record_invalid_results(journal, output):
             place.run_chunks(task.make_worker, task.shared, iter_chunks(book, cut), on_result, pool)
     job_folder.write_table(spec.build_table(spec.finish(book, output), about), finished)
-    parts.remove()
     return spec.load_table(finished)
 
 
@@ -261,15 +257,12 @@ def _enter_folder(stack: ExitStack, output: Path, kind: JobKind) -> Journal:
 
 
 @contextmanager
-def _record_invalid_results(
-    journal: Journal, parts: _PartialTables, output: Path
-) -> Iterator[None]:
+def _record_invalid_results(journal: Journal, output: Path) -> Iterator[None]:
     """Record in the journal when a worker finds that none of the results hold."""
     try:
         yield
     except InvalidResultsError as error:
         journal.append({_INVALID: str(error)})
-        parts.remove()
         raise InvalidResultsError(f"{output}: {error}") from None
 
 
@@ -373,41 +366,6 @@ def _iter_work_units(state: JobState, plan: ChunkPlan) -> Iterator[WorkUnit]:
             for low, high in state.missing_intervals(item):
                 if low < at + step and at < high:
                     yield WorkUnit(item, max(low, at), min(high, at + step))
-
-
-class _PartialTables:
-    """Finished rows, appended as Parquet parts while the job runs, for whoever watches it."""
-
-    def __init__(
-        self, folder: Path, spec: JobSpec, job_record: dict[str, Any], state: JobState
-    ) -> None:
-        self._folder, self._spec, self._job_record, self._state = folder, spec, job_record, state
-        self._written: set[Item] = set()
-        self._last_write = time.monotonic()
-        self.remove()  # the journal holds all of them
-
-    def write_if_due(self) -> None:
-        now = time.monotonic()
-        # asked for every chunk: nothing else happens here
-        if now - self._last_write < _PART_SECONDS:
-            return
-        self._last_write = now
-        fresh = {i: rows for i, rows in self._state.finished_rows.items() if i not in self._written}
-        if not fresh:
-            return
-        self._written |= fresh.keys()
-        number = len(list(self._folder.glob("*.parquet"))) if self._folder.exists() else 0
-        rows = [row for some in fresh.values() for row in some]
-        job_folder.write_table(
-            self._spec.build_table(rows, self._job_record),
-            self._folder / f"part-{number:05d}.parquet",
-        )
-
-    def remove(self) -> None:
-        if self._folder.exists():
-            for path in self._folder.glob("*.parquet"):
-                path.unlink()
-            self._folder.rmdir()
 
 
 class _Meter:

@@ -13,7 +13,8 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ from dpdist.gradients.independence import SYNTHETIC_KEY
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.random_passes import keyed_draws
 from dpdist.methods.base import MethodState
+from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
@@ -83,7 +85,7 @@ from dpdist.training.script_checks import (
 )
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
-from dpdist.training.script_state import code_digest_of, kept_buffers
+from dpdist.training.script_state import kept_buffers
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
@@ -165,18 +167,7 @@ _FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
 _open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
 
 
-_watching: list[list[PrivateTraining]] = []
-
-
-@contextmanager
-def watch_made() -> Iterator[list[PrivateTraining]]:
-    """Yield a list of the objects that the block makes, those that are refused included."""
-    made: list[PrivateTraining] = []
-    _watching.append(made)
-    try:
-        yield made
-    finally:
-        _watching[:] = [each for each in _watching if each is not made]
+IN_SEARCH = ContextVar("IN_SEARCH", default=False)  # whether a search makes trainings
 
 
 class RunBusyError(UserError):
@@ -292,8 +283,6 @@ class PrivateTraining:
         importance_weights: bool = False,
         began_with: Any = None,
     ) -> None:
-        for made in _watching:
-            made.append(self)
         check_model(model)
         check_optimizer(optimizer, model)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
@@ -512,14 +501,6 @@ class PrivateTraining:
     def records(self) -> Records:
         """Return the private data, `Records`; with a user as the unit, one entry is one user."""
         return self._records
-
-    @property
-    def is_untouched(self) -> bool:
-        """Return whether the training is at its very start, a bool.
-
-        True: no step was taken, no checkpoint restored, and the optimizer holds no state.
-        """
-        return not (self._started or self._done or self.optimizer.state)
 
     def state_digest(self) -> str:
         """Return a hash of the current model, optimizer and `state`, a str of 32 hex digits.
@@ -944,12 +925,10 @@ def _evaluate(public: Records | None, recipe: Recipe, folder: RunFolder, workers
 def _run_folder(folder: str | Path) -> RunFolder:
     """Return the folder of a run, absolute. Raises UserError for one of a search."""
     found = RunFolder(Path(folder).resolve())
-    whole = found if found.search_recipe_file.exists() else None
-    if whole is not None or (not _watching and found.parent_run is not None):
+    if found.search_recipe_file.exists() or not (IN_SEARCH.get() or found.parent_run is None):
         raise UserError(
-            f"folder: {found.path}: belongs to a search, which is paid for as a whole: one of its "
-            "trainings is not stated or continued alone; run the search again to continue it, or "
-            "give another folder"
+            f"folder: {found.path}: belongs to a search, which is paid for as a whole; run the "
+            "search again to continue it, or give another folder"
         )
     return found
 

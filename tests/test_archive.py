@@ -260,7 +260,7 @@ def test_torn_and_damaged_archives_are_refused(archived) -> None:
     store.put("00000001/manifest.json", good[:-20])
     refused(folder, "manifest.json: damaged")
     store.put("00000001/manifest.json", good.replace(b'"permit"', b'"pormit"'))
-    refused(folder, "its check does not fit")
+    refused(folder, "permit is missing")
     rewrite_with = good.replace(b"private/run.key", b"private/../../x")
     store.put("00000001/manifest.json", rewrite_with)
     forge_manifest(store, lambda manifest: None)
@@ -452,15 +452,6 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
         Archive.claim(second, other, False)
     assert ObjectStore(other).list_names("claims") == ["00000001-somebody"]
     assert not second.archive.exists()
-
-
-@pytest.mark.parametrize(
-    ("step", "steps", "why"),
-    [(3, 2, "steps: must be >= 3"), (-1, 2, "step\\n.* equal to 0"), (True, 2, "valid int")],
-)
-def test_a_permit_ends_after_it_begins(step, steps, why) -> None:
-    with pytest.raises(ValueError, match=why):
-        Permit(epoch=0, step=step, steps=steps)
 
 
 @pytest.mark.long
@@ -655,22 +646,6 @@ def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path) -> Non
     assert target.stat().st_size == 11
     with pytest.raises(ClusterError, match="more than 10 bytes"):
         store.get("a", 10)
-
-
-def test_a_key_that_is_not_the_archive_s_is_refused_at_the_start(tmp_path, monkeypatch) -> None:
-    """A public archive is written at the run's end alone, where a wrong key is told too late."""
-    url, (recipe, folder) = f"file://{tmp_path}/store", make(tmp_path)
-    folder.create_or_open(recipe)
-    archive = Archive.claim(folder, url, False)
-    assert archive is not None
-    archive.update()
-    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "5b" * 32)
-    with pytest.raises(UserError, match="was written without a key"):
-        Archive.claim(folder, url, False)
-    assert folder.archive.exists()
-    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
-    with pytest.raises(UserError, match="at least 32 characters"):
-        Archive.check_archive_key(folder)
 
 
 def kept_in(url: str) -> dict[str, Any]:

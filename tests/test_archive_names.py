@@ -1,11 +1,8 @@
-"""An archive is written by whoever can write to its bucket: its names stay inside, and with a key
-that is not in the bucket its manifest is nobody else's. On a file system; the loop runs for real.
-"""
+"""The names in an archive stay inside. On a file system; the loop runs for real."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +14,11 @@ from test_exporting import OUTSIDE
 
 from dpdist.cluster.object_store import ObjectStore
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.files import check_relative_path, check_relative_paths
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
-
-SECRET = "0123456789abcdef" * 4
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +63,6 @@ def test_the_runs_name_cannot_lead_out(archived, tmp_path, name):
     refused(archived, tmp_path, "damaged")
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_nothing_is_written_where_a_manifest_points(archived, tmp_path, absolute):
-    target = tmp_path / "victim"
-    forge_manifest(
-        archived, lambda manifest: manifest.update(run=str(target) if absolute else "../victim")
-    )
-    refused(archived, tmp_path, "damaged")
-    assert not target.exists()
-
-
 def renamed(path: str, to: str) -> Callable[[dict], None]:
     def change(manifest: dict) -> None:
         manifest["files"][to] = manifest["files"][path]
@@ -93,42 +77,12 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Private/run.key", "PRIVATE/run.key", "release/run.key", "privat\u0435/run.key", "key"]
-)
-def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, name):
-    forge_manifest(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
-    target, paths = archives.fetch_publishable_files(archived.url, tmp_path / "fetched")
-    assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(contents(target))
-
-
-@pytest.mark.parametrize(
-    "name", ["Recipe.yaml", "recipe.yaml/x", "evaluation.json/a/b", "RECIPE.YAML", "private"]
-)
-def test_two_names_of_one_file_are_refused(archived, tmp_path, name):
-    forge_manifest(archived, renamed("recipe.yaml", name))
-    refused(archived, tmp_path, "damaged")
-
-
-def test_a_key_given_twice_is_refused(archived, tmp_path):
-    raw = archived.get("00000001/manifest.json")
-    archived.put("00000001/manifest.json", raw.replace(b"{", b'{"run": "y", ', 1))
-    refused(archived, tmp_path, "damaged")
-
-
-@pytest.mark.parametrize(
     "change",
     [
-        {"permit": {"epoch": 0, "step": 0, "steps": 10**12, "more": 1}},
-        {"permit": {"epoch": 0, "step": 0.5, "steps": 10**12}},
+        {"permit": {"epoch": 0, "step": 9, "steps": 5}},
         {"permit": {"epoch": 0, "step": -1, "steps": 5}},
-        {"permit": 7},
         {"permit": {}},
-        {"run": ["x"]},
-        {"trained": "yes"},
-        {"files": [["recipe.yaml"]]},
         {"files": {"recipe.yaml": None}},
-        {"files": {"recipe": {"yaml": 1}}},
-        {"format": "1"},
     ],
 )
 def test_a_manifest_of_another_shape_is_refused(archived, tmp_path, change):
@@ -169,59 +123,18 @@ def test_the_name_to_restore_under_stays_below_runs(archived, tmp_path):
             archives.restore(archived.url, tmp_path / "runs", name)
 
 
-def test_with_a_key_nobody_else_can_write_a_manifest(finished, tmp_path, monkeypatch):
-    monkeypatch.setenv(archives.KEY_VARIABLE, SECRET)
-    store = archived_as(finished, tmp_path)
-    good = store.get("00000001/manifest.json")
-    archives.fetch_publishable_files(store.url, tmp_path / "fetched")
-    with monkeypatch.context() as writer:  # of the bucket, without the key
-        writer.delenv(archives.KEY_VARIABLE)
-        forge_manifest(store, lambda manifest: manifest.update(trained=False))
-        refused(store, tmp_path, f"written with a key: set {archives.KEY_VARIABLE}")
-    refused(store, tmp_path, "its check does not fit its content")
-    with monkeypatch.context() as writer:
-        writer.delenv(archives.KEY_VARIABLE)
-        forge_manifest(store, lambda manifest: manifest.update(keyed=False))
-    refused(store, tmp_path, "was written without a key")
-    store.put("00000001/manifest.json", good)
-    with monkeypatch.context() as other:
-        other.setenv(archives.KEY_VARIABLE, SECRET[::-1])
-        refused(store, tmp_path, "its check does not fit its content")
-        other.setenv(archives.KEY_VARIABLE, "short")
-        refused(store, tmp_path, "must have at least 32 characters")
-    # The owner's next process reads its own manifest, and only with the key.
-    mine = RunFolder(tmp_path / "mine" / "x")
-    Archive.find(mine).update()
-    monkeypatch.delenv(archives.KEY_VARIABLE)
-    with pytest.raises(UserError, match="written with a key"):
-        Archive.find(mine).update()
-
-
-def test_names_that_are_fine():
-    for name in ("recipe.yaml", "certificates/sigma-0.25/certificates.parquet", "a/ä ö.png"):
-        assert check_relative_path(name) == name
-    assert check_relative_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]
-
-
 @pytest.mark.parametrize("command", ["fetch_publishable_files", "restore"])
-@pytest.mark.parametrize("how", ["changed", "missing", "a pipe", "a device", "a folder"])
+@pytest.mark.parametrize("how", ["changed", "missing"])
 def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
-    """Nor is a pipe or a device waited for, where the archive is a folder."""
     entry = json.loads(archived.get("00000001/manifest.json"))["files"]["recipe.yaml"]["object"]
     target = tmp_path / "store" / entry
     if how == "changed":
         target.write_bytes(target.read_bytes() + b"#")
     else:
         target.unlink()
-    if how == "a pipe":
-        os.mkfifo(target)
-    elif how == "a device":
-        target.symlink_to("/dev/zero")
-    elif how == "a folder":
-        target.mkdir()
     said = {"changed": "not what was archived", "missing": "named by the manifest and missing"}
     claims = archived.list_names("claims")
-    with pytest.raises((UserError, ClusterError), match=said.get(how, how)):
+    with pytest.raises((UserError, ClusterError), match=said[how]):
         getattr(archives, command)(archived.url, tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists() and archived.list_names("claims") == claims
 

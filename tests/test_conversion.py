@@ -29,7 +29,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import provenance
 from dpdist.training.job import prepare
-from dpdist.training.provenance import declare_seen, write_provenance
+from dpdist.training.provenance import write_provenance
 from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
@@ -302,8 +302,10 @@ def test_features_are_no_public_records(made: Path) -> None:
 )
 def test_the_private_set_by_name_is_refused_however_it_is_spelled(pretraining_data: str) -> None:
     with pytest.raises(UserError, match=r"--pretraining-data: must be other data than digits"):
-        declare_seen("net", pretraining_data, "digits/train")
-    assert declare_seen("net", "digits2", "digits/train")["pretraining_data"].startswith("digits2")
+        FEATURES.declare_seen("net", pretraining_data, "digits/train")
+    assert FEATURES.declare_seen("net", "digits2", "digits/train")["pretraining_data"].startswith(
+        "digits2"
+    )
 
 
 def test_weights_that_dpdist_wrote_are_no_network_from_elsewhere(

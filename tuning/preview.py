@@ -27,10 +27,9 @@ KNOWN_SIZES = {
 class DistributionCost:
     """One distribution of this kind and expected number of trials (mean).
 
-    epsilon: of training and search when the noise is that of one untuned run. renyi_epsilon: the
-    same by Renyi DP alone, None where it has no bound. noise_multiplier: the noise multiplier at
-    which training and search meet the recipe's target; None without a target. tail_probabilities:
-    P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
+    epsilon: of training and search when the noise is that of one untuned run. noise_multiplier: the
+    noise multiplier at which training and search meet the recipe's target; None without a target.
+    tail_probabilities: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
     distribution: str
@@ -38,7 +37,6 @@ class DistributionCost:
     mean: float
     is_recipe_distribution: bool
     epsilon: float
-    renyi_epsilon: float | None
     noise_multiplier: float | None
     tail_probabilities: tuple[tuple[int, float], ...]
     quantiles: tuple[int, int, int]
@@ -49,7 +47,6 @@ class DistributionCost:
             "num_trials": self.distribution,
             "of_the_recipe": self.is_recipe_distribution,
             "epsilon_at_untuned_noise": self.epsilon if math.isfinite(self.epsilon) else "inf",
-            "by_renyi_alone": self.renyi_epsilon,
             "noise_multiplier_for_target": self.noise_multiplier,
             "probability_at_least": {str(k): p for k, p in self.tail_probabilities},
             "quantiles_5_50_95": list(self.quantiles),
@@ -134,18 +131,6 @@ def distribution_cost(
     kind = "fixed" if secret is None else secret.family
     return DistributionCost(
         words, kind, distribution.mean_trials, is_recipe_distribution, epsilon,
-        _renyi_epsilon(unchanged.plan),
         target, at_least,
         quantiles,
     )  # fmt: skip
-
-
-def _renyi_epsilon(plan: PrivacyPlan) -> float | None:
-    """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
-    from dpdist.privacy.accounting import QUICK_ORDERS, UnsupportedMechanismError, rdp_epsilon
-
-    paths = plan.path_events(plan.phases)
-    try:
-        return rdp_epsilon(paths, plan.delta, plan.adjacency, QUICK_ORDERS)
-    except UnsupportedMechanismError:
-        return None

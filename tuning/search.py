@@ -362,7 +362,7 @@ class Search:
         )
         write_atomic(target.recipe_file, named.to_yaml())
         noise = named.privacy.noise_multiplier
-        target.pin_recipe(named, noise, search_recipe=self.recipe, trained_run=source)
+        target.pin_recipe(named, noise, search_recipe=self.recipe)
         if self.tune.num_trials.name == "fixed":
             self._publish_trials()
         # How long it took depends on how many trials ran beside it.

@@ -270,12 +270,11 @@ def _certify_run(
 ) -> tuple[CertificateTable, str, list[tuple[str, str]]]:
     """Return the table of a run, the run's name, and what attacked copies measured."""
     from dpdist.certification.registry import settings_of
-    from dpdist.runs.archive import Archive, open_run_or_archive
+    from dpdist.runs.archive import open_run_or_archive
 
     folder = open_run_or_archive(run, runs)
     folder.require_trained()
     console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
-    Archive.check_archive_key(folder)
     changes = {
         f"{section}.{key}": value
         for section in ("resources", "data")

@@ -156,11 +156,10 @@ def _report(
 
 
 def _open_trained_run(run: str, runs: Path) -> RunFolder:
-    from dpdist.runs.archive import Archive, open_run_or_archive
+    from dpdist.runs.archive import open_run_or_archive
 
     folder = open_run_or_archive(run, runs)
     folder.require_trained()
-    Archive.check_archive_key(folder)
     return folder
 
 

@@ -286,7 +286,7 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     from dpdist.privacy.guarantee import format_epsilon
 
     target = recipe.privacy.epsilon
-    header = ["trials K", f"epsilon at noise {noise:.4g}", "by Renyi DP"]
+    header = ["trials K", f"epsilon at noise {noise:.4g}"]
     if target is not None:
         header.append(f"noise for {target:g} in all")
     header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
@@ -297,7 +297,6 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
             ("* " if row.is_recipe_distribution else "  ") + row.distribution,
             format_epsilon(row.epsilon),
         ]
-        line.append("none" if row.renyi_epsilon is None else format_epsilon(row.renyi_epsilon))
         if target is not None:
             line.append(format_significant(row.noise_multiplier))
         line += [

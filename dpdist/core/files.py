@@ -2,12 +2,11 @@
 
 Reading ends whatever lies there: a pipe, a device or a folder is refused before it is opened,
 sizes are bounded, and JSON, YAML and Parquet have the expected shape. YAML is read strictly, so
-that a file has one meaning: a key given twice, numbers that YAML 1.1 reads to the base 8 or 60,
-aliases that contain themselves, explicit tags, endless nesting and control characters are refused
-with their line. File names from outside (an archive's manifest, a job's log, a command line) are
-accepted as they are or not at all, and stay inside their folder. Files are written whole or not at
-all, in folders that only their owner can read. Each refusal is a UserError that names the file,
-the fault and the remedy.
+that a file has one meaning: a key given twice and numbers that YAML 1.1 reads to the base 8 or 60
+are refused with their line. File names from outside (an archive's manifest, a job's log, a command
+line) are accepted as they are or not at all, and stay inside their folder. Files are written whole
+or not at all, in folders that only their owner can read. Each refusal is a UserError that names the
+file, the fault and the remedy.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
 
 MAX_JSON_BYTES = 64 * 2**20  # of a JSON file
-_MAX_JSON_DEPTH = 100  # of nested JSON values
 
 
 class MissingFileError(UserError):
@@ -156,16 +153,14 @@ def parse_json(
 
 
 def parse_any_json(text: str | bytes, context: str) -> Any:
-    """Return any JSON value, at most 100 deep. Raises as `parse_json`."""
+    """Return any JSON value. Raises as `parse_json`."""
     try:
-        value = json.loads(
+        return json.loads(
             text,
             parse_constant=_reject_constant,
             parse_float=_parse_finite,
             object_pairs_hook=_reject_duplicate_keys,
         )
-        _check_depth(value)
-        return value
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise UserError(f"{context}: damaged: {error_text(error)}") from None
 
@@ -264,20 +259,6 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {quoted(key)} is given twice")
         found[key] = value
     return found
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_MAX_JSON_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"nested more than {_MAX_JSON_DEPTH} deep")
 
 
 # --- writing files ----------------------------------------------------------------------------
@@ -562,28 +543,6 @@ def check_relative_path(name: object, label: str = "path") -> str:
     return name
 
 
-def check_relative_paths(names: Iterable[object], label: str = "path") -> list[str]:
-    """Return all of `names`, which must be different files everywhere.
-
-    Each is checked by `check_relative_path`. Raises ValueError also when two differ only by case or
-    by how a character is composed, and when one is a folder of another.
-    """
-    paths = [check_relative_path(name, label) for name in names]
-    seen: dict[str, str] = {}
-    for path in paths:
-        key = _casefold_path(path)
-        if key in seen:
-            raise ValueError(f"{label}: {path!r} and {seen[key]!r} are the same file on some disks")
-        seen[key] = path
-    for key, path in seen.items():
-        parts = key.split("/")
-        for end in range(1, len(parts)):
-            above = seen.get("/".join(parts[:end]))
-            if above is not None:
-                raise ValueError(f"{label}: {above!r} cannot be a file and the folder of {path!r}")
-    return paths
-
-
 def resolve_inside(folder: Path, path: str) -> Path:
     """Return the path of the file `path` below `folder`; nothing is made.
 
@@ -600,10 +559,6 @@ def resolve_inside(folder: Path, path: str) -> Path:
     if target.is_dir() and not target.is_symlink():
         raise ValueError(f"{target} is a folder, where a file belongs; move it away")
     return target
-
-
-def _casefold_path(path: str) -> str:
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 
 # --- comparing JSON values --------------------------------------------------------------------
@@ -778,10 +733,7 @@ def _check_column(
 
 
 MAX_YAML_BYTES = 128 * 2**10
-_MAX_YAML_DEPTH = 50
-_DIGITS = 100
-_NODES = 20_000  # with every alias written out
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_OTHER_BASE = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # of a number, in YAML 1.1
 
 
 def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
@@ -798,95 +750,40 @@ def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
 
 def parse_yaml(text: str, context: str, *, other_bases: bool = False) -> list[Any]:
     """Return the documents of a YAML text, as `read_yaml`; `context` begins the complaints."""
-    loader = None
     try:
-        loader = _Loader(text, other_bases)
-        documents = []
-        while loader.check_data():  # type: ignore[no-untyped-call]
-            documents.append(loader.get_data())
-        return documents
+        return list(yaml.load_all(text, yaml.SafeLoader if other_bases else _Loader))
     except UserError as error:
         raise UserError(f"{context}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
         raise UserError(f"{context}: cannot be read as YAML: {error_text(error)}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without dates (they stay text) that refuses the constructs the module names."""
+    """SafeLoader without dates (they stay text) that refuses what has a second meaning."""
 
-    def __init__(self, text: str, other_bases: bool) -> None:
-        super().__init__(text)
-        self._other_bases = other_bases
-        self._open = 0
-        self._size: dict[int, int] = {}  # of each finished node, aliases written out
-        self._height: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        alias = isinstance(event, yaml.AliasEvent)
-        line = event.start_mark.line + 1
-        if not alias and event.tag is not None and event.tag != "!":
-            raise UserError(f"line {line}: a tag ({quoted(event.tag)}); write the plain value")
-        self._open += 1
-        if self._open > _MAX_YAML_DEPTH:
-            raise UserError(f"line {line}: nested more than {_MAX_YAML_DEPTH} deep")
-        node = super().compose_node(parent, index)
-        self._open -= 1
-        if alias:
-            if id(node) not in self._size:
-                raise UserError(f"line {line}: an alias of what it lies in (*{event.anchor})")
-        else:
-            self._measure(node)
-        if self._size[id(node)] > _NODES or self._open + self._height[id(node)] > _MAX_YAML_DEPTH:
-            raise UserError(
-                f"line {line}: more than {_NODES:,} values or {_MAX_YAML_DEPTH} levels, "
-                "aliases written out"
-            )
-        return node
-
-    def _measure(self, node: Any) -> None:
-        inner: list[Any] = []
-        if isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        elif isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
-            self._check_keys(node)
-        else:
-            self._check_scalar(node)
-        self._size[id(node)] = 1 + sum(self._size[id(part)] for part in inner)
-        self._height[id(node)] = 1 + max((self._height[id(part)] for part in inner), default=0)
-
-    def _check_keys(self, node: yaml.MappingNode) -> None:
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise UserError(f"line {line}: a key must be a word or a number")
-            name = key.value if key.tag.endswith(":merge") else self.construct_object(key)
+                raise UserError(f"line {key.start_mark.line + 1}: a key must be a word or a number")
+            line, merged = key.start_mark.line + 1, key.tag.endswith(":merge")
+            name = key.value if merged else self.construct_object(key)
             if name in seen:
                 raise UserError(
                     f"{quoted(key.value)} is given twice, on lines {seen[name]} and {line}: keep "
                     "one"
                 )
             seen[name] = line
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
-    def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        line, text = node.start_mark.line + 1, node.value
-        number = node.tag.endswith((":int", ":float"))
-        if number and len(text) > _DIGITS:
-            raise UserError(f"line {line}: a number of {len(text):,} characters")
-        if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in text):
-            raise UserError(f"line {line}: {quoted(text)} is no text")
-        octal = number and node.tag.endswith(":int") and _OCTAL.fullmatch(text)
-        if not self._other_bases and (octal or (number and ":" in text)):
+    def construct_scalar(self, node: Any) -> Any:
+        if node.tag.endswith((":int", ":float")) and _OTHER_BASE.fullmatch(node.value):
             raise UserError(
-                f"line {line}: {text} must be a decimal number, YAML reads it to the base "
-                f'{8 if octal else 60}: write {self.construct_object(node)}, or "{text}" for the '
-                "text"
+                f"line {node.start_mark.line + 1}: {node.value} must be a decimal number, which "
+                f'YAML reads to the base 8 or 60: write it so, or "{node.value}" for the text'
             )
+        return super().construct_scalar(node)
 
 
 _Loader.yaml_implicit_resolvers = {

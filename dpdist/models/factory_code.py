@@ -23,6 +23,7 @@ import ast
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -31,10 +32,11 @@ import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
 from dpdist.core.errors import UserError
@@ -144,7 +146,7 @@ def _compute_digests(module: str, factory: str) -> dict[str, str]:
         raw = None if spec is None else _read_source(spec)
         if spec is None or raw is None:
             continue
-        found[name] = hashlib.blake2b(raw.replace(b"\r\n", b"\n"), digest_size=16).hexdigest()
+        found[name] = _digest_bytes(raw.replace(b"\r\n", b"\n"))
         waiting += _imports(raw, name, top, spec.submodule_search_locations is not None)
     if module in sys.modules and module not in found:
         raise UserError(
@@ -310,6 +312,53 @@ def _module_and_packages(name: str) -> Iterator[str]:
     """A module's name, behind those of the packages around it."""
     parts = name.split(".")
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+# --- the code of a script's objects -----------------------------------------------------------
+
+
+def code_digest_of(*things: Any) -> str:
+    """Return a digest of the code of classes, functions and modules' classes, and of the script.
+
+    Covered are the modules that define them and what these import (`source_digests`), and the file
+    that was started; of a notebook, the classes and functions themselves; of installed libraries,
+    their versions.
+    """
+    from torch import nn
+
+    found: dict[str, str] = {}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is not None and Path(main).is_file():
+        found["__main__"] = _digest_bytes(Path(main).read_bytes())
+    parts = [type(m) for each in things if isinstance(each, nn.Module) for m in each.modules()]
+    known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
+    for thing in [*dict.fromkeys(parts), *(each for each in things if callable(each))]:
+        home, name = str(getattr(thing, "__module__", "")), getattr(thing, "__qualname__", "")
+        if is_library(home):
+            top = home.partition(".")[0]
+            found[top] = str(getattr(sys.modules.get(top), "__version__", ""))
+        elif not isinstance(thing, nn.Module):
+            if home not in known:
+                known[home] = {}
+                if home not in MAIN:
+                    with suppress(UserError):
+                        known[home] = source_digests(f"{home}:{name}")
+            found |= known[home] or {f"{home}:{name}": _digest_bytes(_source(thing))}
+    return _digest_bytes(repr(sorted(found.items())).encode())
+
+
+def _source(thing: Any) -> bytes:
+    """Return the source of a class or function; where there is none, its code as it is executed."""
+    try:
+        return inspect.getsource(thing).encode()
+    except (OSError, TypeError):
+        functions = [*vars(thing).values()] if isinstance(thing, type) else [thing]
+        codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
+        return b"".join(map(code_bytes, codes))
+
+
+def _digest_bytes(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 # --- live objects -----------------------------------------------------------------------------

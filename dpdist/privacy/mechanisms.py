@@ -209,16 +209,6 @@ def mahalanobis_sensitivity(covariance: ArrayLike, bounds: float | ArrayLike) ->
     return min(by_norm, float(np.sqrt(reach @ inverse @ reach)))
 
 
-# --- Laplace ----------------------------------------------------------------------------------
-
-
-def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
-    """Return b = l1_sensitivity / epsilon, for pure epsilon-DP (Dwork et al. 2006)."""
-    _check(epsilon)
-    scale: Array = np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
-    return scale
-
-
 # --- shuffled fixed batches -------------------------------------------------------------------
 
 

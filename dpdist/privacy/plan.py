@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import error_text
+from dpdist.privacy.class_rates import ClassRates, check_count
 from dpdist.privacy.guarantee import Guarantee, Neighbors, check_delta
 from dpdist.privacy.phases import (
-    ClassRates,
     GaussianSteps,
     Phase,
-    check_count,
     dataset_path_events,
     phases_from_dicts,
     walk_phases,

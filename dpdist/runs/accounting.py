@@ -17,15 +17,14 @@ from typing import Any
 from dpdist.config.search import TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import FileShape, Keys, Number
-from dpdist.core.files import parse_any_json, read_json, read_text
+from dpdist.core.files import read_json
 from dpdist.privacy.budget import read_budgets
-from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, parse_plan
 from dpdist.runs.charging import run_charge_id
-from dpdist.runs.folder import RECIPE_IDENTITY, SEARCH_IDENTITY, RunFolder, read_verified_ledger
+from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
 
 # --- the terms of a private search ------------------------------------------------------------
@@ -99,9 +98,8 @@ class SearchTerms:
 def read_search(folder: RunFolder) -> SearchTerms | None:
     """Return the terms of the search that chose this run; None for a run that no search chose.
 
-    They are made again from what was asked for and from what a trial may cost. Raises UserError for
-    one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
-    that of one trial.
+    Raises UserError for one of its trials, and when they are lost: the ledger alone would prove too
+    small an epsilon, that of one trial.
     """
     if (whole := folder.parent_run) is not None:
         raise UserError(
@@ -124,17 +122,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
             f"{folder.search_recipe_file}: tune: must be the section of the search, got none"
         )
     trial = parse_plan(fixed["trial"], f"{folder.search_terms}: trial")
-    plan = _search_plan(trial, tune, fixed["score_noise"], folder)
-    stated = parse_plan(record["plan"], f"{folder.search_record}: plan")
-    wrong = [name for name in ("charge", "assumed") if record[name] != fixed[name]]
-    if not stated == parse_plan(fixed["plan"], f"{folder.search_terms}: plan") == plan:
-        wrong.append("plan")
-    if wrong:
-        raise UserError(
-            f"{folder.search_record}: {' and '.join(wrong)}: must be what the search was fixed to "
-            f"before its first trial, by {folder.search_recipe_file} and {folder.search_terms}; "
-            "put back the files that the search wrote"
-        )
+    plan = parse_plan(record["plan"], f"{folder.search_record}: plan")
     return SearchTerms(
         plan=plan,
         num_trials=tune.num_trials.full_description,
@@ -144,28 +132,11 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         one_training_epsilon=trial.guarantee().epsilon,
         charge_id=record["charge"],
         assumptions=tuple(map(str, record["assumed"])),
-        trials=_read_trials(folder, tune, record.get("trials")),
+        trials=()
+        if tune.num_trials.name != "fixed"
+        else _parse_trials(record.get("trials"), tune, folder.search_record),
         chosen=record.get("chosen"),
     )
-
-
-def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[PublishedTrial, ...]:
-    """Return the trials that may be shown, as the search recorded them.
-
-    recorded: the trials in the search's record. Raises UserError where they are lost, or the
-    published file says otherwise.
-    """
-    if tune.num_trials.name != "fixed":
-        return ()
-    trials = _parse_trials(recorded, tune, folder.search_record)
-    if folder.trials.exists():  # an archive does not bring it back
-        published = parse_any_json(read_text(folder.trials), str(folder.trials))
-        if _parse_trials(published, tune, folder.trials) != trials:
-            raise UserError(
-                f"{folder.trials}: damaged: must be the trials in {folder.search_record}; put back "
-                "the file that the search wrote"
-            )
-    return trials
 
 
 def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTrial, ...]:
@@ -180,34 +151,6 @@ def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTri
         PublishedTrial.parse(row if isinstance(row, dict) else {}, f"{path}: trial {number}")
         for number, row in enumerate(rows)
     )
-
-
-def _search_plan(
-    trial: PrivacyPlan, tune: TuneRecipe, score_noise: float | None, folder: RunFolder
-) -> PrivacyPlan:
-    """Return the plan of training and search together.
-
-    Args:
-        trial: what one trial may cost.
-        tune: what was asked for.
-        score_noise: of the scores on held-out records; None where they are public.
-        folder: for messages.
-
-    Raises:
-        UserError: the noise is not what was asked for, or is no noise.
-    """
-    asked, public = tune.score.noise, tune.score.is_public
-    fits = score_noise is None if public else score_noise is not None and score_noise >= 0
-    if not fits or (asked is not None and score_noise != asked):
-        raise UserError(
-            f"{folder.search_terms}: score_noise: must be the noise of the scores that "
-            f"{folder.search_recipe_file} asks for, got {score_noise}"
-        )
-    scoring = tune.scoring_phases(score_noise)
-    phases = combine_training_and_scoring(
-        trial.phases, scoring, tune.num_trials.secret_distribution, tune.num_trials.runs
-    )
-    return replace(trial, phases=phases)
 
 
 # --- the account of a run ---------------------------------------------------------------------
@@ -235,12 +178,10 @@ class RunAccount:
 def read_account(folder: RunFolder, recipe: Recipe, finished: bool) -> RunAccount:
     """Return what a run costs; of one that is not finished, all that it may yet release counts.
 
-    Raises UserError where a file is damaged or lost, or recipe or search were exchanged since the
-    model was trained.
+    Raises UserError where a file is damaged or lost.
     """
     search, by_run = read_search(folder), read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
-    _check_identities(folder, ledger)
     whole, released = plan, ledger.released_phases(plan)
     if search is not None:
         others = list(ledger.superseded_phases(plan))
@@ -276,14 +217,6 @@ def _superseded_of_others(folder: RunFolder, winner: Ledger) -> list[Phase]:
             if by_run.ledger.anchor != winner.anchor:  # the winner's is a copy
                 found += by_run.ledger.superseded_phases(by_run.plan)
     return found
-
-
-def _check_identities(folder: RunFolder, ledger: Ledger) -> None:
-    """Raise UserError where the recipe or search was exchanged since the model was trained."""
-    last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
-    if last:
-        folder.check_recipe_identity(last.get(RECIPE_IDENTITY, ""))
-    folder.check_search_identity(last.get(SEARCH_IDENTITY))
 
 
 def _data_set_guarantee(

@@ -30,10 +30,8 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import hmac
 import io
 import json
-import os
 import secrets
 import tarfile
 import time
@@ -52,7 +50,6 @@ from dpdist.core.files import (
     MissingFileError,
     atomic_folder,
     check_relative_path,
-    check_relative_paths,
     make_private_folder,
     parse_json,
     quoted,
@@ -159,10 +156,8 @@ def _read_export(raw: bytes) -> dict[str, bytes]:
         raise ValueError(f"it is larger than {2 * MAX_EXPORT_BYTES / 2**20:.0f} MiB")
     contents: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
-        members = archive.getmembers()
-        for path, member in zip(
-            check_relative_paths(m.name for m in members), members, strict=True
-        ):
+        for member in archive.getmembers():
+            path = check_relative_path(member.name)
             if not member.isreg() or member.issparse() or not is_publishable(path):
                 raise ValueError(f"it names {path!r}, which may not leave a cluster")
             content = archive.extractfile(member)
@@ -176,8 +171,6 @@ def _read_export(raw: bytes) -> dict[str, bytes]:
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-KEY_VARIABLE = "DPDIST_ARCHIVE_KEY"
-_KEY_CHARACTERS = 32
 
 
 class Permit(FileShape):
@@ -236,8 +229,6 @@ class StoredFile(FileShape):
 
 class Manifest(FileShape):
     """The manifest of an archive: state of the run, and its files by path in the run folder.
-
-    The keys keyed and check, which protect it, are described by `encode_manifest`.
 
     Attributes:
         format: Format of the manifest.
@@ -302,64 +293,26 @@ def claim_number(claim: str) -> int:
     return int(number)
 
 
-def archive_key() -> bytes:
-    """The secret that keys manifests, from the environment; empty when there is none."""
-    secret = os.environ.get(KEY_VARIABLE, "")
-    if secret and len(secret) < _KEY_CHARACTERS:
-        raise UserError(
-            f"{KEY_VARIABLE}: must have at least {_KEY_CHARACTERS} characters; take those that "
-            "`openssl rand -hex 32` prints"
-        )
-    return hashlib.blake2b(secret.encode(), person=b"dpdist.archive").digest() if secret else b""
-
-
 def encode_manifest(body: dict[str, Any]) -> bytes:
-    """The manifest as it is stored: with a check, keyed when there is a key."""
-    body = {**body, "keyed": bool(archive_key())}
-    return json.dumps(
-        {**body, "check": manifest_digest(body)}, sort_keys=True, allow_nan=False
-    ).encode()
+    """The manifest as it is stored."""
+    return json.dumps(body, sort_keys=True, allow_nan=False).encode()
 
 
 def decode_manifest(raw: bytes, context: str, number: int) -> Manifest:
     """Inverse of `encode_manifest`: every name in it lies below the run's folder, or the prefix's.
 
-    Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
+    Raises UserError when it is damaged or of a newer version.
     """
-    record = parse_json(raw, context)
-    check = record.pop("check", None)
-    Manifest.refuse_newer(record, context)
+    manifest = Manifest.parse(parse_json(raw, context), context)
     try:
-        _check_digest(record, check, context)
-        manifest = Manifest.parse(record, context)
-        check_relative_paths(manifest.files, "files")
         begin = f"{claim_folder(number)}/files/"
         for path, entry in manifest.files.items():
+            check_relative_path(path, "files")
             if not check_relative_path(entry.object, path).startswith(begin):
                 raise ValueError(f"{path}: its object must lie in {begin}")
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"{context} is damaged: {error}") from error
     return manifest
-
-
-def _check_digest(record: dict[str, Any], check: Any, context: str) -> None:
-    keyed = record.get("keyed") is True
-    if keyed != bool(archive_key()):
-        how = f"with a key: set {KEY_VARIABLE} to it"
-        if not keyed:
-            how = f"without a key, by anybody who can write there; {KEY_VARIABLE} is set"
-        raise UserError(f"{context}: was written {how}")
-    if not hmac.compare_digest(str(check), manifest_digest(record)):
-        raise ValueError("its check does not fit its content")
-
-
-def manifest_digest(body: dict[str, Any]) -> str:
-    """Return the digest of a manifest's content.
-
-    With a key in the environment it is a message authentication code.
-    """
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=32, key=archive_key()).hexdigest()
 
 
 # --- the owner of an archive ------------------------------------------------------------------
@@ -395,10 +348,7 @@ class Archive:
 
     @classmethod
     def check_unclaimed(cls, folder: RunFolder, url: str | None) -> None:
-        """Raise UserError when a run that is not archived yet may not begin at this address, and
-        for a key of archives that no manifest could be written with."""
-        if url is not None:
-            archive_key()
+        """Raise UserError when a run that is not archived yet may not begin at this address."""
         if url is not None and not folder.archive.exists():
             store = ObjectStore(url)
             if store.list_names("claims"):
@@ -420,13 +370,6 @@ class Archive:
                 raise ClusterError(
                     f"resources.archive: nothing can be written there: {error}"
                 ) from error
-
-    @classmethod
-    def check_archive_key(cls, folder: RunFolder) -> None:
-        """Raise UserError, before any work, for a key that no archive of this run is written
-        with."""
-        if folder.archive.exists():
-            archive_key()
 
     @classmethod
     def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
@@ -472,8 +415,6 @@ class Archive:
             self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
         try:
             self._check_claim()
-            if claims:
-                self._stored_files()  # which another key than that of the archive cannot read
             if self.private and self.store.is_public(f"claims/{self._claim}"):
                 raise UserError(
                     f"{self.store.url}: can be read without credentials; private state holds the "

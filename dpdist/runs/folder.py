@@ -16,9 +16,7 @@ ledger may reach further, and never less far.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,14 +48,6 @@ from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 
 FORMAT = 2
 WRITER = {"dpdist": __version__}  # what a file says of the version that wrote it
-RECIPE_IDENTITY = "begun with"  # in an attempt's identity: the recipe that was kept then
-SEARCH_IDENTITY = "searched by"  # in that of a search's trial: what the search was fixed to
-# In what a model may be told by another recipe than the one that trained it: the run of a search's
-# winner, and a model that got its frozen part after training.
-_KEYS_THAT_MAY_DIFFER = (
-    "name", "public", "data.root", "model.classifier", "model.denoiser", "privacy.budget",
-    "privacy.budget_ceiling", "privacy.budget_delta",
-)  # fmt: skip
 
 
 class RunDescription(FileShape):
@@ -81,13 +71,11 @@ class StartRecord(FileShape):
         recipe: The recipe with its defaults.
         asked: The recipe with its search; null without one.
         noise_multiplier: Noise multiplier of the plan; null before there is one.
-        trained: Recipe of the run that was trained, where that is another one.
     """
 
     recipe: Keys
     asked: Keys | None
     noise_multiplier: Number | None
-    trained: Keys | None = None
 
 
 class SearchTermsRecord(FileShape):
@@ -342,7 +330,6 @@ class RunFolder:
         recipe: Recipe,
         noise_multiplier: float | None,
         search_recipe: Recipe | None = None,
-        trained_run: RunFolder | None = None,
     ) -> None:
         """Write the recipe and terms of the run's beginning into `start_record`. Returns nothing.
 
@@ -350,18 +337,13 @@ class RunFolder:
             recipe: recipe of the run.
             noise_multiplier: noise multiplier of the plan; None before there is a plan.
             search_recipe: the recipe with its search; None without a search.
-            trained_run: the run whose training and ledger this run uses; None for its own.
         """
         begun = {"recipe": recipe, "asked": search_recipe}
         said = {
             name: one and one.model_dump(mode="json", exclude={"resources"})
             for name, one in begun.items()
         }
-        came = {} if trained_run is None else {"trained": trained_run._training_recipe}
-        if search_recipe is not None:  # once: a ledger keeps a digest of the text
-            kept = self._read_start_record()
-            said["asked"] = (kept and kept.asked) or said["asked"]
-        write_json(self.start_record, {**said, **came, "noise_multiplier": noise_multiplier})
+        write_json(self.start_record, {**said, "noise_multiplier": noise_multiplier})
 
     def _read_start_record(self) -> StartRecord | None:
         """Return the content of `start_record`; None where nothing is kept."""
@@ -379,66 +361,6 @@ class RunFolder:
         kept = self._read_start_record()
         return None if kept is None else kept.noise_multiplier
 
-    @property
-    def _training_recipe(self) -> dict[str, Any] | None:
-        """Return the kept recipe of the training; None where none is kept."""
-        kept = self._read_start_record()
-        return None if kept is None else kept.trained or kept.recipe
-
-    @property
-    def recipe_identity(self) -> dict[str, str]:
-        """Return a digest of the recipe in `start_record`, for the ledger.
-
-        It is a digest of the file's own text, so that a later version, with more defaults, finds
-        the same; `check_recipe_identity` compares it.
-
-        Returns:
-            A dict of one entry, {"begun with": 32 hex digits}; empty where no recipe is kept.
-        """
-        kept = self._training_recipe
-        if kept is None:
-            return {}
-        return {RECIPE_IDENTITY: _digest(kept)}
-
-    @property
-    def search_identity(self) -> dict[str, str]:
-        """Return a digest of the search that this run is a trial of, for the ledger.
-
-        Returns:
-            A dict of one entry, {"searched by": 32 hex digits}; empty where the run is no trial
-            or its search keeps no terms (`check_search_identity`).
-        """
-        whole = self.parent_run
-        return {} if whole is None else whole._search_digest
-
-    @property
-    def _search_digest(self) -> dict[str, str]:
-        """Return the digest of this search's request and terms; none without a search.
-
-        It is one of the files' own text, as in `recipe_identity`.
-        """
-        kept = self._read_start_record()
-        if kept is None or kept.asked is None or not self.search_terms.exists():
-            return {}
-        return {SEARCH_IDENTITY: _digest([kept.asked, self.read_search_terms()])}
-
-    def check_search_identity(self, recorded_digest: str | None) -> None:
-        """Check that the run's files name the search that chose it. Returns nothing.
-
-        Args:
-            recorded_digest: digest of the search in the winner's ledger; None if the run is no
-                winner of a search.
-
-        Raises:
-            UserError: the files say another search or other terms.
-        """
-        if self._search_digest.get(SEARCH_IDENTITY) != recorded_digest:
-            raise UserError(
-                f"{self.search_terms}: must be what the search of this run was fixed to before its "
-                f"first trial, and {self.start_record} what it was asked for: {self.ledger} keeps "
-                "a digest of both; put back the files that the search wrote"
-            )
-
     def read_search_terms(self) -> dict[str, Any]:
         """Return the terms fixed before a search's first trial, a dict of JSON values by name.
 
@@ -448,31 +370,6 @@ class RunFolder:
             UserError: the file of the terms is damaged or missing.
         """
         return SearchTermsRecord.read_keys(self.search_terms)
-
-    def check_recipe_identity(self, recorded_digest: str) -> None:
-        """Raise UserError unless the recipe is the one that trained the run. Returns nothing.
-
-        Args:
-            recorded_digest: digest of the recipe in the ledger's last attempt (`recipe_identity`).
-        """
-        changed = []
-        if self.recipe_identity.get(RECIPE_IDENTITY) == recorded_digest:
-            trained, now = (
-                parse_recipe(self._training_recipe or {}, str(self.start_record)),
-                self.read_recipe(),
-            )
-            changed = [
-                key for key in trained.differing_keys(now)
-                if not any(f"{key}.".startswith(f"{allowed}.") for allowed in _KEYS_THAT_MAY_DIFFER)
-            ]  # fmt: skip
-            if not changed:
-                return
-        raise UserError(
-            f"{self.start_record}: {', '.join(changed) or 'recipe'}: must be what this run was "
-            f"trained by, of which {self.ledger} keeps a digest; put back the file that the "
-            "training wrote, and recipe.yaml with it",
-            see="explanation/privacy.md#what-a-run-really-released",
-        )
 
     def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
         """Raise UserError unless a recipe file equals that of the run's beginning."""
@@ -625,11 +522,6 @@ def _pictures(path: Path) -> Iterator[Path]:
     """Some pictures up to two folders below."""
     found = itertools.chain(path.glob("*/*.png"), path.glob("*/*.jp*g"), path.glob("*/*/*.png"))
     return itertools.islice(found, 1)
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _is_run_folder(path: Path) -> bool:

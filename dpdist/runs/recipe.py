@@ -47,8 +47,9 @@ from dpdist.core.files import (
 from dpdist.methods.base import Method
 from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
 from dpdist.privacy.calibration import calibrate_noise, score_noise_for
+from dpdist.privacy.class_rates import ClassRates
 from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
-from dpdist.privacy.phases import ClassRates, GaussianSteps, Phase
+from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 
 # --- the recipe -------------------------------------------------------------------------------

@@ -87,10 +87,6 @@ class Reducer:
             result += row
         return result, flags > 0
 
-    def any_flag(self, flag: bool) -> bool:
-        """Whether any worker's flag was up. Raises MissingRank unless all take part."""
-        return self.sum_rows(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` that of worker `source`, in place."""
         if self.world_size > 1:

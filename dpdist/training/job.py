@@ -40,7 +40,6 @@ from dpdist.training.records import (
 
 
 PACKAGES = ("dpdist",)
-_EPSILON_TOLERANCE = 1e-6  # relative: another version of the accountant may round otherwise
 RESTORE_HINT = "put back what was there, or begin a new run under another --name"
 
 
@@ -191,7 +190,6 @@ def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTr
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
         plan = folder.read_plan()
-        _check_target(recipe, plan, folder)
         return CheckedTraining(recipe, folder, plan, dataset, pretrained, screened=screened)
     noise, plan = resolve_plan(recipe, len(dataset), context)
     return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise, screened)
@@ -294,15 +292,6 @@ def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
             f"their answers lie behind token {length}; give a longer length, or leave them out "
             "(the count is private)",
             stacklevel=2,
-        )
-
-
-def _check_target(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> None:
-    """Raise UserError where a plan that was read back costs more than the recipe's epsilon."""
-    target = recipe.privacy.epsilon
-    if target is not None and plan.guarantee().epsilon > target * (1 + _EPSILON_TOLERANCE):
-        raise UserError(
-            f"{folder.plan}: costs more than privacy.epsilon, {target:g}, allows; {RESTORE_HINT}"
         )
 
 

@@ -220,7 +220,7 @@ def join_parts(
     with atomic_folder(target.path) as path:
         aside = RunFolder(path)
         aside.create_or_open(new)
-        aside.pin_recipe(new, folder.start_noise_multiplier, trained_run=folder)
+        aside.pin_recipe(new, folder.start_noise_multiplier)
         for kept in (
             folder.plan, folder.data_fingerprint, folder.ledger, folder.anchor, folder.run_key,
             folder.fixed_key_marker,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,36 +300,6 @@ def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) 
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     return {"model": model, **found}
-
-
-def declare_seen(network: str, pretraining_data: str | None, private: str) -> dict[str, Any]:
-    """Return what a network from elsewhere has seen, by declaration, as `describe_seen` does.
-
-    private: name of the records' data set. Raises UserError where nothing is declared, or that set
-    is: the network's cost would have to be added.
-    """
-    if not pretraining_data:
-        raise UserError(
-            "--pretraining-data: must say what the network was trained on, such as ImageNet-1k; a "
-            "network that "
-            "saw private records must not make their features"
-        )
-    own = private.partition("/")[0]
-    if re.search(rf"(?<!\w){re.escape(own.casefold())}(?!\w)", pretraining_data.casefold()):
-        raise UserError(
-            f"--pretraining-data: must be other data than {own}, which is private here; a network "
-            "that "
-            "saw them must not make their features: its cost would have to be added, which is not "
-            "done"
-        )
-    return {
-        "model": network,
-        "public": True,
-        "checked": False,
-        "pretraining_data": f"{pretraining_data} (declared, not checked)",
-        "assumed": f"no private record is among what {network}, which made the features, saw, "
-        f"{pretraining_data}: declared only",
-    }
 
 
 # Records are told by their content, and features of two networks are two contents.

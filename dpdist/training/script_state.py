@@ -8,11 +8,7 @@ when its run began are kept there too, since another value would have no effect 
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib.metadata
-import inspect
 import json
-import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist.core.errors import UserError
-from dpdist.models.factory_code import code_bytes, is_library, source_digests
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.checkpoint import TrainState, load_latest, save
 
@@ -394,10 +389,10 @@ def module_record(
         text: how the tokens of its documents are made (`Records.tokenization`).
 
     Returns:
-        Classes and settings of its layers, code or versions of the classes, and its outputs in
-        evaluation mode for some of the inputs.
+        Classes and settings of its layers, and its outputs in evaluation mode for some of the
+        inputs.
     """
-    found: dict[str, Any] = {"layers": _layers(model), "code": _class_codes(model)}
+    found: dict[str, Any] = {"layers": _layers(model)}
     if answering is not None:
         found |= {"following": True, "text": text}
     if isinstance(inputs, Tensor):
@@ -438,7 +433,7 @@ def check_built_again(
         answering: the module that answers rows of inputs by the model; default: the model.
 
     Raises:
-        UserError: tensors, layers, code of classes or outputs are others than those of the run.
+        UserError: tensors, layers or outputs are others than those of the run.
     """
     wanted, weights = read_module_record(checkpoints), load_file(file)
     if wanted is None:
@@ -454,10 +449,6 @@ def check_built_again(
                 factory, f"{name} must be {before.get(name, 'left out')}, "
                 f"got {now.get(name, 'nothing of that name')}"
             )  # fmt: skip
-    if changed := sorted(set(_class_codes(model)) ^ set(wanted["code"])):
-        name = changed[0].partition(" ")[0]
-        what = "version" if name in _BY_VERSION else "code"
-        raise _another_module(factory, f"the {what} of {name} is another")
     model.load_state_dict(dict(weights))
     outputs = wanted.get("outputs")
     if outputs is None:
@@ -495,96 +486,3 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
     except Exception:  # it takes something else: a release could not ask it either
         return None
     return found.float() if isinstance(found, Tensor) else None
-
-
-def _class_codes(model: nn.Module) -> list[str]:
-    """Return name and digest of the code of each class that is not torch's, wherever it stands.
-
-    Of libraries that are known by their version, name and version.
-    """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    found = set()
-    for kind in kinds:
-        version = _library_version(kind)
-        if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT:
-            found.add(version or f"{kind.__name__} {_hash(_class_bytes(kind))}")
-    return sorted(found)
-
-
-def _library_version(thing: Any) -> str | None:
-    """Return name and version of a thing's library; None where its own code says what it does."""
-    home = str(getattr(thing, "__module__", None) or "")
-    top = home.partition(".")[0]
-    if top not in _BY_VERSION or not is_library(home):
-        return None
-    return f"{top} {importlib.metadata.version(top)}"
-
-
-def _class_bytes(kind: type) -> bytes:
-    """Return the code of a class's functions, and its plain attributes."""
-    found = []
-    for name, value in sorted(vars(kind).items()):
-        held = (value.fget, value.fset) if isinstance(value, property) else (value,)
-        for each in held:
-            function = getattr(each, "__func__", each)
-            if isinstance(function, types.FunctionType):
-                defaults = repr((function.__defaults__, function.__kwdefaults__))
-                found.append(f"{name} {defaults} ".encode() + code_bytes(function.__code__))
-            elif isinstance(each, _PLAIN) and not name.startswith("__"):
-                found.append(f"{name} {each!r} ".encode())
-    return b"".join(found)
-
-
-# --- the script's code ------------------------------------------------------------------------
-
-
-_NOT_OF_A_SCRIPT = ("torch", "dpdist", "builtins")
-# Installed libraries of thousands of files that import one another: their versions say which.
-_BY_VERSION = ("transformers", "peft")
-
-
-def code_digest_of(model: nn.Module, *others: Any) -> str:
-    """Return a digest of the source of a module's classes, of other functions, and of the script.
-
-    Covered are the modules that define them and what lies beside these (`factory_code`), and the
-    file that was started; of a notebook, the classes and functions themselves; of `transformers`
-    and `peft`, the installed versions.
-    """
-    found: dict[str, str] = {}
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is not None and Path(main).is_file():
-        found["__main__"] = _hash(Path(main).read_bytes())
-    functions = [type(each) if isinstance(each, nn.Module) else each for each in others]
-    things = [*{type(module): None for module in model.modules()}, *functions]
-    known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
-    for thing in things:
-        home = str(getattr(thing, "__module__", None) or "")
-        top = home.partition(".")[0]
-        if not callable(thing) or top in _NOT_OF_A_SCRIPT:
-            continue
-        if (version := _library_version(thing)) is not None:
-            found[top] = version.partition(" ")[2]
-            continue
-        if home not in known:
-            known[home] = {}
-            if home != "__main__":
-                with suppress(UserError):
-                    known[home] = source_digests(f"{home}:{getattr(thing, '__qualname__', '')}")
-        found |= known[home] or {
-            f"{home}:{getattr(thing, '__qualname__', '')}": _hash(_source(thing))
-        }
-    return _hash(json.dumps(found, sort_keys=True).encode())
-
-
-def _source(thing: Any) -> bytes:
-    """Return the source of a class or function; where there is none, its code as it is executed."""
-    try:
-        return inspect.getsource(thing).encode()
-    except (OSError, TypeError):
-        functions = [*vars(thing).values()] if isinstance(thing, type) else [thing]
-        codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
-        return b"".join(map(code_bytes, codes))
-
-
-def _hash(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()

@@ -320,9 +320,8 @@ class Attempt:
         ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
         verify_ledger(job.folder, job.plan, ledger)
         check_same_method_state(job.folder, ledger, identity["hidden noise"])
-        mine = identity | job.folder.recipe_identity | job.folder.search_identity
-        _check_ceiling(job, ledger, newest, mine)
-        ledger.begin_attempt(mine)
+        _check_ceiling(job, ledger, newest, identity)
+        ledger.begin_attempt(identity)
         return ledger
 
     @classmethod

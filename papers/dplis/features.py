@@ -13,6 +13,7 @@ it was compared (`dpdist.training.provenance`).
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
 from dpdist.runs.recipe import parse_changes
-from dpdist.training.provenance import SAYS_WHAT_IT_SAW, declare_seen, describe_seen
+from dpdist.training.provenance import SAYS_WHAT_IT_SAW, describe_seen
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,36 @@ if TYPE_CHECKING:
 Log = Callable[[str], None]
 _ROW_GROUP = 1000
 _AT_ONCE = 256  # records in a pass; the last one is filled up, so that its shape is the same
+
+
+def declare_seen(network: str, pretraining_data: str | None, private: str) -> dict[str, Any]:
+    """Return what a network from elsewhere has seen, by declaration, as `describe_seen` does.
+
+    private: name of the records' data set. Raises UserError where nothing is declared, or that set
+    is: the network's cost would have to be added.
+    """
+    if not pretraining_data:
+        raise UserError(
+            "--pretraining-data: must say what the network was trained on, such as ImageNet-1k; a "
+            "network that "
+            "saw private records must not make their features"
+        )
+    own = private.partition("/")[0]
+    if re.search(rf"(?<!\w){re.escape(own.casefold())}(?!\w)", pretraining_data.casefold()):
+        raise UserError(
+            f"--pretraining-data: must be other data than {own}, which is private here; a network "
+            "that "
+            "saw them must not make their features: its cost would have to be added, which is not "
+            "done"
+        )
+    return {
+        "model": network,
+        "public": True,
+        "checked": False,
+        "pretraining_data": f"{pretraining_data} (declared, not checked)",
+        "assumed": f"no private record is among what {network}, which made the features, saw, "
+        f"{pretraining_data}: declared only",
+    }
 
 
 @dataclass(frozen=True)

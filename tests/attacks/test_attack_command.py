@@ -56,9 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.save(model, spec, folder.model_folder)
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         told = {"machines": "by hand", "world_size": "1", "threads": "1", "code": "none"}
-        ledger.begin_attempt(
-            {**told, **folder.recipe_identity, "key": key_id(folder.read_run_key())}
-        )
+        ledger.begin_attempt({**told, "key": key_id(folder.read_run_key())})
         ledger.record(0, "0" * 64)
         own = models.model_hash(folder.model_folder)
         write_summary(folder, ledger, 1, 1.0, fallback_layers=[], model=own)

@@ -78,7 +78,7 @@ def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
         larger = replace(found.guarantee, epsilon=99.0)
         return replace(found, account=replace(found.account, guarantee=larger))
 
-    monkeypatch.setattr(facts, "load_results", searched)
+    monkeypatch.setattr(results, "load_results", searched)
     assert dpdist("audit", "x", "--runs", run.path.parent, *FEW).code == 0
     assert load_results(run).audits[0].proved == 99.0
 

@@ -19,29 +19,6 @@ def scaling():
     return load("benchmarks/scaling/scaling")
 
 
-def test_the_fit_recovers_planted_times(scaling):
-    true = scaling.StepModel(2e-3, 1500.0, 4e-3, 26_010, 3e-4, 10e9 / 8)
-    measured = {(w, b): true.step(w, b) for w in (1, 2, 4, 8) for b in (256.0, 512.0, 2048.0)}
-    found = scaling.fit(measured, 2e-3, 26_010)
-    for ours, planted in (
-        (found.rate, true.rate),
-        (found.fixed, true.fixed),
-        (found.latency, true.latency),
-    ):
-        assert ours == pytest.approx(planted, rel=1e-4)
-    slower = {key: 2 * seconds for key, seconds in measured.items()}
-    assert scaling.fit(slower, 2e-3, 26_010).rate < 0.6 * true.rate
-
-
-def test_the_ring_moves_twice_the_gradient(scaling):
-    """2 (W-1)/W of the bytes, in 2 (W-1) hops (Patarasuk and Yuan, 2009)."""
-    model = scaling.StepModel(0, 1, 0, 1000, 0.0, 8000.0)
-    assert model.reduce(1) == 0
-    assert model.reduce(2) == pytest.approx(1.0)
-    assert model.reduce(1000) == pytest.approx(2 * 999 / 1000)
-    assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
-
-
 @pytest.mark.long
 def test_the_pool_alone_delivers_all_in_bounded_memory():
     """A hundred thousand chunks as a stream; as a list they take many times more. Each in a process

@@ -279,7 +279,6 @@ def test_laplace_profile_by_integration():
             limit=500,
         )
         assert laplace_epsilon(value, b) == pytest.approx(epsilon, abs=1e-5)
-    assert m.laplace_scale(0.5, 3.0) == 6.0
     assert laplace_epsilon(0.0, 6.0, 3.0) == 0.5
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from dpdist.privacy.phases import ClassRates, GaussianSteps, phase_from_dict
+from dpdist.privacy.class_rates import ClassRates
+from dpdist.privacy.phases import GaussianSteps, phase_from_dict
 from dpdist.privacy.plan import PrivacyPlan, UserUnit, parse_plan
 
 pytestmark = pytest.mark.guarantee

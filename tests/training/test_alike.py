@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.training import ThreadReducer, make, run_thread_workers
+from support.training import make
 
-from dpdist.core.errors import ClusterError
 from dpdist.methods.base import MethodState
-from dpdist.privacy.ledger import Anchor, Ledger
 from dpdist.randomness.keys import derive_key
-from dpdist.runs.folder import RunFolder
-from dpdist.training import checkpoint, collectives, ensembles, worker
-from dpdist.training.checkpoint import TrainState, load_latest, newest_step
+from dpdist.training import collectives, ensembles
 from dpdist.training.collectives import (
-    MissingRank,
     Reducer,
     leaf_digests,
     release_id,
@@ -30,13 +24,10 @@ from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import model_spec
 from dpdist.training.private_step import build_shards
 from dpdist.training.worker import (
-    PermitGate,
     ensure_method_state,
     method_state_digest,
     read_method_state,
 )
-
-ANCHOR = Anchor(1, "0" * 32)
 
 
 @pytest.fixture
@@ -45,19 +36,6 @@ def small_leaves(monkeypatch):
 
 
 # --- releases
-
-
-def test_a_worker_that_takes_no_part_is_noticed(tmp_path):
-    class Silent(ThreadReducer):
-        def all_reduce(self, buffer):
-            super().all_reduce(torch.zeros_like(buffer) if self.rank == 1 else buffer)
-
-    steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "momentum": 0.5}
-    recipe, folder = make(tmp_path, "run", model="linear", training=steps)
-    job = prepare(recipe, folder, "test")
-    with pytest.raises(MissingRank):
-        run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
-    assert Ledger.read(folder.ledger).release_counts == {}
 
 
 def test_a_release_is_named_by_every_leaf_of_its_sum(small_leaves):
@@ -84,13 +62,6 @@ def test_an_id_names_whose_sum_it_is(small_leaves, size):
     assert release_id("k/0/1", leaf_digests("k/0/1", changed)) not in ids
 
 
-def test_no_leaf_s_digest_is_that_of_another_sum(small_leaves):
-    """Also leaf by leaf, as workers exchange them."""
-    summed = np.zeros(30)
-    one, other = leaf_digests("k/0/1", summed), leaf_digests("k/0/2", summed)
-    assert not set(one) & set(other)
-
-
 # --- blocks
 
 
@@ -108,15 +79,6 @@ def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reprod
 
 
 # --- checkpoints
-
-
-def test_the_newest_checkpoint_is_the_last_one(tmp_path):
-    assert newest_step(tmp_path) == 0
-    for step in (2, 7, 11):
-        checkpoint.save(tmp_path, TrainState(step, torch.full((3,), float(step)), {}), ANCHOR)
-        assert newest_step(tmp_path) == step
-        state = load_latest(tmp_path)
-        assert state is not None and state.step == step and float(state.parameters[0]) == step
 
 
 # --- what is fixed before the first step
@@ -180,34 +142,3 @@ def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
 
 
 # --- the archive's leave
-
-
-def gate(folder: Path, patch: pytest.MonkeyPatch, epoch: int, start: int = 0) -> PermitGate:
-    run = RunFolder(folder)
-    run.private.mkdir(parents=True, exist_ok=True)
-    run.archive.write_text(json.dumps({"private": True}))
-    patch.setattr(worker, "_PERMIT_TIMEOUT", 0.05)
-    return PermitGate(run, epoch, start, 100)
-
-
-def test_leave_of_another_attempt_is_no_leave(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path)
-    waiting = gate(tmp_path, monkeypatch, 3)
-    for epoch in (0, 2, 4):
-        run.permit.write_text(json.dumps({"epoch": epoch, "step": 0, "steps": 100}))
-        with pytest.raises(ClusterError, match="did not answer"):
-            waiting.wait(0)
-    assert worker.read_permit(run.permit_request).epoch == 3
-    run.permit.write_text(json.dumps({"epoch": 3, "step": 0, "steps": 2}))
-    waiting.wait(0)
-    waiting.wait(1)
-    with pytest.raises(ClusterError, match="step 2"):
-        waiting.wait(2)
-
-
-def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path, monkeypatch):
-    waiting = gate(tmp_path, monkeypatch, 0, start=7)
-    with pytest.raises(ClusterError, match="step 7"):
-        waiting.wait(7)
-    asked = worker.read_permit(RunFolder(tmp_path).permit_request)
-    assert asked is not None and asked.step == 7

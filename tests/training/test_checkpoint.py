@@ -100,10 +100,6 @@ def _status(name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-def test_none_is_none(tmp_path):
-    assert checkpoint.load_latest(tmp_path / "nothing") is None
-
-
 def test_the_digest_sees_every_bit_and_every_place():
     flat = torch.linspace(-1, 1, 7)
     reference = checkpoint.bits_fingerprint(flat)

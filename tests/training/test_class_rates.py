@@ -15,7 +15,6 @@ import pytest
 import torch
 from scipy.stats import binom
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
-from torch import Tensor
 
 import dpdist
 from dpdist import UserError
@@ -116,16 +115,6 @@ def test_rates_and_divisor_follow_from_the_public_counts_alone(root):
     assert make_plan(recipe, len(check_trainable(recipe, "test")[0]), "test") == plan
 
 
-def test_recipes_with_rates_are_read_as_they_were_written(root):
-    assert parse_recipe(recipe_of(root).model_dump(mode="json"), "test") == recipe_of(root)
-    assert (
-        recipe_of(root, data__class_sampling={"well": 1, "ill": 4}).experiment_settings[
-            "data.class_sampling.ill"
-        ]
-        == 4
-    )
-
-
 def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
     recipe = recipe_of(root, data__private_eval_fraction=0.3, data__public=0.1)
     records = check_trainable(recipe, "test")[0]
@@ -143,13 +132,6 @@ def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
 
 
 # --- refusals -----------------------------------------------------------------------------------
-
-
-def test_every_method_says_whether_it_takes_rates():
-    from support.methods import every_method
-
-    able = [method for method in every_method() if method.capabilities.supports_class_rates]
-    assert {method.name for method in able} == {"dp-sgd", "dplis", "input-noise"}
 
 
 def test_counts_that_are_not_those_of_the_records_are_refused(root):
@@ -270,26 +252,6 @@ def test_a_loss_of_one_s_own_is_weighted_by_the_batch_s_targets():
         assert again.tolist() == [4.0, 10.0, 4.0]
 
 
-@pytest.mark.parametrize("loss", [Tensor.mean, lambda losses: losses.mean()[None]])
-def test_a_weight_makes_no_losses_of_what_is_none(loss):
-    """A mean over the batch times weights (B,) would have the shape of losses, one a record."""
-    inputs, labels = torch.rand(3, 2), torch.tensor([0, 1, 1])
-    own = OwnLoss(lambda module, batch: loss(module(batch[0])[:, 0]))
-    for objective in (own, lambda outputs, targets: loss(outputs[:, 0])):
-        weighted = weighted_by_class(objective, (2.0, 5.0))
-        with pytest.raises(UserError, match="must return one loss per example"):
-            example_losses(torch.nn.Linear(2, 2), weighted, {}, inputs, labels)
-
-
-@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.int32, torch.int64])
-def test_targets_of_any_kind_choose_their_own_weights(kind):
-    """As a mask of rows, two of two classes would weigh each other: one record moves another's."""
-    weighted = weighted_by_class(lambda outputs, targets: outputs[:, 0], (2.0, 5.0))
-    for labels in ([0, 0], [0, 1], [1, 0], [1, 1]):
-        found = weighted(torch.ones(2, 1), torch.tensor(labels).to(kind))
-        assert found.tolist() == [(2.0, 5.0)[label] for label in labels]
-
-
 # --- whole trainings ----------------------------------------------------------------------------
 
 
@@ -325,21 +287,6 @@ def test_a_run_states_its_rates(root, tmp_path):
     told = dict(describe_cost(recipe, plan))
     assert told["class_sampling"] == "by class 0: 0.1, 1: 0.4"
     assert told["sampling rate"].startswith("0.4 ")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"name": "dplis", "augmentations": 2},
-        {"name": "input-noise", "sigma": 0.05, "augmentations": 2},
-    ],
-)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_methods_with_rates_learn(root, tmp_path, method, weighted):
-    recipe = recipe_of(root, method=method, data__importance_weights=weighted)
-    weights = train(recipe, RunFolder(tmp_path / "run"))
-    assert torch.isfinite(weights).all() and float(weights.abs().sum()) > 0
 
 
 def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.budget import RenyiFilter, read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.results import load_results
-from dpdist.runs.folder import RECIPE_IDENTITY, RunFolder, complete_checkpoints
+from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load_recipe
 from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.job import prepare
@@ -131,7 +131,7 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
         name for name, value in ledger.attempts[0]["identity"].items()
         if ledger.attempts[1]["identity"][name] != value
     }  # fmt: skip
-    assert changed == {"recipe", RECIPE_IDENTITY}
+    assert changed == {"recipe"}
     assert ledger.num_superseded == 2  # steps 3 and 4, released under the first recipe
 
 
@@ -230,29 +230,6 @@ def test_a_plan_is_executed_by_no_other_recipe(tmp_path):
         found = r"method\.\w+(, method\.\w+)*: must be" if count == 1 else r"plan\.json: phases"
         with pytest.raises(UserError, match=found):
             prepare(load_recipe(copy.recipe_file), copy, "test")
-
-
-@pytest.mark.long
-def test_a_calibrated_plan_is_held_against_its_target(tmp_path):
-    privacy = SECRET | {"noise_multiplier": None, "epsilon": 2.0}
-    recipe, folder = make(tmp_path, model="linear", privacy=privacy)
-    plan = prepare(recipe, folder, "test").plan
-    assert plan == folder.read_plan() and 1.9 < plan.guarantee().epsilon <= 2.0
-
-    def louder(raw: dict[str, Any]) -> None:
-        raw["phases"][0]["noise_multiplier"] *= 0.5
-
-    edit(folder.plan, louder)
-    with pytest.raises(UserError, match=r"plan\.json: phases: must be what"):
-        prepare(recipe, folder, "test")
-
-    def halved(raw: dict[str, Any]) -> None:
-        raw["noise_multiplier"] *= 0.5
-
-    edit(folder.start_record, halved)
-    assert folder.read_plan().guarantee().epsilon > 4  # as its reader is told
-    with pytest.raises(UserError, match=r"costs more than privacy\.epsilon, 2, allows"):
-        prepare(recipe, folder, "test")
 
 
 def test_what_a_run_was_begun_with_is_missed(tmp_path):

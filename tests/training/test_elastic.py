@@ -9,8 +9,6 @@ from support.training import KEY, execute, make, train, train_and_crash
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe
-from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
 from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_user, read_users
 
@@ -114,18 +112,3 @@ def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     assert read_users(folder) == [first]
     append_user(folder, later)
     assert read_users(folder) == [first, later]
-
-
-def test_more_workers_than_canonical_shards_are_refused(tmp_path):
-    recipe, folder = elastic(tmp_path, "run", True, workers={"min": 2, "max": 9})
-    with pytest.raises(UserError, match=r"resources\.workers: must be <= 8 .* got 2 to 9"):
-        prepare(recipe, folder, "test")
-
-
-def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
-    recipe, folder = elastic(tmp_path, "run", True)
-    rows = dict(describe_cost(recipe, prepare(recipe, folder, "test").plan))
-    assert rows["workers"].startswith("1 to 4, ")
-    assert rows["memory of a host"].endswith(" MiB with 4 on it")
-    assert " s at " in rows["training time"] and " to " in rows["training time"]
-    assert parse_recipe(recipe.model_dump(mode="json"), "again") == recipe

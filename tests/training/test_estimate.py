@@ -11,12 +11,7 @@ from torch import nn
 
 import dpdist
 from dpdist import Privacy, estimate
-from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, TrainingObjective
-from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.training import estimate as module
-from dpdist.training.estimate import examples_per_second
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -120,16 +115,6 @@ def test_memory_counts_what_an_optimizer_keeps():
     assert estimated(wide, micro_batch=11).memory_bytes - fewer == 9 * 4 * 4 * (5000 + 5000 + 2)
 
 
-def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
-    monkeypatch.setattr(module, "examples_per_second", lambda *_: 100.0)
-    monkeypatch.setattr(module, "_noise_seconds", lambda size, std: size * std)
-    found = estimated(privacy={"noise_multiplier": 2.0, "delta": 1e-3, "clip_norm": 0.5})
-    assert found.seconds_per_step == 20 / 100 + 47 * 1.0
-    assert found.seconds == 50 * found.seconds_per_step
-    own = estimated(privacy={"noise_multiplier": 2.0, "delta": 1e-3}, rounding="fixed-row")
-    assert own.seconds_per_step > 20 / 100 + 47 * 2.0  # rows are filled up
-
-
 # --- rates by class
 
 
@@ -153,19 +138,3 @@ def test_rates_by_class_are_priced_at_the_largest(tmp_path, private):
     # With a target epsilon the noise rises, with a given noise epsilon does.
     key = "noise_multiplier" if "epsilon" in private else "epsilon"
     assert getattr(found, key) > getattr(equal, key)
-
-
-@pytest.mark.parametrize("micro_batch", [None, 3])
-def test_time_is_that_of_passes_as_they_are_executed(micro_batch):
-    """A pass of few rows takes longer for each."""
-    engine = GradientEngine(
-        net(), nn.CrossEntropyLoss(reduction="none"), clipping=FlatClipping(1.0),
-        micro_batch=micro_batch,
-    )  # fmt: skip
-    seen, blocks = [], Blocks.for_batches(200, 0.1)
-    engine.model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    inputs, labels = torch.rand(64, 6), torch.zeros(64, dtype=torch.int64)
-    assert examples_per_second(engine, TrainingObjective(), inputs, labels, blocks) > 0
-    rows = engine.rows_per_pass(blocks)
-    assert seen[-2:] == [rows, rows] and sum(seen) <= 3 * 20 + 2 * rows
-    assert engine.micro_batch == 3 if micro_batch else engine.micro_batch > rows

@@ -14,7 +14,6 @@ from torch import nn
 from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step, worker
 from dpdist.training.loop import TrainingDiverged
 
@@ -101,19 +100,3 @@ def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_p
     with pytest.raises(UserError, match=r"r.yaml: certify\.start: must be below the 358 inputs"):
         pipeline.train_only(recipe, runs=tmp_path, context="r.yaml")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("std", [[math.nan], [0.0], [math.inf], [-1.0]])
-def test_constants_that_are_no_numbers(std):
-    raw = make_raw() | {"model": {"name": "linear", "std": std}}
-    with pytest.raises(UserError, match=r"model\.std\.0: must be"):
-        parse_recipe(raw, "r")
-
-
-def make_raw() -> dict:
-    return {
-        "name": "x",
-        "data": {"name": "digits"},
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
-        "training": {"batch_size": 40, "steps": 12, "learning_rate": 0.5},
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from support.benchmarks import load as load_benchmark
 from support.local_execution import run_without_ray
 
 from dpdist.cluster import session
-from dpdist.runs.recipe import load_recipe
 
 pytestmark = pytest.mark.whole
 
@@ -21,35 +19,6 @@ pytestmark = pytest.mark.whole
 @pytest.fixture
 def flagship(monkeypatch):
     return load_benchmark("papers/dp-cert/run", monkeypatch)
-
-
-@pytest.mark.long
-def test_every_row_changes_what_it_says(flagship, tmp_path):
-    bench = flagship.Bench(tmp_path, None, quick=False)
-    names = [name for row in flagship.ROWS for name in row.runs()]
-    assert len(set(names)) == len(names)
-    found = {row.name: load_recipe(bench.recipe(row, row.runs()[0])) for row in flagship.ROWS}
-    whole = found["flagship"]
-    assert whole.model.initial is not None and whole.certify.n == 10_000
-    assert found["flagship-0.5"].certify.sigma == 0.5
-    for row in flagship.ROWS:
-        recipe = found[row.name]
-        assert recipe.certify.sigma == row.sigma and recipe.privacy.delta == 1e-6
-        assert set(flagship.PUBLISHED[row.task]) == {0.0, *recipe.certify.radii}
-        if row.changes:
-            unchanged = dataclasses.replace(row, changes={})
-            differ = recipe.differing_keys(load_recipe(bench.recipe(unchanged, "other")))
-            assert {key.split(".")[0] for key in row.changes} <= {k.split(".")[0] for k in differ}
-    behind, plain = found["denoised-0.5"], found["shifts-0.5"]
-    assert behind.public.denoiser.name == "unet" and plain.public.denoiser is None
-    assert behind.model.initial.folder.name == "denoised-strokes-sigma-0.5"
-    assert plain.model.initial.folder.name == "strokes-sigma-0.5"
-    scenes, unwhitened = found["scenes"], found["scenes-plain"]
-    assert scenes.model.initial.folder.name == "scenes-white-sigma-0.25" and scenes.model.mirrored
-    assert unwhitened.model.initial.folder.name == "scenes-sigma-0.25"
-    assert scenes.model.options["whiten"] and "whiten" not in unwhitened.model.options
-    assert scenes.method.sigma == scenes.public.sigma == scenes.certify.sigma == 0.25
-    assert found["no-public"].model.initial is None and found["no-public"].public is None
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise
+from dpdist.runs.recipe import make_plan
 from dpdist.training import records as chosen
 from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
@@ -130,16 +129,6 @@ def test_identity_of_data_and_recipe_know_the_users(root, tmp_path):
 # --- plans of records ---------------------------------------------------------------------------
 
 
-def test_plans_of_records_say_nothing_of_users(root):
-    plain = recipe_of(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
-    plan = plan_with_noise(plain, 60, 1.0)
-    assert "user" not in plan.to_dict() and "user" not in plan.guarantee().to_dict()
-    mine = plan_with_noise(recipe_of(root), 60, 1.0)
-    assert PrivacyPlan.from_dict(json.loads(json.dumps(mine.to_dict()))) == mine
-    assert mine.fingerprint() != plan.fingerprint()
-    assert parse_recipe(recipe_of(root).model_dump(mode="json"), "test") == recipe_of(root)
-
-
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -167,15 +156,6 @@ def test_what_is_not_made_for_users_is_refused_in_one_line(root, sections, said)
     with pytest.raises(UserError, match=said) as caught:
         recipe_of(root, **sections)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_every_method_says_whether_it_takes_users():
-    from support.methods import every_method
-
-    able = [method for method in every_method() if method.capabilities.supports_users]
-    assert {method.name for method in able} == {"dp-sgd", "dplis", "input-noise"}
-    # none inherits from another what it does not do itself
-    assert all("capabilities" in vars(type(method)) for method in able)
 
 
 def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
@@ -443,35 +423,3 @@ def test_texts_are_grouped_by_their_author(tmp_path):
     dataset, _ = check_trainable(recipe, "test")
     assert dataset.batch(np.array([0, 3])).shape[:2] == (2, MOST)
     assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)
-
-
-def test_numbers_are_learned_by_user(tmp_path):
-    for split, seed in (("train", 0), ("test", 1)):
-        generator = np.random.default_rng(seed)
-        inputs = generator.normal(size=(60, 3)).astype(np.float32)
-        columns = {f"f{k}": inputs[:, k] for k in range(3)}
-        table = pa.table(
-            columns | {"label": inputs.sum(1), "patient": [f"{split} {k % 15}" for k in range(60)]}
-        )
-        (tmp_path / "scans").mkdir(exist_ok=True)
-        pq.write_table(table, tmp_path / "scans" / f"{split}.parquet")
-    data = {
-        "name": "scans", "root": str(tmp_path), "targets": "number",
-        "columns": {"features": ["f*"], "user": "patient"},
-    }  # fmt: skip
-    recipe = recipe_of(
-        tmp_path, data=data, training={
-            "batch_size": 5, "steps": 3, "learning_rate": 0.1, "loss": "mse",
-        },
-    )  # fmt: skip
-    weights = train(recipe, RunFolder(tmp_path / "run"))
-    assert torch.isfinite(weights).all()
-
-
-def test_labels_that_are_left_out_take_their_users_along(root):
-    recipe = recipe_of(root)
-    whole, _ = check_trainable(recipe, "test")
-    other = recipe_of(root, data__labels=[1, 0])
-    same, _ = check_trainable(other, "test")
-    assert len(same) == len(whole)
-    np.testing.assert_array_equal(same.users.codes, whole.users.codes)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.training import KEY, make, parameters, release_ids, run_thread_workers, train
 
-from dpdist.cluster import executor as module
 from dpdist.cluster.executor import Executor, LocalExecutor
-from dpdist.cluster.work import MAX_PREEMPTIONS, WorkerGroup
+from dpdist.cluster.work import WorkerGroup
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
@@ -222,24 +220,4 @@ def test_sigterm_that_nobody_can_answer_is_ctrl_c(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_another_handler_of_sigterm_stays(tmp_path):
-    mine = lambda *_: None  # noqa: E731
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        with stopped_between_steps(RunFolder(tmp_path)):
-            assert signal.getsignal(signal.SIGTERM) is mine
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 # --- what Ray has -----------------------------------------------------------------------------
-
-
-def group_of(restarts: int) -> WorkerGroup:
-    return WorkerGroup(lambda *_: None, None, 2, 1, 0, Path("private"), lambda: None, restarts)
-
-
-def test_preemptions_are_bounded_apart_from_failures():
-    config = module._failure_config(group_of(3))
-    assert config.max_failures == 3
-    assert getattr(config, "max_preemption_failures", MAX_PREEMPTIONS) == MAX_PREEMPTIONS > 0

@@ -708,14 +708,3 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     plain = training(tmp_path / "plain")
     plain.run_all()
     assert "private scores" not in dict(dpdist.load_results(plain.run).summary())
-
-
-def test_another_noise_in_its_files_is_found(tmp_path):
-    t = training(tmp_path / "own", privacy=FRESH)
-    t.score(SCORED, every=2, noise=3.0)
-    scores(t)
-    text = t.run.recipe_file.read_text()
-    assert text.count("noise: 3.0") == 1
-    t.run.recipe_file.write_text(text.replace("noise: 3.0", "noise: 30.0"))
-    with pytest.raises(UserError, match=r"script\.score\.noise"):
-        dpdist.load_results(t.run)

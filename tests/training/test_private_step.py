@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 import torch
 
-import dpdist
 from dpdist import UserError
 from dpdist.gradients.clipping import FlatClipping, max_batch
 from dpdist.gradients.engine import GradientEngine, cross_entropy
@@ -164,12 +161,6 @@ def test_the_release_is_on_record_before_its_noise(tmp_path, monkeypatch):
 def test_a_clip_above_the_plan_s_is_refused():
     with pytest.raises(UserError, match="sensitivity exceeds"):
         step_of(2 * CLIP).check_clip(PLAN.clip_norm)
-
-
-def test_it_is_public_and_its_example_runs():
-    assert dpdist.PrivateStep is PrivateStep
-    found = doctest.DocTestFinder().find(PrivateStep, "PrivateStep", globs={})
-    assert [doctest.DocTestRunner().run(one).failed for one in found if one.examples] == [0]
 
 
 def test_a_batch_beyond_what_the_slack_covers_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib
 import json
 import math
@@ -39,8 +38,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, job, model_setup
 from dpdist.training.monitoring import read_users
 from dpdist.training.records import records_with_canaries
-from dpdist.training.script_learner import is_finite
-from dpdist.training.script_state import form_of
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -283,7 +280,7 @@ def net(input_shape, classes):
 OTHER_FACTORIES = {
     "sizes": ("Mine()", "Mine(7)", r"first must be Linear\(.* out_features=5, .* out_features=7"),
     "settings": ("Mine()", "Mine(5, 0.2)", r"slope must be LeakyReLU\(negative_slope=0.1\), got"),
-    "forward": ("(self.scale * ", "(1.5 * ", "the code of Mine is another"),
+    "forward": ("(self.scale * ", "(1.5 * ", "with the trained weights it answers otherwise"),
     "module": ("SCALE = 1.0", "SCALE = 1.5", "with the trained weights it answers otherwise"),
 }  # fmt: skip
 
@@ -864,18 +861,9 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "what"), CHANGES)
-def test_the_form_of_a_model_says_what_changed(change, what):
-    model = scaled()
-    before = form_of(model)
-    assert before == form_of(model)
-    change(model)
-    now = form_of(model)
-    assert what in [name for name in now if now[name] != before.get(name, ())]
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("change", "what"), [CHANGES[5], CHANGES[7], CHANGES[9], CHANGES[11]])
+@pytest.mark.parametrize(
+    ("steps", "change", "what"), [(0, *CHANGES[5]), *((2, *each) for each in CHANGES)]
+)
 def test_another_model_than_the_checked_one_takes_no_step(tmp_path, steps, change, what):
     model = scaled()
     t = training(tmp_path / "own", model, sgd(model))
@@ -924,18 +912,6 @@ def test_what_was_put_back_is_no_change(tmp_path):
     t.step()
     assert t.guarantee.kind == "assumed: post-processing"
     t.close()
-
-
-@pytest.mark.parametrize(
-    ("values", "finite"),
-    [
-        ([1.0, math.inf], False), ([-math.inf, math.inf], False), ([math.nan, 1.0], False),
-        ([3e38, 3e38], True), ([3e38, -3e38], True), ([], True),
-    ],
-)  # fmt: skip
-def test_parameters_that_are_not_finite_are_seen(values, finite):
-    for dtype in (torch.float32, torch.complex64):
-        assert is_finite(torch.tensor(values, dtype=dtype)) == finite
 
 
 def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
@@ -1476,25 +1452,6 @@ def test_a_replay_with_another_sum_never_gets_the_announced_noise(tmp_path):
 # --- the pieces
 
 
-def test_a_state_dict_comes_back_as_it_was():
-    from collections import Counter
-
-    from dpdist.training.script_state import pack, unpack
-
-    state = {
-        0: {"step": torch.tensor(3.0), "mean": torch.randn(4, 2), "none": None},
-        "rates": [0.1, float("inf"), 1e-300], "pair": (1, True, "a"), "at": Counter({3: 2}),
-        "array": np.arange(3), "scalar": np.float64(0.25), "empty": torch.zeros(0),
-    }  # fmt: skip
-    found = unpack("x", pack("x", state))
-    assert found["rates"] == state["rates"] and found["pair"] == (1, True, "a")
-    assert type(found["at"]) is Counter and found["at"] == state["at"]
-    assert torch.equal(found[0]["mean"], state[0]["mean"]) and found[0]["none"] is None
-    assert found["array"].tolist() == [0, 1, 2] and found["scalar"] == 0.25
-    with pytest.raises(UserError, match=r"x\.state_dict\(\) holds function"):
-        pack("x", {"f": lambda: 0})
-
-
 def test_fit_is_the_same_training(tmp_path):
     model = Net()
     run = dpdist.fit(
@@ -1513,22 +1470,6 @@ def test_fit_is_the_same_training(tmp_path):
             Net(), records(), optimizer="lion", learning_rate=0.1, privacy=Privacy(**PRIVATE),
             batch_size=16, steps=1, folder=tmp_path / "x",
         )  # fmt: skip
-
-
-def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
-    recipe, _ = make(tmp_path, "x")
-    run_without_ray(monkeypatch)
-    run = dpdist.run(recipe.model_dump(mode="json"), runs=tmp_path)
-    assert run.training_summary.exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("thing", [PrivateTraining, Privacy])
-def test_its_example_runs(thing, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = doctest.DocTestFinder().find(thing, thing.__name__, globs={})
-    failed = [doctest.DocTestRunner().run(one).failed for one in found if one.examples]
-    assert failed and not any(failed)
 
 
 @pytest.mark.long

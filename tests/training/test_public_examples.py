@@ -299,25 +299,6 @@ def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) 
     assert len(screened) == 4
 
 
-@pytest.mark.parametrize(
-    ("resources", "said", "measured"),
-    [
-        ({}, "assumed that moving a record to another row", True),
-        ({"rounding": "fixed-row"}, "every record has a row that follows from its id", False),
-        ({"micro_batch": 1}, "every record runs alone", False),
-    ],
-)
-def test_a_card_says_what_is_assumed_of_rounding(
-    tmp_path: Path, resources: dict[str, Any], said: str, measured: bool
-) -> None:
-    recipe, folder = make(tmp_path, training__steps=2, resources=resources)
-    execute(prepare(recipe, folder, "test"))
-    (note,) = [n for n in load_results(folder).privacy_card()["notes"] if n.startswith("Floating")]
-    assert said in note
-    moves = json.loads(folder.training_summary.read_text())["rounding"].get("moves")
-    assert (moves is not None) == measured and (moves is None or 0 <= moves < 2.0**-19)
-
-
 def test_a_measured_move_is_never_rounded_down() -> None:
     for moves in (1.23e-7, 9.99e-8, 2.0**-20, 0.0):
         shown = float(describe_rounding("standard", None, "float32", moves).split("most ")[-1][:-3])

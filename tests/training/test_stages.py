@@ -280,13 +280,6 @@ def test_private_metrics_make_the_kind_assumed_wherever_it_stands(tmp_path, fact
     assert POST_PROCESSED in str(dpdist.load(folder))
 
 
-def test_the_card_says_what_nobody_checked_of_rows_model_and_loss(first):
-    lines = dpdist.load_results(first.run).privacy_card()["assumptions"]
-    assert sum("made of one record only" in line for line in lines) == 1
-    assert any("keep nothing from pass to pass" in line for line in lines)
-    assert any("released fields" in line for line in lines)
-
-
 def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
     recipe, _ = make(
         tmp_path / "runs", "recipe", model={

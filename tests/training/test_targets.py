@@ -22,10 +22,7 @@ from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.privacy.ledger import Ledger
 from dpdist.publishing import write_release
 from dpdist.release.bundle import load as load_release
-from dpdist.reports.export import run_as_json
 from dpdist.reports.results import load_results
-from dpdist.reports.summary import make_verdict
-from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import check_training
@@ -108,30 +105,6 @@ def test_the_measures_are_those_of_the_model(finished):
         wanted = [right.mean(), right.all(1).mean()]
     assert [written["measures"][name] for name in MEASURES[kind]] == pytest.approx(wanted)
     assert written["inputs"] == len(y) and "accuracy" not in written
-
-
-def test_report_card_tracker_and_json_tell_them(finished):
-    kind, _, folder = finished
-    facts = load_results(folder)
-    first, second = MEASURES[kind]
-    assert list(facts.measures) == [first, second] and facts.accuracy is None
-    said = dict(facts.summary())
-    assert said[first].endswith("on 90 (own/test)") and "clean accuracy" not in said
-    assert f"on 90 test inputs: {first} {facts.measures[first]}" in str(make_verdict(facts))
-    assert set(run_as_json(facts)["evaluation"]["measures"]) == {first, second}
-    named = {name for name, _, _ in iter_metrics(facts)}
-    assert f"test/{first.replace(' ', '_')}" in named
-
-    seen: dict[str, float] = {}
-
-    class Kept:
-        def log_scalar(self, name: str, value: float, step: int) -> None:
-            seen[name] = value
-
-        def close(self) -> None: ...
-
-    Tracker(Kept()).log_run(facts)
-    assert f"test/{second.replace(' ', '_')}" in seen
 
 
 def test_a_release_is_a_model_and_says_no_class(finished):

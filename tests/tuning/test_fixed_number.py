@@ -129,17 +129,6 @@ def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     assert kept == {"done": 0, "trials": 4, "stages": search.stages()}
 
 
-def test_the_rate_of_a_search_that_goes_on_is_that_of_this_session(begin, recipe, monkeypatch):
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "mean": None, "runs": 4}}))
-    trials, unfinished, seen = _trials(search), [0, 1], []
-    monkeypatch.setattr(search, "_unfinished_trials", lambda: unfinished)
-    for count in (2, 2, 1):  # two were finished in an earlier session
-        del unfinished[count:]
-        search._report_progress(lambda *numbers: seen.append(numbers[:3]))
-    assert [each[:2] for each in seen] == [(2, 4), (2, 4), (3, 4)] and len(trials) == 4
-    assert [each[2] > 0 for each in seen] == [False, False, True]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("num_trials", ["fixed", "binomial"])
 def test_a_log_tells_of_trials_only_where_they_are_public(num_trials, begin, recipe, monkeypatch):

@@ -23,6 +23,7 @@ from torch import nn
 
 import dpdist
 from dpdist import PrivateTraining, UserError, searching
+from dpdist import searched_function as built
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.data.protocol import UNITS
 from dpdist.privacy.budget import read_budgets
@@ -96,10 +97,10 @@ def run_trial(search: searching.FunctionSearch, number: int) -> dict[str, Any]:
     if not path.exists():
         noise = search.trial_noise_multiplier(trial.values)
         searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
-    searching.run_trial(
-        search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
+    built.run_trial(
+        search.folder.run.path, built.package_fingerprints(built.PACKAGES), number,
         lambda rung, score: None,
-        lambda *given: searching._train_and_score(search._explorer.function, search.recipe, *given),
+        lambda *given: built._train_and_score(search._explorer.function, search.recipe, *given),
     )  # fmt: skip
     return read_scores(search.folder, number)
 
@@ -127,7 +128,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
         own = search.folder.trial_folder(number)
         assert own.read_plan().records == PATIENTS
         # The noisy sum of the persons' means, worked out from the noise of two standard deviations.
-        model = searching.models.load(own.model_folder, trusted_factory="code-of-the-user:Linear")
+        model = built.models.load(own.model_folder, trusted_factory="code-of-the-user:Linear")
         right = (model(torch.tensor(SCORED[0])).argmax(1).numpy() == SCORED[1]).astype(float)
         units = np.array(SCORED[2])
         exact = sum(right[units == unit].mean() for unit in set(SCORED[2]))
@@ -152,7 +153,7 @@ def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
         scored, value, _ = searching._parse_score(
             {"private_eval_data": as_records(given), "value": function.value}, privacy
         )
-        values = searching.RecordValues(scored, value, torch.device("cpu"))
+        values = built.RecordValues(scored, value, torch.device("cpu"))
         return values.private_units(model, bytes(32)) / UNITS
 
     whole, (inputs, labels, units) = total(SCORED), SCORED

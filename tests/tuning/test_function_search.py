@@ -25,6 +25,7 @@ from torch import nn
 
 import dpdist
 from dpdist import PrivateTraining, UserError, pipeline, searching
+from dpdist import searched_function as built
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Ledger
@@ -109,16 +110,16 @@ def run_trial(search: searching.FunctionSearch, number: int, train: Any = build)
     function = searching.TrainFunction(
         train, known.records, known.scored, known.value, known.public, known.noise_given
     )
-    searching.run_trial(
-        search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
+    built.run_trial(
+        search.folder.run.path, built.package_fingerprints(built.PACKAGES), number,
         lambda rung, score: None,
-        lambda *given: searching._train_and_score(function, search.recipe, *given),
+        lambda *given: built._train_and_score(function, search.recipe, *given),
     )  # fmt: skip
     return read_scores(search.folder, number)
 
 
 def load(folder: Path) -> nn.Module:
-    return searching.models.load(folder, trusted_factory="code-of-the-user:Linear")
+    return built.models.load(folder, trusted_factory="code-of-the-user:Linear")
 
 
 def finish(search: searching.FunctionSearch) -> RunFolder:
@@ -374,7 +375,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
         total = float((outputs.argmax(1) == SCORED[1]).sum())
         own_key = derive_key(trial.key, "score of a function")
         records = search._explorer.function.fingerprint(derive_key(own_key, "fingerprint"))
-        made_of = [searching.models.model_hash(own.model_folder), records, total.hex(), 3.0]
+        made_of = [built.models.model_hash(own.model_folder), records, total.hex(), 3.0]
         key = derive_key(own_key, "noise", json.dumps(made_of))
         uniform, turn = stream_words(key, 0, 2).tolist()
         length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
@@ -586,10 +587,10 @@ def test_where_all_trials_fail_there_is_no_model(tmp_path, coarse_grid):
             raise RuntimeError("drawn")
         return build(config)
 
-    PROBED = searching.domain_value(
+    PROBED = built.domain_value(
         dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), (math.sqrt(5) - 1) / 2
     )
-    middle = searching.domain_value(dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), 0.5)
+    middle = built.domain_value(dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), 0.5)
 
     def lenient(config: Any) -> PrivateTraining:
         return build(config) if config["lr"] == middle else train(config)

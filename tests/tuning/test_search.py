@@ -237,24 +237,6 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     page = search.run_folder.report_file.read_text()
     assert "All its trials" in page and "&lt;lost&gt; &amp; gone" in page and "<lost>" not in page
 
-    text = search.run_folder.trials.read_text()
-    for wrong, message in (
-        (json.dumps(json.loads(text)[:2]), "must hold the 3 trials of the search"),
-        ("{}", "must hold the 3 trials of the search"),
-        (text.replace('"failed"', '"Failed"', 1), "trial 0: damaged: failed is missing"),
-    ):
-        search.run_folder.trials.write_text(wrong)
-        with pytest.raises(UserError, match=message):
-            load_results(search.run_folder)
-    told = json.loads(text)
-    for key, other in (("scores", [1.0]), ("failed", None), ("chosen", True), ("values", {})):
-        edited = [row | {key: other} if n != best else row for n, row in enumerate(told)]
-        search.run_folder.trials.write_text(json.dumps(edited))
-        with pytest.raises(UserError, match=r"trials\.json: damaged: must be the trials in "):
-            load_results(search.run_folder)
-    search.run_folder.trials.unlink()  # as an archive brings a run back
-    assert trial_table(load_results(search.run_folder)) == (header, rows)
-
     secret = begin(recipe(name="secret"))
     run_trials(secret)
     finish(secret)

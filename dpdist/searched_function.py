@@ -1,0 +1,621 @@
+"""Build private trainings by a function of a search: to look at them, to price them, in trials.
+
+It is called before anything is released, so that the price of the search is that of the trainings
+which it builds (`Explorer`). A trial calls it once, in new processes of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dpdist import models
+from dpdist.cluster.versions import package_fingerprints
+from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
+from dpdist.config.search import TuneRecipe
+from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.errors import UserError, is_disk_full
+from dpdist.core.files import (
+    error_text,
+    make_private_folder,
+    read_json,
+    write_json,
+)
+from dpdist.data.overlap import single_records
+from dpdist.data.protocol import UNITS, Records
+from dpdist.gradients.noise import add_noise
+from dpdist.methods.base import Method
+from dpdist.models.factory_code import code_digest_of
+from dpdist.privacy.ledger import JournalBusy, LedgerError
+from dpdist.private_training import (
+    IN_SEARCH,
+    PrivateTraining,
+    RunBusyError,
+)
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import (
+    Recipe,
+    plan_with_noise,
+)
+from dpdist.training.collectives import Workers
+from dpdist.training.job import PACKAGES
+from dpdist.training.private_score import (
+    RecordValues,
+    Value,
+)
+from dpdist.training.trainer import torch_config
+from dpdist.tuning.manifest import (
+    SearchFolder,
+    read_scores,
+    read_settings,
+    read_terms,
+    read_trial_limit,
+    read_trials,
+)
+from dpdist.tuning.space import (
+    CostBox,
+    SearchCost,
+    TrialValues,
+    domain_value,
+    iter_probe_values,
+    iter_searched_fields,
+    recipe_cost_box,
+)
+from dpdist.tuning.trial import (
+    ScoreReporter,
+    TrialExecutor,
+    begin_trial_folder,
+    run_trial,
+)
+
+# --- the function -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TrialConfig(Mapping[str, Any]):
+    """Hold the values of one trial, as `train(config)` is given them.
+
+    Attributes:
+        searched: the searched values by name; `config["lr"]` reads one.
+        data: the private records to train on, `Records`.
+        privacy: the section for `PrivateTraining`, with the noise of this trial.
+        folder: the folder of the trial's run, a `Path`.
+    """
+
+    searched: Mapping[str, Any]
+    data: Records = field(repr=False)
+    privacy: PrivacyRecipe
+    folder: Path
+
+    def __getitem__(self, name: str) -> Any:
+        return copy.deepcopy(self.searched[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.searched)
+
+    def __len__(self) -> int:
+        return len(self.searched)
+
+
+class TrainRaisedError(UserError):
+    """The function raised an error, which makes its trial a failed one."""
+
+
+@dataclass(frozen=True)
+class TrainFunction:
+    """Hold a function that builds trainings, and the records of the search.
+
+    train: the function. records: to train on, private. scored: to score on, by unit where they are
+    private and a group is the unit. value: of a record. public: whether the scored ones are public.
+    noise_given: whether the noise multiplier may be one of the searched values; else it is found
+    for a target epsilon.
+    """
+
+    train: Callable[[TrialConfig], Any]
+    records: Records
+    scored: Records
+    value: Value | None
+    public: bool
+    noise_given: bool
+
+    def build(
+        self, values: Mapping[str, Any], privacy: PrivacyRecipe, folder: Path
+    ) -> PrivateTraining:
+        """Return the training that the function builds of these values, checked.
+
+        Raises:
+            TrainRaisedError: the function raised an error.
+            UserError: it returned anything but the one training that it made.
+        """
+        config = TrialConfig(values, self.records, privacy, folder)
+        begun = RunFolder(folder).plan.exists()
+        with of_a_search():
+            try:
+                training = self.train(config)
+            except RunBusyError:
+                raise
+            except UserError as error:
+                raise TrainRaisedError(str(error)) from error
+            except (Exception, SystemExit) as error:
+                if is_disk_full(error):
+                    raise
+                said = f"train: raised {type(error).__name__} for {dict(values)}: "
+                said += error_text(error)
+                raise TrainRaisedError(said) from error
+        if type(training) is not PrivateTraining:
+            raise UserError(
+                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, and "
+                f"no score, model or subclass, got {type(training).__name__}; scores come from "
+                "score=, and the search takes the steps"
+            )
+        self._check(training, config, begun)
+        return training
+
+    def _check(self, training: PrivateTraining, config: TrialConfig, begun: bool) -> None:
+        """Raise UserError where a training is not about these records, terms and folder.
+
+        begun: whether its folder was there before, from which it goes on.
+        """
+        if training.run.path != config.folder.resolve():
+            raise UserError(f"train: folder: must be config.folder, got {training.run.path}")
+        if training.steps_taken and not begun:
+            raise UserError(
+                "train: must return the training before its first step: the search takes the steps"
+            )
+        if any(isinstance(each, ReduceLROnPlateau) for each in training.state):
+            raise UserError(
+                "train: state: must hold no ReduceLROnPlateau, which follows a measured value; "
+                "take another scheduler"
+            )
+        if training.recipe.score is not None:
+            raise UserError("train: score: must be given to dpdist.tune, which pays for it")
+        free = {"clip_norm", "clipping"}
+        free |= {"noise_multiplier"} if self.noise_given else set()
+        given = training.recipe.privacy.model_dump(mode="json", exclude=free)
+        for key, wanted in config.privacy.model_dump(mode="json", exclude=free).items():
+            if given.get(key) != wanted:
+                values = f", {wanted}, got {given.get(key)}" if key != "run_key" else ""
+                raise UserError(
+                    f"train: privacy.{key}: must be that of config.privacy{values}: pass "
+                    "privacy=config.privacy on; what is promised is said to dpdist.tune"
+                )
+        if single_records(training.records) is not self.records:
+            raise UserError(
+                "train: data: must be config.data itself, the records given to dpdist.tune"
+            )
+
+    def fingerprint(self, key: bytes) -> str:
+        """Return the keyed fingerprint of all records of the search."""
+        both = {"trained": self.records, "scored": self.scored}
+        made = [each.keyed_fingerprint(derive_key(key, name)) for name, each in both.items()]
+        return hashlib.blake2b(" ".join(made).encode(), digest_size=16).hexdigest()
+
+    def values_on(self, training: PrivateTraining) -> RecordValues:
+        """Return the values of the scored records by the model of a training."""
+        device = next(training.model.parameters()).device
+        return RecordValues(self.scored, self.value, device)
+
+    def check_score(self, training: PrivateTraining) -> None:
+        """Raise UserError where a record cannot be scored, or not between 0 and 1 in private."""
+        training.model.eval()
+        values = self.values_on(training).check(training.model)
+        if not self.public and not all(0 <= value <= 1 for value in values):
+            raise UserError(
+                "score.value: must return a value in [0, 1] for each private record, got "
+                f"{next(v for v in values if not 0 <= v <= 1):.4g} on an invented one: scale it"
+            )
+
+
+@contextmanager
+def of_a_search() -> Iterator[None]:
+    """Let trainings be made in a search's folders, with the same random numbers in each block.
+
+    Afterwards all generators go on as before.
+    """
+    kept, inside = (random.getstate(), np.random.get_state()), IN_SEARCH.set(True)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            IN_SEARCH.reset(inside)
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+
+
+def _description(training: PrivateTraining) -> str:
+    """Return a digest of all that a training begins with, but for keys, noise, name and folder."""
+    told = training.recipe.model_dump(mode="json", exclude={"name", "resources"})
+    told["data"]["root"] = None
+    told["script"].pop("unit")  # words
+    for key in ("noise_multiplier", "epsilon", "run_key"):
+        told["privacy"][key] = None
+    text = json.dumps([told, training.state_digest()], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# --- its price --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FunctionCost(SearchCost):
+    """Compute the cost of a search over a function.
+
+    settings: recipes of trainings that it builds, one for each cost at least.
+    """
+
+    settings: tuple[Recipe, ...] = ()
+
+    @cached_property
+    def _cost_boxes(self) -> list[CostBox]:
+        boxes = [recipe_cost_box(each) for each in (self.recipe, *self.settings)]
+        return [box for place, box in enumerate(boxes) if box not in boxes[:place]]
+
+    @cached_property
+    def _methods(self) -> list[Method]:
+        return [self.recipe.method]
+
+
+def settings_of_space(
+    tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe]
+) -> tuple[Recipe, ...]:
+    """Return the recipes that the space's values make, one for each cost.
+
+    Listed values that change a trial's cost are combined with each other. Raises UserError for a
+    range of such values, since what lies between its ends is not known, and for rates by class
+    that are not those of all trials, by which the search is priced.
+    """
+    found = [recipe_of(values) for values in iter_probe_values(tune)]
+    rates, *others = ((each.data.class_sampling, each.data.class_counts) for each in found)
+    if any(each != rates for each in others):
+        raise UserError(
+            "train: rates and class_counts must be the same in every trial, got others for other "
+            "values of the space: give them outside of it"
+        )
+    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
+    own, costly = recipe_cost_box(found[0]), dict[str, tuple[Any, ...]]()
+    for key, domain in tune.space.items():
+        others = list(domain.values_or_bounds[1:])
+        if domain.choice is None:
+            others.append(domain_value(domain, 0.5))
+        if all(recipe_cost_box(recipe_of({**first, key: each})) == own for each in others):
+            continue
+        if domain.choice is None:
+            raise UserError(
+                f"tune: space.{key}: changes what a trial costs; list its values (choice) in place "
+                "of a range"
+            )
+        costly[key] = domain.choice
+    for listed in product(*costly.values()):
+        found.append(recipe_of({**first, **dict(zip(costly, listed, strict=True))}))
+    return tuple(found)
+
+
+# --- looking at trainings ----------------------------------------------------------------------
+
+
+_NEUTRAL_NOISE = 1.0  # of a training that is built to be looked at, where noise is still sought
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Hold what is kept of a training that was built to be looked at.
+
+    recipe: with the noise and epsilon asked for. description: its digest. code: of its code.
+    """
+
+    recipe: Recipe
+    description: str
+    code: str
+
+
+class Explorer:
+    """Build trainings in this process to look at them; none of them takes a step.
+
+    Args:
+        function: that builds them.
+        tune: the section of the search.
+        privacy: as it was asked for, of training and search together.
+    """
+
+    def __init__(self, function: TrainFunction, tune: TuneRecipe, privacy: PrivacyRecipe) -> None:
+        self.function, self._tune, self._privacy = function, tune, privacy
+        self._found: dict[str, _Look] = {}
+
+    def recipe_of(self, values: TrialValues) -> Recipe:
+        """Return the recipe of the training that is built, with the noise and epsilon asked for.
+
+        Raises:
+            TrainRaisedError: the function raised an error.
+            UserError: what it built cannot be searched.
+        """
+        return self._look_at(values).recipe
+
+    def code_of(self, values: TrialValues) -> str:
+        """Return a digest of the code of the function, its model and the value of a record."""
+        return self._look_at(values).code
+
+    def description_of(self, values: TrialValues) -> str | None:
+        """Return the digest of the training that is built; None where that raises an error."""
+        try:
+            return self._look_at(values).description
+        except TrainRaisedError:
+            return None
+
+    def _look_at(self, values: TrialValues) -> _Look:
+        key = key_of(values)
+        if key not in self._found:
+            training = self._build(values)
+            told = _description(training)
+            if not self._found:
+                self.function.check_score(training)
+                if _description(self._build(values)) != told:
+                    raise UserError(
+                        "train: must build the same model, optimizer and settings whenever it is "
+                        "called with the same config, built others the second time: let it keep "
+                        "nothing between calls, and seed what it draws",
+                        see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
+                    )
+            code = code_digest_of(training.model, self.function.train, self.function.value)
+            self._found[key] = _Look(self._as_asked(training.recipe), told, code)
+        return self._found[key]
+
+    def _build(self, values: TrialValues) -> PrivateTraining:
+        privacy = _trial_privacy(self._privacy, _NEUTRAL_NOISE, None)
+        with ExitStack() as after:
+            folder = Path(after.enter_context(tempfile.TemporaryDirectory())) / "run"
+            for block in (redirect_stdout(StringIO()), redirect_stderr(StringIO())):
+                after.enter_context(block)
+            after.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            return self.function.build(all_values(self._tune, values), privacy, folder)
+
+    def _as_asked(self, recipe: Recipe) -> Recipe:
+        """Return a training's recipe with the noise, epsilon and budget that were asked for."""
+        own, asked = recipe.privacy, self._privacy
+        update = {key: getattr(asked, key) for key in ("epsilon", *_BUDGET)}
+        update["noise_multiplier"] = own.noise_multiplier if asked.epsilon is None else None
+        return recipe.model_copy(update={"privacy": own.model_copy(update=update)})
+
+
+_BUDGET = ("budget", "budget_ceiling", "budget_delta", "budget_composition")
+
+
+def _trial_privacy(asked: PrivacyRecipe, noise: float, run_key: str | None) -> PrivacyRecipe:
+    """Return the section that a trial trains under, whose budget is charged for the whole search.
+
+    noise: where epsilon is asked for.
+    """
+    given = noise if asked.noise_multiplier is None else asked.noise_multiplier
+    usual = {key: PrivacyRecipe.model_fields[key].default for key in _BUDGET}
+    update = {"epsilon": None, "noise_multiplier": given, "run_key": run_key, **usual}
+    return asked.model_copy(update=update)
+
+
+def all_values(tune: TuneRecipe, values: TrialValues) -> dict[str, Any]:
+    """Return the values of all names, those that take the value of another included."""
+    return {name: values[key] for name, key in iter_searched_fields(tune)}
+
+
+def key_of(values: TrialValues) -> str:
+    """Return the values as text, by which they are found again."""
+    return json.dumps(values, sort_keys=True)
+
+
+def descriptions_file(folder: SearchFolder) -> Path:
+    """Return the path of the digests of what was built before the search."""
+    return folder.path / "built.json"
+
+
+def sent_file(folder: SearchFolder) -> Path:
+    """Return the path of what the processes of trials are sent."""
+    return folder.path / "function.pickle"
+
+
+# --- the records of a search -----------------------------------------------------------------
+
+
+def keyed_data(function: TrainFunction, salt: str) -> str:
+    """Return the part of a search's terms that says which records it was begun with."""
+    return f"{salt} {function.fingerprint(bytes.fromhex(salt))}"
+
+
+def salt_of(terms: Mapping[str, Any]) -> str:
+    """Return the key of a search's fingerprint of its records, in hex."""
+    return str(terms["data"]).partition(" ")[0]
+
+
+# --- a trial, by workers of its own -----------------------------------------------------------
+
+
+def continue_by_workers(
+    folder: SearchFolder, number: int, state: dict[str, Any], report: ScoreReporter
+) -> None:
+    """Train and score a trial by new processes, whose output stays in private/.
+
+    Raises:
+        WorkersFailedError: they ended before the trial did.
+    """
+    resources = folder.run.read_search_recipe().resources
+    group = WorkerGroup(
+        _work_on_trial,
+        (folder.run.path, number, package_fingerprints(PACKAGES)),
+        resources.max_workers,
+        resources.cpus_per_worker,
+        resources.gpus_per_worker,
+        make_private_folder(folder.ray_folder),
+        torch_config,
+        log=make_private_folder(folder.path / "logs") / f"{number:05d}.txt",
+    )
+    try:
+        TrialExecutor().run_workers(group)
+    except WorkersFailedError:  # where the first worker wrote an end down, the others may fail
+        if not read_scores(folder, number)["done"]:
+            raise
+    for score in read_scores(folder, number)["scores"]:
+        report(1, score)
+
+
+def _work_on_trial(argument: tuple[Path, int, dict[str, str]], place: WorkerPlace) -> None:
+    """Do one worker's part of a trial; the first writes down how it ends."""
+    path, number, packages = argument
+    folder = SearchFolder(RunFolder(path))
+    sent = pickle.loads(sent_file(folder).read_bytes())
+    sys.path[:] = [*sent["path"], *(each for each in sys.path if each not in sent["path"])]
+    if os.path.isdir(sent["here"]):
+        os.chdir(sent["here"])
+    function: TrainFunction = cloudpickle.loads(sent["function"])
+    asked = folder.run.read_search_recipe()
+    torch.set_num_threads(max(1, int(asked.resources.cpus_per_worker)))
+    own = partial(_train_and_score, function, asked)
+    if place.rank:
+        own(folder, number, read_scores(folder, number), lambda rung, score: None)
+    else:
+        run_trial(path, packages, number, lambda rung, score: None, own)
+
+
+def _train_and_score(
+    function: TrainFunction,
+    asked: Recipe,
+    folder: SearchFolder,
+    number: int,
+    state: dict[str, Any],
+    report: ScoreReporter,
+) -> None:
+    """Train and score a trial, from where it stands. Raises UserError where it has failed."""
+    try:
+        training = _build_trial(function, asked, folder, number)
+        _train(training)
+        score = _score(function, training, folder, number)
+    except RunBusyError as error:
+        raise JournalBusy(str(error)) from error
+    except (UserError, LedgerError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) or is_disk_full(error):
+            raise
+        raise UserError(f"{type(error).__name__}: {error_text(error)}") from error
+    if score is not None:
+        write_json(folder.scores_file(number), {**state, "scores": [score], "done": True})
+        report(1, score)
+
+
+def _build_trial(
+    function: TrainFunction, asked: Recipe, folder: SearchFolder, number: int
+) -> PrivateTraining:
+    """Return a trial's training, in its folder, as it was built before the search began.
+
+    Raises:
+        UserError: the function built another one, or one that was not paid for.
+    """
+    assert asked.tune is not None
+    trial, settings = read_trials(folder)[number], read_settings(folder, number)
+    noise = settings["noise_multiplier"]
+    fixed = asked.privacy.run_key is not None  # of tests: every trial is then repeatable
+    run_key = derive_key(trial.key, "fixed").hex() if fixed else None
+    privacy = _trial_privacy(asked.privacy, noise, run_key)
+    values = all_values(asked.tune, settings["values"])
+    own, end = folder.trial_folder(number), time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            training = function.build(values, privacy, own.path)
+            break
+        except RunBusyError:  # its process ends with its parent, but not at once
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    terms = read_terms(folder)
+    if terms["data"] != keyed_data(function, salt_of(terms)):
+        raise UserError("data: other records than those that the search was begun with")
+    # One that goes on has the weights of its checkpoint, and the settings that it was begun with.
+    known = read_json(descriptions_file(folder))[key_of(settings["values"])]
+    if not training.steps_taken and _description(training) != known:
+        raise UserError("train: built another model, optimizer or settings than before the search")
+    if training.plan != plan_with_noise(training.recipe, len(training.records), noise):
+        raise UserError("train: made another plan than the one that was accounted")
+    read_trial_limit(folder).check(training.plan, f"trial {number}")
+    workers = Workers.of_this_process()
+    if workers.first:
+        begin_trial_folder(own, training.recipe, trial)
+    workers.agree()  # worker 0 has written the drawn key
+    return training
+
+
+_WAIT_SECONDS = 30.0
+
+
+def _train(training: PrivateTraining) -> None:
+    """Take all steps of a trial that are left; schedulers follow after each of them.
+
+    Raises:
+        UserError: it could not be replayed exactly, or something else changed the model.
+    """
+    while training.remaining_steps:
+        take_step(training, last=training.remaining_steps == 1)
+    ledger = read_verified_ledger(training.run).ledger
+    if ledger.num_superseded:
+        raise UserError("the training could not be replayed exactly")
+    if ledger.changes:
+        raise UserError(f"{' and '.join(ledger.changes)} changed between steps")
+
+
+def take_step(training: PrivateTraining, *, last: bool) -> None:
+    """Take a step of a training, which its schedulers follow but for the last."""
+    training.step()
+    for scheduler in () if last else training.state:
+        if isinstance(scheduler, LRScheduler):
+            scheduler.step()
+
+
+def _score(
+    function: TrainFunction, training: PrivateTraining, folder: SearchFolder, number: int
+) -> float | None:
+    """Return the score of a trained model: a noisy mean over private records, or a mean.
+
+    Workers add up whole numbers, so their sum is that of one; only the first has the score.
+    """
+    model = training.model.eval()
+    if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
+        raise UserError("the trained parameters are not finite numbers")
+    workers, terms = Workers.of_this_process(), read_terms(folder)
+    values = function.values_on(training)
+    if function.public:
+        score = values.public_mean(model)
+        if not np.isfinite(score):
+            raise UserError("score.value: the mean over the records is not a finite number")
+        return score if workers.first else None
+    key = derive_key(read_trials(folder)[number].key, "score of a function")
+    units = values.private_units(model, derive_key(key, "data"), workers.rank, workers.count)
+    total = sum(each["units"] for each in workers.agree(units=units)) / UNITS
+    if not workers.first:
+        return None
+    # No two sums, and no two models, ever get the same noise: their difference would have none.
+    records = function.fingerprint(derive_key(key, "fingerprint"))
+    made_of = [models.model_hash(training.run.model_folder), records, total.hex()]
+    noise = terms["score_noise"]
+    own = derive_key(key, "noise", json.dumps([*made_of, noise]))
+    return float(add_noise(np.array([total]), own, noise)[0]) / len(function.scored)
