@@ -28,6 +28,7 @@ from dpdist.core.files import (
     read_json,
 )
 from dpdist.models.factory_code import FactoryCode
+from dpdist.models.signature import Signature
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -259,7 +260,8 @@ class ModelSpec:
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
     is a classifier. following: it says at each position of an input what comes next. shifts: once
     trained, it answers by its average over moves by up to so many pixels (`dpdist.models.outputs`);
-    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows.
+    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows. signature: how
+    it is called if it reads anything but one tensor of numbers (`dpdist.models.signature`).
     """
 
     name: str
@@ -276,6 +278,7 @@ class ModelSpec:
     shifts: int = 0
     denoised_shifts: bool = False
     mirrored: bool = False
+    signature: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_noise(self) -> bool:
@@ -347,9 +350,11 @@ def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]
 _SHAPE = {
     "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
     "hidden_noise": bool, "following": bool, "shifts": int, "denoised_shifts": bool,
-    "mirrored": bool,
+    "mirrored": bool, "signature": dict,
 }  # fmt: skip
-_OPTIONAL_DEFAULTS = {"following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False}
+_OPTIONAL_DEFAULTS = {
+    "following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False, "signature": {},
+}  # fmt: skip
 _MAX_INPUT_VALUES = 2**28  # of one input, and classes
 
 
@@ -376,6 +381,8 @@ def _parse_spec(description: dict[str, Any], context: str) -> ModelSpec:
         spec = ModelSpec(**description)
     except TypeError as error:
         raise UserError(f"{context}: damaged: {error}") from error
+    if spec.signature:
+        Signature.parse(spec.signature, context)
     if spec.averages_views:
         _check_views(spec, context)
     if spec.denoised_shifts and not (spec.averages_views and spec.denoiser):

@@ -719,3 +719,17 @@ def test_another_noise_in_its_files_is_found(tmp_path):
     t.run.recipe_file.write_text(text.replace("noise: 3.0", "noise: 30.0"))
     with pytest.raises(UserError, match=r"script\.score\.noise"):
         dpdist.load_results(t.run)
+
+
+def test_a_model_with_dropout_is_scored_without_it():
+    records = dpdist.as_records((torch.rand(30, 4), torch.arange(30) % 2))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2)).train()
+    values = private_score.RecordValues(records, None, torch.device("cpu"))
+    values.check(model)
+    found = values.private_units(model, bytes(32))
+    assert found == values.private_units(model, bytes(32)) and model[1].training
+    inputs, targets = records.batch(np.arange(30)), records.targets(np.arange(30))
+    with torch.no_grad():
+        right = int((model.eval()(inputs).argmax(1) == targets).sum())
+    assert found == right * private_score.UNITS
