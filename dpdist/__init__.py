@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dpdist.core.optional_imports import install_torchvision_hook
+from dpdist.core.script_errors import install_error_hooks
 from dpdist.core.version import __version__
 
 install_torchvision_hook()  # for what is imported after dpdist
+install_error_hooks()
 
 if TYPE_CHECKING:
     from dpdist.certification.cohen import Cohen as Cohen
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from dpdist.certification.variants import TwoClass as TwoClass
     from dpdist.certifying import CertificateTable as CertificateTable
     from dpdist.certifying import certify as certify
+    from dpdist.checking import CheckResult as CheckResult
+    from dpdist.checking import check as check
     from dpdist.cluster.session import connect as connect
     from dpdist.config.sections import Privacy as Privacy
     from dpdist.core.errors import ClusterError as ClusterError
@@ -96,6 +100,8 @@ _LAZY = {
     "PrivateTraining": "dpdist.private_training",
     "StepReport": "dpdist.private_training",
     "fit": "dpdist.private_training",
+    "check": "dpdist.checking",
+    "CheckResult": "dpdist.checking",
     "prepare": "dpdist.models.prepare",
     "estimate": "dpdist.training.estimate",
     "Estimate": "dpdist.training.estimate",

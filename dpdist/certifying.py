@@ -41,6 +41,7 @@ from dpdist.importing import ForeignModel, build_foreign, require_trained_weight
 from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
+from dpdist.reports.plots import plot_certificates
 from dpdist.runs.folder import RunFolder, open_run
 from dpdist.training.records import data_source, data_source_under, load_test_records
 
@@ -88,6 +89,14 @@ class CertificateTable(table.CertificateTable):
         """Return the summary that `dpdist certify` prints, its verdict first."""
         rows = statistics.summary_rows(self)
         return format_table(rows, title=f"certificates, sigma {self.sigma:g}")
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw certified accuracy against the radius, and return the matplotlib axes.
+
+        Args:
+            ax: matplotlib axes to draw into; default: the current ones.
+        """
+        return plot_certificates(self, ax)
 
     def population_bounds(
         self, radii: Sequence[float] | None = None, error: float = statistics.ERROR

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import Records
@@ -35,7 +36,7 @@ from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take
 from dpdist.gradients.independence import SYNTHETIC_KEY
-from dpdist.gradients.objective import checked_losses, objective_of
+from dpdist.gradients.objective import checked_losses, objective_of, under_autocast
 from dpdist.gradients.random_passes import keyed_draws
 from dpdist.methods.base import MethodState
 from dpdist.models.factory_code import code_digest_of
@@ -43,9 +44,11 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import read_stage, stage_of_card
+from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import begin_charge, check_charge, end_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
+from dpdist.script_views import PublicViews
 from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
@@ -83,9 +86,11 @@ from dpdist.training.script_checks import (
     scored_by_unit,
     store_public,
 )
+from dpdist.training.script_history import History
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers
+from dpdist.training.script_terminal import shown_progress, tell_resumed, whole_step
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
@@ -182,7 +187,7 @@ class _Known:
     fingerprint: str
 
 
-class PrivateTraining:
+class PrivateTraining(PublicViews):
     """Train a module of your own privately, by your own optimizer, in your own loop.
 
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
@@ -233,6 +238,10 @@ class PrivateTraining:
         began_with: run or release whose weights the model begins with, or a list of several: its
             folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
             together, wherever one can be stated. Weights that a run trained are refused without it.
+        trackers: "tensorboard", "mlflow" or "wandb", or KIND:PLACE such as "wandb:my-project", that
+            get epsilon, the history and public evaluations when the training has finished.
+        autocast: run forward and backward passes in bfloat16, where `torch.autocast` does; norms
+            stay float32, and sums float64.
 
     Raises:
         UserError: one line that names the wrong argument and its rule; nothing was released.
@@ -282,23 +291,26 @@ class PrivateTraining:
         class_counts: Mapping[Any, int] | None = None,
         importance_weights: bool = False,
         began_with: Any = None,
+        trackers: Sequence[str] = (),
+        autocast: bool = False,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, model)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         stages = _stages(began_with)
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
+        self._autocast = autocast
         self._records = as_records(data)
         self._device = next(model.parameters()).device
         examples = self._examples(EXAMPLES)
         unused = leave_out_unused(model, loss, examples)
         self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
         self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
-        self._learner.spec = spec = spec_of(model, factory, examples[0], loss)
+        self._learner.spec = spec = spec_of(model, factory, examples, loss)
         check_what_is_learned(self._records, loss, model, spec.classes)
         self._script = Script(
             model, spec, optimizer, loss, self._records, self.run, eval_data is not None, stages,
-            unused,
+            unused, autocast,
         )  # fmt: skip
         live = {path: each.model if (each := ref()) and each.steps_taken else None
                 for path, ref in _open.items()}  # fmt: skip
@@ -316,6 +328,7 @@ class PrivateTraining:
         self._engine = self._engine_of(recipe, examples)
         self._learner.check_form()
         self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
+        self.trackers = [check_script_tracker(each, self.run) for each in trackers]
         if recipe.privacy.run_key is not None:
             warnings.warn(
                 "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
@@ -342,6 +355,8 @@ class PrivateTraining:
         objective = importance_weighted(
             objective_of(self._loss), recipe, privacy.nominal_records or count
         )
+        if self._autocast:
+            objective = under_autocast(objective)
         engine = GradientEngine(
             self.model,
             objective,
@@ -405,6 +420,9 @@ class PrivateTraining:
             _evaluate(self._public, self._recipe, folder, self._workers)
             return
         self._attempt(key)
+        unfinished.add(self)
+        if self._workers.first:
+            tell_resumed(self._done, sum(step >= self._done for step in self._before))
         if not complete_checkpoints(folder.checkpoints):
             self._save()
         if not self.remaining_steps:  # it ended before it could say so
@@ -545,6 +563,8 @@ class PrivateTraining:
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.
 
+        Ctrl-C lets the step end and writes a checkpoint; a second one ends it at once.
+
         Several workers take it together: each calls it, in the same order.
 
         Returns:
@@ -554,11 +574,19 @@ class PrivateTraining:
         Raises:
             UserError: nothing is left, parts of the model were frozen or exchanged since the last
                 step, or the training diverged.
+            KeyboardInterrupt: Ctrl-C; another call takes the next step.
         """
-        number = self._done
+        with whole_step(self._workers.count == 1) as asked:
+            report = self._step()
+        if asked and (said := self.keep_interrupted()):
+            raise TrainingInterrupted(said)
+        return report
+
+    def _step(self) -> StepReport:
         with self._workers.sharing_errors():
             if self._look_between("step"):
                 self._save()
+        number = self._done
         rate = float(self.optimizer.param_groups[0]["lr"])
         self._inside = True
         seen = self._take()
@@ -574,7 +602,8 @@ class PrivateTraining:
         report = StepReport(
             number, rate, self._learner.noisy_norm, private, score, _so_far=_so_far(self)
         )
-        if not self.remaining_steps:
+        self._note(learning_rate=rate, noisy_norm=report.noisy_norm, score=score)
+        if not self.remaining_steps and not self._later:
             self._finish()
         return report
 
@@ -695,8 +724,11 @@ class PrivateTraining:
             self._finish()
         return self.run
 
-    def run_all(self) -> RunFolder:
+    def run_all(self, *, progress: bool = True) -> RunFolder:
         """Take all steps that are left, with nothing in between.
+
+        Args:
+            progress: show a progress bar on a terminal or in a notebook, with epsilon so far.
 
         Returns:
             The `RunFolder` of the finished run.
@@ -704,8 +736,9 @@ class PrivateTraining:
         Raises:
             UserError: as `step` does.
         """
-        for _ in self:
-            pass
+        with shown_progress(self._done, self.plan.steps, progress) as tell:
+            for report in self:
+                tell(report)
         return self.run
 
     def score(
@@ -742,7 +775,8 @@ class PrivateTraining:
                 off by noise / M. Default: the least that epsilon allows.
             value: of the module and a batch of one record, `(inputs, targets)`, to its value, shape
                 (1,), cut to [0, 1]; default: 1 where the largest output is that of the target's
-                class. A record on which it fails counts 0.
+                class. The module is in evaluation mode, so dropout is off. A record on which it
+                fails counts 0.
 
         Raises:
             UserError: the run has begun without these scores, the noise is too small for epsilon, a
@@ -834,6 +868,12 @@ class PrivateTraining:
                 f"step: the run was begun with scores every {begun.every:,} steps on "
                 f"{begun.records:,} held-out records: call score(...) with them first"
             )
+        if self._inside and self._loop is not None and self._workers.count == 1:
+            self.close()  # an interrupted step: the newest checkpoint continues, as after a crash
+            self._inside = False
+            self._learner.check_form()
+            self._begin()
+            return
         if self._inside or (self._started and self._loop is None):
             raise UserError(
                 f"step: this object let go of {self.run.path}, or its last step was interrupted "
@@ -881,6 +921,9 @@ class PrivateTraining:
             self._loop.finish()
             self.close()
             _evaluate(self._public, self._recipe, self.run, self._workers)
+            if self.trackers and self._workers.first:
+                told = History(self.run.history).columns(self._done)
+                track_script(self.run, self.trackers, told)
 
 
 def _check_same_start(training: PrivateTraining) -> None:

@@ -472,6 +472,11 @@ def _rebuild(facts: RunResults, copied_model: Path, factory: str) -> None:
     module = models.initialize(built, 0)
     inner = module.network if isinstance(module, models.NextTokenLogits) else module
     check_built_again(
-        inner, copied_model / WEIGHTS, facts.folder.checkpoints, factory, answering=module
+        inner,
+        copied_model / WEIGHTS,
+        facts.folder.checkpoints,
+        factory,
+        answering=module,
+        signature=spec.signature,
     )
     models.save(module, built, copied_model)

@@ -191,6 +191,11 @@ class TrainFunction:
             )
         if training.recipe.score is not None:
             raise UserError("train: score: must be given to dpdist.tune, which pays for it")
+        if training.trackers:
+            raise UserError(
+                "trackers: must be left out in a search, whose trials are not published; send the "
+                "winner's run afterwards by `dpdist report RUN --log KIND:PLACE`"
+            )
         free = {"clip_norm", "clipping"}
         free |= {"noise_multiplier"} if self.noise_given else set()
         given = training.recipe.privacy.model_dump(mode="json", exclude=free)

@@ -50,6 +50,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.private_training import (
     PrivateTraining,
 )
+from dpdist.reports.plots import plot_trials
 from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
@@ -550,6 +551,17 @@ class SearchResult:
                 see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the score of each trial, and return the matplotlib axes.
+
+        Args:
+            ax: matplotlib axes to draw into; default: the current ones.
+
+        Raises:
+            UserError: the number of trials is secret.
+        """
+        return plot_trials(self.trials, ax)
 
     def __repr__(self) -> str:
         return f"SearchResult({self.best.path}: {self.guarantee}; trials: {self.num_trials})"

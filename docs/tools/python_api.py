@@ -36,4 +36,6 @@ def _directive(name: str) -> str:
     assert isinstance(found, ast.ClassDef)
     if "Exception" in map(ast.unparse, found.bases):
         return f".. autoexception:: dpdist.{name}"
-    return f".. autoclass:: dpdist.{name}\n   :members:"
+    own = f".. autoclass:: dpdist.{name}\n   :members:"
+    inherits = "PublicViews" in map(ast.unparse, found.bases)  # of no other library
+    return f"{own}\n   :inherited-members:" if inherits else own

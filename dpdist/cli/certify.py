@@ -587,6 +587,7 @@ class _SavedModel:
 
 def _saved_release(release: Release) -> _SavedModel:
     about = release.description
+    release.require_single_input()
     if about.pictures is not None:
         console.log(about.pictures.describe(release.spec.input_shape))
     return _SavedModel(
@@ -597,8 +598,11 @@ def _saved_release(release: Release) -> _SavedModel:
 
 
 def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
+    from dpdist import models
     from dpdist.evaluation import load_model  # only now: what is refused needs no data
+    from dpdist.release.bundle import refuse_fields
 
+    refuse_fields(models.read_spec(folder.model_folder), folder.model_folder)
     data = recipe.data
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -564,3 +564,14 @@ Norm = Literal["linf", "l2"]
 NORMS: tuple[Norm, ...] = ("linf", "l2")
 AttackName = Literal["fgsm", "i-fgsm", "mim", "pgd"]
 ATTACKS: tuple[AttackName, ...] = ("fgsm", "i-fgsm", "mim", "pgd")
+
+
+def describe_input_fields(fields: Mapping[str, tuple[Sequence[int], str]]) -> str:
+    """Return the fields that a model reads in words.
+
+    fields: by name, the shape of one record's and the type of its numbers.
+    """
+    return ", ".join(
+        f"{name} ({' x '.join(map(str, size)) or 1} {kind})"
+        for name, (size, kind) in fields.items()
+    )

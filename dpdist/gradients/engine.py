@@ -259,6 +259,7 @@ class GradientEngine:
             and not any(issubclass(kind, _InstanceNorm) for kind in kinds)
         )
         self._checked = vmap  # nothing to look for then
+        self._fewest_rows = 1  # of a pass
         self._screened: tuple[Inputs, Tensor] | None = None
         self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
 
@@ -306,6 +307,20 @@ class GradientEngine:
                 "its parameters",
                 stacklevel=2,
             )
+
+    def _find_fewest_rows(self, inputs: Inputs, targets: Tensor) -> None:
+        """Let a pass of one record repeat it if the model runs on two only, as with `squeeze`."""
+
+        def runs(rows: int) -> bool:
+            some, values = (take(inputs, slice(rows)), targets[:rows]), self._trainable()
+            with torch.no_grad():
+                try:
+                    example_losses(self.model, self.objective, values, *some)
+                except Exception:  # whatever a user's module does
+                    return False
+            return True
+
+        self._fewest_rows = 2 if not runs(1) and runs(2) else 1
 
     def _refuse_layers(self, model: nn.Module) -> None:
         refuse_mixing_layers(model)
@@ -420,6 +435,14 @@ class GradientEngine:
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
         """Yield the passes, each behind the label of what the model draws in it."""
+        for label, rows, real in self._planned_passes(batch, draw_key, record_ids):
+            if len(rows) < self._fewest_rows:  # it repeats itself
+                rows, real = rows.repeat(self._fewest_rows), slice(1)
+            yield label, rows, real
+
+    def _planned_passes(
+        self, batch: int, draw_key: bytes, record_ids: Tensor | None
+    ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
         blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
             step = self.micro_batch or max(1, batch)
@@ -750,10 +773,12 @@ class GradientEngine:
         """
         with _preserve_random_state(device_of(inputs)):
             if not self._checked:
+                self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
                 check_example_independence(
-                    self.model, self.objective, self._empty_gradients, inputs, targets, self._alone
-                )
+                    self.model, self.objective, self._empty_gradients, inputs, targets,
+                    self._alone, self._fewest_rows,
+                )  # fmt: skip
                 return_freed_memory()
         self.prepare(inputs, targets)
 
@@ -774,6 +799,7 @@ class GradientEngine:
         self._checked, self._modes = True, self._current_modes()
         with _preserve_random_state(device_of(inputs)):
             if not self.vmap:
+                self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
                 self._kinds.clear()
                 self._find_shared(inputs, targets)

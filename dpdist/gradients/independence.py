@@ -100,6 +100,7 @@ def check_example_independence(
     inputs: Inputs,
     targets: Tensor,
     alone: Collection[str] = (),
+    fewest: int = 1,
 ) -> None:
     """Check on examples that they do not mix and that no parameter's gradient is missed.
 
@@ -117,6 +118,7 @@ def check_example_independence(
         inputs: (B, ...), public or invented, two at least with finite gradients.
         targets: (B, ...), as the objective takes them.
         alone: names of modules that run whole, for each example.
+        fewest: rows of a pass; a model that runs on two only is compared beside copies of one.
 
     Raises:
         UserError: the check failed, or too few gradients are finite.
@@ -126,13 +128,18 @@ def check_example_independence(
     if wide is not None:
         widened = each_tensor(_to_float64, inputs), _to_float64(targets)
         try:
-            return _Screening(wide, objective, make_gradients, *widened, _EXACT, alone).run()
+            return _Screening(
+                wide, objective, make_gradients, *widened, _EXACT, alone, fewest
+            ).run()
         except UserError:
             raise
         except Exception:  # a model with constants of its own precision
             pass
     try:
-        _Screening(model, objective, make_gradients, inputs, targets, _OWN, alone).run()
+        screening = _Screening(
+            model, objective, make_gradients, inputs, targets, _OWN, alone, fewest
+        )
+        screening.run()
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a user's module does
@@ -164,6 +171,7 @@ class _Screening:
         targets: Tensor,
         tolerances: tuple[float, float, float],
         alone: Collection[str],
+        fewest: int,
     ) -> None:
         self.model, self.objective, self.make_gradients = model, objective, make_gradients
         self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
@@ -171,7 +179,7 @@ class _Screening:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.tolerance, self.absolute_tolerance, self.last_digits = tolerances
-        self.exact = tolerances is _EXACT
+        self.exact, self.fewest = tolerances is _EXACT, fewest
 
     def run(self) -> None:
         before = _marks(self.model)
@@ -216,9 +224,13 @@ class _Screening:
 
         The first norm is that of the whole gradient, the others those of its parameters' parts.
         """
+        count = len(rows)
+        if count < self.fewest:
+            rows = rows * self.fewest
         losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows], values)
         squares = torch.stack(self._squares(gradients, len(rows)))
-        return torch.cat([losses.double()[None], squares.sum(0)[None].sqrt(), squares.sqrt()]).T
+        found = torch.cat([losses.double()[None], squares.sum(0)[None].sqrt(), squares.sqrt()])
+        return found[:, :count].T
 
     def _gradients(
         self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None

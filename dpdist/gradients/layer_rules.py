@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._decomp import decompositions
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -539,7 +540,42 @@ def call_with_values(
         for local, parameter in each.named_parameters(recurse=False, remove_duplicate=False)
         if id(parameter) in chosen
     }
-    return torch.func.functional_call(module, named, args, kwargs, tie_weights=False)
+    with _held_parametrizations(module):
+        return torch.func.functional_call(module, named, args, kwargs, tie_weights=False)
+
+
+def _spectral_norms(module: nn.Module) -> list[nn.Module]:
+    return [each for each in module.modules() if isinstance(each, _SpectralNorm) and each.training]
+
+
+@contextmanager
+def _held_parametrizations(module: nn.Module) -> Iterator[None]:
+    """Let spectral norms keep the vectors of their power iteration, as in evaluation mode.
+
+    A pass in training mode would move them, so that a pass would depend on how many there were.
+    """
+    held = _spectral_norms(module)
+    for each in held:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in held:
+            each.training = True
+
+
+@torch.no_grad()
+def advance_spectral_norms(model: nn.Module) -> None:
+    """Let spectral norms in training mode take their power iterations of a step.
+
+    It reads parameters alone, which were released, so it is called once after each step.
+    """
+    if not _spectral_norms(model):
+        return
+    for module in model.modules():
+        if is_parametrized(module):
+            for name in cast("nn.ModuleDict", module.parametrizations):
+                getattr(module, name)
 
 
 def float_tensors(output: Any) -> list[Tensor]:

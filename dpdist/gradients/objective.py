@@ -32,7 +32,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -173,17 +174,63 @@ def checked_losses(
             batch = f"the dict of {', '.join(inputs)}"
         elif isinstance(inputs, tuple):
             batch = f"the {len(inputs)} inputs and the targets"
+        form = f"{_TAKES}, such as {own_loss_example(model, inputs)}"
         raise UserError(
-            f"loss: must be {_FORM.format('cross_entropy')}, got {_name_of(objective.function)}, "
-            f"which fails on invented records (batch is {batch}): {type(error).__name__}: {said}"
+            f"loss: must be {form}, got {_name_of(objective.function)}, which "
+            f"fails on invented records (batch is {batch}): {type(error).__name__}: {said}"
         ) from error
 
 
-_FORM = (
-    "a function of module and batch that returns one value a record, such as lambda module, batch: "
-    "torch.nn.functional.{}(module(batch[0]), batch[1], reduction='none')"
-)
+def under_autocast(objective: Objective) -> OwnLoss:
+    """Return an objective whose forward passes run under `torch.autocast` to bfloat16.
+
+    Back-signals have the types of the forward pass. What layers got is widened to float32 before
+    norms are computed, and sums are float64, as without it.
+    """
+    inner: Any = objective.function if isinstance(objective, OwnLoss) else objective
+
+    @wraps(inner, assigned=("__module__", "__qualname__", "__name__"))
+    def function(module: nn.Module, batch: Any) -> Tensor:
+        device = next(module.parameters()).device.type
+        with torch.autocast(device, dtype=torch.bfloat16):
+            if isinstance(objective, OwnLoss):
+                return objective.function(module, batch).float()
+            if isinstance(batch, dict):
+                return module(batch).float()  # type: ignore[no-any-return]
+            inputs = batch[0] if len(batch) == 2 else batch[:-1]
+            return module(inputs).float()  # type: ignore[no-any-return]
+
+    if isinstance(objective, OwnLoss):
+        return replace(objective, function=function)
+    return OwnLoss(function, objective)
+
+
+_TAKES = "a function of module and batch that returns one value a record"
+_EXAMPLE = "lambda module, batch: torch.nn.functional.{}(module({}), batch[{}], reduction='none')"
+_FORM = f"{_TAKES}, such as {_EXAMPLE.format('{}', 'batch[0]', 1)}"
 _SHOWN = 300  # letters of an error
+
+
+def own_loss_example(model: nn.Module, inputs: Inputs) -> str:
+    """Return code of a loss of one's own that calls the model with the fields of these inputs.
+
+    Of a dict, the fields that the model's arguments are named after are its inputs, and another
+    one is the target; without such names the last one is.
+    """
+    if not isinstance(inputs, dict):
+        count = 1 if isinstance(inputs, Tensor) else len(inputs)
+        call = ", ".join(f"batch[{place}]" for place in range(count))
+        return _EXAMPLE.format("cross_entropy", call, count)
+    try:
+        wanted = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        wanted = []
+    names = [name for name in wanted if name in inputs]
+    rest = [name for name in inputs if name not in names]
+    if not names or not rest:
+        names, rest = list(inputs)[:-1] or list(inputs), list(inputs)[-1:]
+    call = ", ".join(f"batch[{name!r}]" for name in names)
+    return _EXAMPLE.format("cross_entropy", call, repr(rest[-1]))
 
 
 def _name_of(loss: Any) -> str:

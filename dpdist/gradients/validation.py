@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.hooks import Inputs, each_tensor, find_layers
@@ -25,10 +28,16 @@ def normalizes_over_batch(module: nn.Module) -> bool:
 
 def refuse_mixing_layers(model: nn.Module) -> None:
     """Raise UserError, naming the layer, for layer types known to mix examples."""
+    for error in find_mixing_layers(model):
+        raise error
+
+
+def find_mixing_layers(model: nn.Module) -> Iterator[UserError]:
+    """Yield the refusal of each layer whose type is known to mix examples."""
     for name, module in model.named_modules():
         where = f"layer {name or '(the model itself)'} ({type(module).__name__})"
         if normalizes_over_batch(module):
-            raise UserError(
+            yield UserError(
                 f"{where} normalizes over the batch, so one record would change every record's "
                 "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm, or if "
                 "its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
@@ -36,7 +45,7 @@ def refuse_mixing_layers(model: nn.Module) -> None:
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise UserError(
+            yield UserError(
                 f"{where} keeps running statistics of private data: take model = "
                 "dpdist.prepare(model), or set track_running_stats=False",
                 see="explanation/gradients.md#what-is-refused",
@@ -44,25 +53,40 @@ def refuse_mixing_layers(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
             module.scale_grad_by_freq or module.max_norm is not None
         ):
-            raise UserError(
+            yield UserError(
                 f"{where}: scale_grad_by_freq counts tokens over the batch and max_norm rewrites "
                 "weights in the forward pass: switch both off, as dpdist.prepare(model) does"
             )
-        _refuse_coupled_experts(where, getattr(module, "config", None))
+        if isinstance(module, nn.RReLU) and module.training:
+            yield UserError(
+                f"{where} draws for negative numbers only, so one record would shift the draws of "
+                "the others: take model = dpdist.prepare(model), which makes it a LeakyReLU of its "
+                "mean slope"
+            )
+        if any(
+            isinstance(hook, WeightNorm | SpectralNorm)
+            for hook in module._forward_pre_hooks.values()
+        ):
+            yield UserError(
+                f"{where} has a weight norm or spectral norm by a hook of torch.nn.utils, which "
+                "changes its weight in the forward pass: take model = dpdist.prepare(model), which "
+                "makes it one of torch.nn.utils.parametrizations"
+            )
+        yield from _coupled_experts(where, getattr(module, "config", None))
 
 
-def _refuse_coupled_experts(where: str, config: object) -> None:
-    """Raise UserError for a mixture of experts, as `transformers` configures it, that couples the
+def _coupled_experts(where: str, config: object) -> Iterator[UserError]:
+    """Yield refusals of a mixture of experts, as `transformers` configures it, that couples the
     records of a batch."""
     if getattr(config, "output_router_logits", False):
-        raise UserError(
+        yield UserError(
             f"{where}: config.output_router_logits must be False, got True: it adds the router's "
             "balance loss, which is computed over the batch, so one record would change every "
             "record's gradient"
         )
     for key in ("expert_capacity", "capacity_factor", "router_capacity_factor"):
         if (value := getattr(config, key, None)) is not None:
-            raise UserError(
+            yield UserError(
                 f"{where}: config.{key} must be absent or None, got {value}: with a capacity, the "
                 "tokens an expert takes depend on the other records of the batch; use a model "
                 "whose experts take all of their tokens"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from dpdist.core.errors import UserError
@@ -23,14 +22,3 @@ def raise_all(found: Iterable[UserError]) -> None:
     """Raise one UserError with a line for each of these, in order, if there are any."""
     if lines := [str(each) for each in found]:
         raise UserError("\n".join(lines))
-
-
-@contextmanager
-def kept_modes(model: Any) -> Iterator[None]:
-    """Restore the mode of each module of a model in the end."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

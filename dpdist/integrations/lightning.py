@@ -21,10 +21,11 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import count_common
-from dpdist.integrations import kept_modes, refuse
+from dpdist.integrations import refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.runs.folder import RunFolder
+from dpdist.training.script_state import kept_modes
 
 pytorch: Any = import_extra("lightning.pytorch", "lightning", "PrivateModule")
 _overriding: Any = import_extra(

@@ -9,8 +9,13 @@ below, so that what a later version of `transformers` adds is refused until some
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import shutil
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,13 +40,15 @@ from dpdist.data.documents import PACKED, begin_again, tokenization_of
 from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
-from dpdist.integrations import kept_modes, raise_all, refusal, refuse
+from dpdist.integrations import raise_all, refusal, refuse
 from dpdist.models import TRAINED_BY, base_digest, base_dtype
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
 from dpdist.runs.folder import RunFolder
+from dpdist.training.script_state import kept_modes
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
     transformers: Any = import_extra("transformers", "hf", "PrivateTrainer")
@@ -56,30 +63,32 @@ _READ = {
     "adam_beta1", "adam_beta2", "adam_epsilon", "logging_strategy", "logging_steps",
     "logging_first_step", "log_level", "disable_tqdm", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size", "prediction_loss_only", "do_eval", "do_train",
-    "do_predict", "run_name", "seed", "use_cpu", "dataloader_pin_memory", "save_strategy",
+    "do_predict", "run_name", "seed", "use_cpu", "dataloader_pin_memory",
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "bf16",
+}  # fmt: skip
+# Of the Trainer's own loop, loader and checkpoints: without effect here, and named in one notice.
+_WITHOUT_EFFECT = {
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "dataloader_drop_last", "save_steps", "save_strategy", "save_total_limit", "save_only_model",
+    "save_on_each_node", "logging_nan_inf_filter", "overwrite_output_dir",
+    "restore_callback_states_from_checkpoint", "eval_accumulation_steps",
 }  # fmt: skip
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _PLATEAUS = ("reduce_lr_on_plateau", "greedy")
-_OWN_CHECKPOINTS = (
-    "the run keeps checkpoints of its own in private/, every resources.checkpoint_seconds, and "
-    "continues from them; leave it out"
-)
 # Arguments that people set, and what to do instead; all others have one line in common.
 _MICRO_BATCH = (
     "per_device_train_batch_size is the whole expected batch of a step; split its passes by "
     'training_options={"resources": {"micro_batch": ...}}'
 )
 _INSTEAD = {
-    "load_best_model_at_end": "take scores that the plan pays for: trainer.training.score(...)",
     "auto_find_batch_size": _MICRO_BATCH,
     "gradient_accumulation_steps": _MICRO_BATCH,
     "max_grad_norm": "each record's gradient is clipped, never the batch's; give privacy.clip_norm",
     "label_smoothing_factor": "the Trainer smooths a loss over the batch; give loss=, a function "
     "of module and batch that returns one value a record",
     "fp16": "a scaler that follows overflows would tell of private records; leave it out",
-    "bf16": "sums are float64 and autocast is not used; load the model's base in bfloat16 instead",
     "report_to": "trackers may log losses and gradients of private records; leave it out, and send "
     "what on_log of a callback of your own receives, which is released values",
 }
@@ -89,18 +98,6 @@ _UNREAD = "the private step does not read it, and no one has said what it would 
 def _word(value: Any) -> Any:
     """Return a value as the user wrote it: the text of an enumeration's member."""
     return repr(getattr(value, "value", value))
-
-
-def check_arguments(args: Any) -> None:
-    """Raise UserError for arguments of the Trainer that the private step does not honor.
-
-    Args:
-        args: a `transformers.TrainingArguments`, no subclass of it.
-
-    Raises:
-        UserError: one line for each argument that is refused, with what to do instead.
-    """
-    raise_all(_refused_arguments(args))
 
 
 def _refused_arguments(args: Any) -> Iterator[UserError]:
@@ -118,8 +115,6 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
             _word(args.lr_scheduler_type), "take linear, cosine or constant",
         )  # fmt: skip
     usual = kind(output_dir=args.output_dir)
-    if args.save_strategy not in ("no", usual.save_strategy):
-        yield refusal("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
     if args.optim not in _OPTIMIZERS:
         yield refusal(
             "args.optim", f"be one of {', '.join(_OPTIMIZERS)}", _word(args.optim),
@@ -147,7 +142,8 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
     yield from _refused_checkpoints(args)
     for name in (each.name for each in dataclasses.fields(kind)):
         value, default = getattr(args, name), getattr(usual, name)
-        if name not in _READ and value != default and not _is_unset(name, value, args):
+        taken = name in _READ or name in _WITHOUT_EFFECT
+        if not taken and value != default and not _is_unset(name, value):
             then = _INSTEAD.get(name, _UNREAD)
             yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
 
@@ -192,29 +188,34 @@ def _enable_checkpoints(model: nn.Module, args: Any) -> None:
            f"a {type(model).__name__} has no such checkpoints")  # fmt: skip
 
 
-def _is_unset(name: str, value: Any, args: Any) -> bool:
+def _tell_ignored(args: Any) -> None:
+    """Warn once of arguments that have no effect here."""
+    usual = transformers.TrainingArguments(output_dir=args.output_dir)
+    given = [n for n in sorted(_WITHOUT_EFFECT) if hasattr(usual, n)
+             and getattr(args, n) != getattr(usual, n)]  # fmt: skip
+    if given:
+        warnings.warn(
+            f"args: without effect in a private training: {', '.join(given)} (the plan draws the "
+            "records, and the run keeps checkpoints of its own, every "
+            "resources.checkpoint_seconds)",
+            stacklevel=3,
+        )
+
+
+def _is_unset(name: str, value: Any) -> bool:
     """Return whether the Trainer set this itself, beside an argument that is refused or read."""
-    if name in ("metric_for_best_model", "greater_is_better"):
-        return args.load_best_model_at_end or args.lr_scheduler_type in _PLATEAUS
     return name == "local_rank" or (name == "report_to" and not value)
 
 
 def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
-    """Yield why callbacks of transformers that choose by metrics or report are refused."""
+    """Yield why callbacks of transformers that report are refused."""
     usual = {
         "TrainerCallback", "ExportableState", "DefaultFlowCallback", "ProgressCallback",
-        "PrinterCallback", "NotebookProgressCallback",
+        "PrinterCallback", "NotebookProgressCallback", "EarlyStoppingCallback",
     }  # fmt: skip
     for each in callbacks or ():
         kind = each if isinstance(each, type) else type(each)
-        if issubclass(kind, transformers.EarlyStoppingCallback):
-            yield refusal(
-                "callbacks", "not stop by metrics", kind.__name__,
-                "stop by scores that the plan pays for: trainer.training.score(...), and a "
-                "callback of your own that sets control.should_training_stop, and then "
-                "trainer.training.finish()",
-            )  # fmt: skip
-        elif any(
+        if any(
             parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
             for parent in kind.__mro__
         ):
@@ -591,6 +592,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         train_dataset: the PRIVATE records: a map-style data set of dicts of fields, as the Trainer
             takes it, or what `dpdist.as_records` returns.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
+        unit: name of the field of train_dataset that says whose a record is, such as
+            "customer_id"; with privacy unit: user and max_records_per_user, whole units are
+            protected.
         max_length: public number of tokens of a record; shorter ones are filled up, longer ones
             cut. Needed where a record is tokens.
         loss: a function of module and batch that returns one value a record; None: the loss of the
@@ -648,6 +652,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         *,
         privacy: PrivacyRecipe | Mapping[str, Any],
         max_length: int | None = None,
+        unit: str | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         public_eval: bool = False,
         compute_metrics: Any = None,
@@ -665,9 +670,11 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
                 *_refused_arguments(args),
             ]
         )
+        _tell_ignored(args)
         if _checkpoints(args):
             _enable_checkpoints(model, args)
         self._public_eval, self._max_length = public_eval, max_length
+        self._best: dict[str, Tensor] | None = None  # weights of the best public evaluation
         self._apart: list[Any] = []  # public data sets without private records
         if eval_dataset is not None:
             self._check_declared("eval_dataset")
@@ -679,7 +686,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         self._loss = loss or ModelLoss(model)
         # Runs without rates keep the records that they were begun with: labels among the fields.
         target = "labels" if (training_options or {}).get("class_sampling") else None
-        self._records = self._records_of(train_dataset, "train_dataset", target)
+        self._records = self._records_of(train_dataset, "train_dataset", target, unit)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
         if self._records.tokenization is None:
@@ -690,7 +697,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     # --- what goes into the private training
 
-    def _records_of(self, dataset: Any, name: str, target: str | None = None) -> Records:
+    def _records_of(
+        self, dataset: Any, name: str, target: str | None = None, unit: str | None = None
+    ) -> Records:
         """Return the records of a data set, each collated alone. Raises UserError."""
         if isinstance(dataset, Records):
             return dataset
@@ -715,6 +724,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         options = Options(
             name,
             target=target,
+            unit=unit,
             pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
             pad_value=padding if isinstance(padding, int) else 0,
             ranges={
@@ -730,10 +740,12 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             collator, vocabulary, classes, causal=getattr(self._loss, "causal", False),
             labeled=isinstance(self._loss, ModelLoss) and name == "train_dataset",
         )  # fmt: skip
-        return ItemRecords(
+        found = ItemRecords(
             dataset, options, collate=collate, plain=without_transforms(dataset),
             replaced=(_REPLACED,),
         )  # fmt: skip
+        found.unit_name = unit or ""
+        return found
 
     def _private_training(
         self, privacy: PrivacyRecipe | Mapping[str, Any], options: Mapping[str, Any]
@@ -746,7 +758,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         return PrivateTraining(
             self.model, self.optimizer, self._records, loss=self._loss, privacy=privacy,
             batch_size=batch, steps=max(1, steps), folder=args.output_dir,
-            state=[self.lr_scheduler], **options,
+            state=[self.lr_scheduler], **{"autocast": bool(args.bf16), **options},
         )  # fmt: skip
 
     # --- public records
@@ -834,8 +846,9 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             ignore_keys_for_eval: as the Trainer takes it.
 
         Returns:
-            `transformers.trainer_utils.TrainOutput`: the number of steps, NaN in place of a
-            training loss, and epsilon and delta of all that was released.
+            `transformers.trainer_utils.TrainOutput`: the number of steps, None in place of a
+            training loss, which would be private, and metrics: epsilon and delta of all that was
+            released, train_runtime, and steps and expected records per second.
 
         Raises:
             UserError: a checkpoint of another trainer, a trial of a search, or as
@@ -850,17 +863,29 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         if trial is not None:
             refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
         self._begin()
+        began, first = time.time(), self._done
         if self.args.eval_on_start and self.training.remaining_steps:
             self._evaluate(None, ignore_keys_for_eval)
         self._control("on_train_begin")
-        while self.training.remaining_steps and not self.control.should_training_stop:
-            self._one_step(ignore_keys_for_eval)
+        with self.training.finishing_later():
+            while self.training.remaining_steps and not self.control.should_training_stop:
+                self._one_step(ignore_keys_for_eval)
+            if self._best is not None:
+                self.training.put_back(self._best)
+        stops = any(
+            isinstance(each, transformers.EarlyStoppingCallback)
+            for each in self.callback_handler.callbacks
+        )
+        if self._done and (stops or not self.training.remaining_steps):
+            self.training.finish()
         self._control("on_train_end")
         self.is_in_train = False
-        guarantee = self.training.guarantee
+        guarantee, steps = self.training.guarantee, self._done - first
         found = {"epsilon": guarantee.epsilon, "delta": guarantee.delta}
+        expected = steps * self.args.per_device_train_batch_size
+        found |= transformers.trainer_utils.speed_metrics("train", began, expected, steps)
         output = transformers.trainer_utils.TrainOutput
-        return output(self.state.global_step, float("nan"), found)
+        return output(self.state.global_step, None, found)
 
     def _begin(self) -> None:
         """Set the state that callbacks read: public numbers of the plan alone."""
@@ -907,7 +932,11 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
                     "epsilon": report.epsilon}  # fmt: skip
             self.log(told if report.score is None else {**told, "score": report.score})
         if self.control.should_evaluate:
-            self._evaluate(None, ignore_keys)
+            metrics = self._evaluate(None, ignore_keys)
+            if self._determine_best_metric(metrics, None) and self.args.load_best_model_at_end:
+                self.state.best_global_step = self.state.global_step
+                trained = self.training.model.named_parameters()
+                self._best = {n: p.detach().clone() for n, p in trained if p.requires_grad}
         self.control.should_save = False
 
     _globalstep_last_logged = 0
@@ -916,6 +945,35 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         """Add a callback of your own. Raises UserError for those that report or choose."""
         raise_all(_refused_callbacks([callback]))
         super().add_callback(callback)
+
+    def save_merged(self, folder: str | Path, *, not_private: bool = False) -> Path:
+        """Write the whole model with its adapter merged into the base, and the privacy card.
+
+        Guarantee: the adapter is the one that the run released, as in `save_adapter`. The folder is
+        what `from_pretrained` of the base's class loads.
+
+        Args:
+            folder: a new folder.
+            not_private: as in `save_adapter`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: the folder is there, or as `save_adapter`.
+        """
+        target = Path(folder)
+        if target.exists():
+            refuse("folder", "be new", target, "name another one")
+        with tempfile.TemporaryDirectory() as place:
+            adapter = self.save_adapter(Path(place) / "adapter", not_private=not_private)
+            merged: Any = copy.deepcopy(self.model).merge_and_unload()
+            merged.save_pretrained(str(target))
+            for name in (PRIVACY_CARD, PRIVACY_CARD_TEXT):
+                shutil.copy(adapter / name, target / name)
+        if hasattr(self.processing_class, "save_pretrained"):
+            self.processing_class.save_pretrained(str(target))
+        return target
 
     def save_adapter(
         self, folder: str | Path, *, base_name: str | None = None, not_private: bool = False

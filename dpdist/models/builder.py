@@ -26,6 +26,7 @@ from dpdist.models.factory_code import (
 )
 from dpdist.models.noise import attach_block_noise, attach_zero_noise, drop_noise
 from dpdist.models.outputs import NextTokenLogits, ViewAverage, check_views
+from dpdist.models.signature import Signature
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
@@ -283,16 +284,16 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
     may_draw: whether it may draw, as in steps whose draws are keyed
     (`dpdist.gradients.random_passes`); an answer that draws cannot be given again.
     """
+    signature = Signature.parse(spec.signature, spec.name) if spec.signature else None
     inputs = torch.zeros(2, *spec.input_shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         try:
-            outputs = module(inputs)
+            outputs = signature.outputs(module, signature.zeros(2)) if signature else module(inputs)
         except Exception as error:  # whatever a user's module does
             reason = f"{type(error).__name__}: {_first_line(error)}"
-            raise UserError(
-                f"model {spec.name!r} fails on inputs of shape {tuple(inputs.shape)}: {reason}"
-            ) from error
+            read = f"of shape {tuple(inputs.shape)}" if signature is None else str(signature)
+            raise UserError(f"model {spec.name!r} fails on inputs {read}: {reason}") from error
         drew = not torch.equal(before, torch.get_rng_state())
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     wanted = (2, *(spec.input_shape if spec.following else ()), spec.classes)

@@ -10,9 +10,11 @@ import copy
 from collections import Counter
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from dpdist.core.errors import UserError
 from dpdist.models.zoo import FixedBatchNorm
@@ -30,7 +32,8 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
 
     BatchNorm becomes GroupNorm of at most 32 groups with 8 channels or more each. Weight, bias and
     eps are kept; the outputs change, so train a network further that was trained before.
-    InstanceNorm stops keeping running statistics, embeddings stop rescaling (`max_norm`,
+    Weight and spectral norms by hooks become parametrizations, and RReLU a LeakyReLU of its mean
+    slope. InstanceNorm stops keeping running statistics, embeddings stop rescaling (`max_norm`,
     `scale_grad_by_freq`), and `nn.TransformerEncoder` stops packing tokens.
 
     Args:
@@ -54,9 +57,14 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     if batch_norm not in ("group", "eval"):
         raise UserError(f"batch_norm: must be 'group' or 'eval', got {batch_norm!r}")
     changed: Counter[str] = Counter()
-    holder = nn.ModuleDict({"model": copy.deepcopy(model)})
+    holder = nn.ModuleDict({"model": copy.deepcopy(model, _computed(model))})
     done: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
     for name, module in list(holder.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.RReLU):
+            mean = (module.lower + module.upper) / 2
+            path, _, own = name.rpartition(".")
+            setattr(holder.get_submodule(path), own, nn.LeakyReLU(mean, module.inplace))
+            changed["RReLU -> LeakyReLU"] += 1
         if isinstance(module, _BatchNorm):
             where = name.removeprefix("model").removeprefix(".") or "the model itself"
             if id(module) not in done:
@@ -65,7 +73,7 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
                 changed[f"{type(module).__name__} -> {new}"] += 1
             path, _, own = name.rpartition(".")
             setattr(holder.get_submodule(path), own, done[id(module)])
-    for module in holder.modules():
+    for module in list(holder.modules()):
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
@@ -75,6 +83,8 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
         ):
             module.max_norm, module.scale_grad_by_freq = None, False
             changed[f"{type(module).__name__} without max_norm and scale_grad_by_freq"] += 1
+        for kind in _by_parametrization(module):
+            changed[f"{kind} as a parametrization"] += 1
         if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor:
             module.enable_nested_tensor = module.use_nested_tensor = False
             changed["TransformerEncoder without nested tensors"] += 1
@@ -82,6 +92,30 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     print(f"prepare: {said or 'nothing to change'}")
     found: nn.Module = holder["model"]
     return found
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """Return copies of tensors that a norm by a hook left in its layer, for `deepcopy`."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return {id(v): v.detach().clone() for v in held if isinstance(v, Tensor) and not v.is_leaf}
+
+
+def _by_parametrization(module: nn.Module) -> list[str]:
+    """Turn weight and spectral norms by hooks of `torch.nn.utils` into parametrizations."""
+    done = []
+    for hook in list(module._forward_pre_hooks.values()):
+        name = getattr(hook, "name", "weight")
+        if isinstance(hook, WeightNorm):
+            nn.utils.remove_weight_norm(module, name)
+            nn.utils.parametrizations.weight_norm(module, name, hook.dim)
+            done.append("weight norm")
+        if isinstance(hook, SpectralNorm):
+            nn.utils.remove_spectral_norm(module, name)
+            nn.utils.parametrizations.spectral_norm(
+                module, name, hook.n_power_iterations, hook.eps, hook.dim
+            )
+            done.append("spectral norm")
+    return done
 
 
 def _replaced(layer: Any, where: str, batch_norm: str) -> nn.Module:

@@ -29,6 +29,7 @@ from dpdist.core.files import (
     read_json,
 )
 from dpdist.models.factory_code import FactoryCode
+from dpdist.models.signature import Signature
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -260,7 +261,8 @@ class ModelSpec:
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
     is a classifier. following: it says at each position of an input what comes next. shifts: once
     trained, it answers by its average over moves by up to so many pixels (`dpdist.models.outputs`);
-    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows.
+    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows. signature: how
+    it is called if it reads anything but one tensor of numbers (`dpdist.models.signature`).
     """
 
     name: str
@@ -277,6 +279,7 @@ class ModelSpec:
     shifts: int = 0
     denoised_shifts: bool = False
     mirrored: bool = False
+    signature: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_noise(self) -> bool:
@@ -346,7 +349,7 @@ def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]
 
 
 _MAX_INPUT_VALUES = 2**28  # of one input, and classes
-_OPTIONAL = ("following", "shifts", "denoised_shifts", "mirrored")
+_OPTIONAL = ("following", "shifts", "denoised_shifts", "mirrored", "signature")
 _Size = Annotated[int, Field(ge=1)]
 _Constants = list[Annotated[float, Field(gt=-1e30, lt=1e30)]]
 
@@ -381,6 +384,7 @@ class ModelRecord(FileShape):
         shifts: Pixels of the moves that its answers are averaged over.
         denoised_shifts: Whether it moves what its denoiser returns.
         mirrored: Whether it averages over mirror images.
+        signature: How it is called, if it reads anything but one tensor of numbers.
         classifier: The frozen network behind it.
         denoiser: The frozen network before it.
     """
@@ -399,6 +403,7 @@ class ModelRecord(FileShape):
     shifts: Annotated[int, Field(ge=0, le=MAX_SHIFT)] = 0
     denoised_shifts: bool = False
     mirrored: bool = False
+    signature: dict[str, Any] = Field(default={})
     classifier: ModelRecord | None = None
     denoiser: ModelRecord | None = None
 
@@ -415,6 +420,8 @@ class ModelRecord(FileShape):
             raise key_error("shifts", "must be 0 with noise of the model's own, and with tokens")
         if self.denoised_shifts and not (averages and self.denoiser):
             raise key_error("denoised_shifts", "needs shifts, or mirrored, and a denoiser")
+        if self.signature:
+            Signature.parse(self.signature, "signature")
         return self
 
     def spec(self) -> ModelSpec:

@@ -59,6 +59,7 @@ from dpdist.core.files import (
     read_text,
     validate_path,
 )
+from dpdist.models.signature import Signature
 from dpdist.privacy.card import (
     PRIVACY_CARD,
     PRIVACY_CARD_TEXT,
@@ -821,6 +822,8 @@ class Release:
             rows.append(("meant to be certified as", about.certificate.folder_name))
         rows.append(("license", about.license or "none named: ask the publisher"))
         call = "text_answerer(text)" if about.tokens else "answerer()(image)"
+        if (signature := self.signature) is not None:
+            call = f"predict({{...}}) of {signature}"
         rows.append(("to ask it", f"release.{call}; dpdist verify {self.path}"))
         return "\n".join([f"release {self.name}", *(f"  {name}: {said}" for name, said in rows)])
 
@@ -964,8 +967,62 @@ class Release:
             self.model, column, self.description.classes, self.description.data.targets
         )
 
+    @property
+    def signature(self) -> Signature | None:
+        """Return the fields that the model reads, a `Signature`; None for one tensor of numbers.
+
+        Raises:
+            ReleaseError: the model's file is damaged.
+        """
+        from dpdist.models import read_spec
+
+        with as_release_errors():
+            said = read_spec(self.path).signature
+            return Signature.parse(said, str(self.path)) if said else None
+
+    def predict(self, inputs: Any) -> Tensor:
+        """Return what the model answers to records, without noise and without a certificate.
+
+        Args:
+            inputs: the fields of the records by name, arrays (B, ...), where the model reads
+                several; else one array (B, *spec.input_shape), as the training had them.
+
+        Returns:
+            A tensor (B, ...) of the model's outputs: logits, numbers or labels.
+
+        Raises:
+            UserError: inputs are no such fields, or texts, which `text_answerer` takes.
+            ReleaseError: the model's files are damaged.
+        """
+        import torch
+
+        if self.description.tokens:
+            raise UserError(f"{self.path}: takes texts: call its text_answerer(text)")
+        with torch.inference_mode():
+            if (signature := self.signature) is not None:
+                found: Tensor = signature.outputs(self.model, signature.batch(inputs))
+                return found
+            rows = torch.as_tensor(inputs, dtype=torch.float32)
+            if rows.shape[1:] != self.spec.input_shape:
+                wanted = ", ".join(map(str, self.spec.input_shape))
+                raise UserError(
+                    f"inputs: must have shape (records, {wanted}), got {tuple(rows.shape)}"
+                )
+            found = self.model(rows)
+            return found
+
+    def require_single_input(self) -> None:
+        """Raise UserError where the model reads several fields. Returns nothing."""
+        from dpdist.models import read_spec
+
+        refuse_fields(read_spec(self.path), self.path)
+
     def require_numeric_inputs(self) -> None:
-        """Raise UserError where inputs are tokens, which nothing certifies. Returns nothing."""
+        """Raise UserError where inputs are no single tensor of numbers. Returns nothing.
+
+        Nothing certifies tokens, or several fields.
+        """
+        self.require_single_input()
         if self.description.tokens:
             raise UserError(
                 f"{self.path}: takes tokens of text, which have no certificate",
@@ -1033,6 +1090,19 @@ class Release:
 def _format_names(names: Sequence[str], shown: int = 10) -> str:
     more = f", ... ({len(names):,} in all)" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def refuse_fields(spec: ModelSpec, path: Path) -> None:
+    """Raise UserError for a model of several fields, which no file or image holds."""
+    if not spec.signature:
+        return
+    signature = Signature.parse(spec.signature, str(path))
+    call = ", ".join(f"{name!r}: ..." for name in signature.fields)
+    raise UserError(
+        f"{path}: reads {signature}, which have no certificate and are in no file: release it, and "
+        f"call dpdist.load(folder).predict({{{call}}})",
+        see="how-to/releases.md#a-model-of-several-inputs",
+    )
 
 
 def load(

@@ -14,6 +14,7 @@ import yaml
 
 from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
 from dpdist.core.fields import describe_averaging
+from dpdist.models.signature import Signature
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, bounding_guarantee, no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
 from dpdist.release.bundle import (
@@ -47,11 +48,8 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
         f"# {description.name}",
         _origin(description, card, spec),
-        _USAGE if description.text is None else _text_usage(description, spec),
-        f"Inputs: {size} {kind}"
-        + (", or of 8 bits. " if pictures else ". ")
-        + _pictures(description, spec)
-        + _outputs(description),
+        _usage(description, spec),
+        _inputs(description, spec, size, kind, pictures) + _outputs(description),
         "## Privacy",
         _privacy_section(card),
         *_measured(description),
@@ -85,6 +83,40 @@ classes, noise, certificate; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is pr
 
 
 _NOTHING_RUN = f"Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`"
+
+
+def _usage(description: ReleaseDescription, spec: ModelSpec) -> str:
+    """Return how the model is asked."""
+    if spec.signature:
+        return _fields_usage(spec)
+    return _USAGE if description.text is None else _text_usage(description, spec)
+
+
+def _fields_usage(spec: ModelSpec) -> str:
+    """Return how a model of several fields is asked."""
+    fields = Signature.parse(spec.signature, spec.name).fields
+    trust = "".join(f', trusted_factory="{name}"' for name in spec.user_factories[:1])
+    return f"""\
+```python
+import dpdist
+
+release = dpdist.load("FOLDER"{trust})
+release.predict({{{", ".join(f'"{name}": ...' for name in fields)}}})  # no certificate
+```
+
+{_NOTHING_RUN}: weights and network, and the fields that it reads; `{DESCRIPTION}`: classes;
+`{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
+`{CHECKSUMS}`: sums (`sha256sum -c`)."""
+
+
+def _inputs(
+    description: ReleaseDescription, spec: ModelSpec, size: str, kind: str, pictures: bool
+) -> str:
+    """Say what the model reads."""
+    if spec.signature:
+        return f"Inputs: {Signature.parse(spec.signature, spec.name)}, as the training had them. "
+    more = ", or of 8 bits. " if pictures else ". "
+    return f"Inputs: {size} {kind}{more}{_pictures(description, spec)}"
 
 
 def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:

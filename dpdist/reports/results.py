@@ -27,6 +27,7 @@ from dpdist.core.fields import (
     INDEPENDENCE,
     MEASURES,
     SCREENED,
+    describe_input_fields,
     describe_rounding,
     weakest,
 )
@@ -211,6 +212,16 @@ class RunResults:
         shape = read_json(path, {"input_shape": list})["input_shape"]
         input_dimension(shape, path)
         return tuple(shape)
+
+    @property
+    def inputs(self) -> str:
+        """Return what the model reads of a record in words, a str such as "1 x 8 x 8 numbers"."""
+        said = read_json(self.folder.model_folder / "model.json", {"input_shape": list})
+        if fields := said.get("signature", {}).get("fields"):
+            told = {name: (each["shape"], each["dtype"]) for name, each in fields.items()}
+            return describe_input_fields(told)
+        kind = "tokens" if self.recipe.data.text is not None else "numbers"
+        return f"{' x '.join(map(str, self.input_shape))} {kind}"
 
     @property
     def has_fixed_key(self) -> bool:

@@ -37,7 +37,6 @@ def technical_file(facts: RunResults) -> str:
         rows.insert(0, f"delta {delta}: epsilon {epsilon}")
     total = facts.data_set_guarantee
     extra = card["extra"]
-    size = " x ".join(map(str, facts.input_shape))
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     ).from_string((files("dpdist.reports") / "technical-file.md").read_text())
@@ -46,7 +45,7 @@ def technical_file(facts: RunResults) -> str:
         version=__version__,
         method=facts.recipe.method.name,
         model=facts.recipe.model.name,
-        inputs=f"Inputs: {size} {'tokens' if facts.recipe.data.text is not None else 'numbers'}.",
+        inputs=f"Inputs: {facts.inputs}.",
         card={**card, "extra": {"training data": None, "stopped": None, **extra}},
         counted="users" if "user" in card["guarantee"] else "records",
         unknown=no_epsilon(card),

@@ -28,6 +28,8 @@ _MEASURED = [name.replace(" ", "_") for names in MEASURES.values() for name in n
 _PUBLISHABLE_NAME = re.compile(
     rf"privacy/(epsilon|delta)|test/(accuracy|cross_entropy|{'|'.join(_MEASURED)})"
     r"|certified/[^/]+/[^/]+"
+    # Of a script: released by its steps, or measured on public records.
+    r"|training/(learning_rate|noisy_norm|score|eval_\w+)"
 )
 
 
@@ -166,6 +168,39 @@ def open_tracker(address: str, run: str) -> Tracker:
     """Return the writer of a run's figures at the address. Raises as `check_tracker_address`."""
     library, (kind, _, place) = check_tracker_address(address), address.partition(":")
     return Tracker(BACKENDS[kind][1](library, place, run))
+
+
+def check_script_tracker(tracker: str, folder: RunFolder) -> str:
+    """Return the address KIND:PLACE of a script's tracker, of which the kind may be given alone.
+
+    Raises UserError for another kind, and where its library is not installed.
+    """
+    beside = folder.path.parent
+    places = {
+        "tensorboard": beside / "tensorboard", "mlflow": beside / "mlruns", "wandb": beside.name,
+    }  # fmt: skip
+    address = f"{tracker}:{places[tracker]}" if tracker in places else tracker
+    try:
+        check_tracker_address(address)
+    except UserError as error:
+        raise UserError(str(error).replace("--log:", "trackers:", 1)) from error
+    return address
+
+
+def track_script(
+    folder: RunFolder, addresses: Sequence[str], history: Mapping[str, Sequence[Any]]
+) -> None:
+    """Give a finished script's released values to each tracker: its history, and those of a run."""
+    from dpdist.reports.results import load_results
+
+    facts = load_results(folder)
+    for address in addresses:
+        tracker = open_tracker(address, folder.name)
+        for name, values in history.items():
+            for step, value in zip(history["step"], values, strict=True):
+                if name != "step" and value is not None:
+                    tracker.log(f"training/{name}", value, step + 1)
+        tracker.log_run(facts)
 
 
 def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool = True) -> None:

@@ -228,6 +228,7 @@ class RunFolder:
     checkpoints = FileIn("private/checkpoints", "Folder of training checkpoints.")
     training_summary = FileIn("private/trained.json", "A finished training writes it last.")
     metrics = FileIn("private/metrics.jsonl", "Private training metrics.")
+    history = FileIn("private/history.jsonl", "Released values of each step of a script.")
     worker_groups = FileIn("private/workers.jsonl", "The group of workers of each start.")
     progress = FileIn("private/progress.json", "Progress, written by worker 0.")
     failure = FileIn("private/failure.json", "A worker's lasting error, for the driver.")

@@ -18,12 +18,10 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -33,6 +31,7 @@ from torch import Tensor
 
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.script_errors import install_error_hooks
 from dpdist.privacy.ledger import ReplayConflict
 
 # --- sums over the workers --------------------------------------------------------------------
@@ -294,25 +293,12 @@ class ScriptReducer(Reducer):
                 raise
             others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
             which = f"{'worker' if len(others) == 1 else 'one of workers'} {', '.join(others)}"
-            _show_in_one_line(WorkerLost)
+            install_error_hooks()  # before torch's, which names the rank
             raise WorkerLost(
                 f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends. Nothing "
                 "that was released is lost: run the same command again, and it continues from the "
                 "newest checkpoint"
             ) from None
-
-
-def _show_in_one_line(kind: type[Exception]) -> None:
-    """Let Python print an error of this kind, where a script does not catch it, without a trace."""
-    before = sys.excepthook
-
-    def show(found: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(found, kind):
-            print(error, file=sys.stderr, flush=True)
-        else:
-            before(found, error, trace)
-
-    sys.excepthook = show
 
 
 class Workers:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dpdist import data, models
 from dpdist.config.training import TrainingRecipe
@@ -328,6 +329,11 @@ def build_engine(
         micro_batch=recipe.resources.micro_batch,
         vmap=recipe.model.vmap,
     )
+    if any(isinstance(each, _SpectralNorm) for each in model.modules()):
+        raise UserError(
+            "model: must have no spectral_norm in a recipe, whose steps do not move its vectors: "
+            "train it by dpdist.PrivateTraining"
+        )
     engine.augmentation = augmentation(recipe.training)
     engine.records_per_example = recipe.privacy.max_records_per_user or 1
     engine.rounding = recipe.resources.rounding

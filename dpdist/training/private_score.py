@@ -51,7 +51,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
 from dpdist.training.record_scores import RecordScore
-from dpdist.training.script_state import kept_buffers
+from dpdist.training.script_state import evaluation_mode, kept_buffers
 
 # Of the module and a batch: one value a record, (B,); or by the model's outputs.
 Value = Callable[[nn.Module, Any], Tensor] | RecordScore
@@ -213,7 +213,7 @@ class _Found:
 
 
 class RecordValues:
-    """Compute a model's value on each of some records, executed one at a time.
+    """Compute a model's value on each of some records, executed one at a time in evaluation mode.
 
     Args:
         records: records that are valued; where they are grouped, a user has one value.
@@ -239,7 +239,8 @@ class RecordValues:
         for row in range(3):
             one = slice(row, row + 1)
             try:
-                values.append(self._value(model, take(inputs, one), targets[one]))
+                with evaluation_mode(model):
+                    values.append(self._value(model, take(inputs, one), targets[one]))
             except UserError as error:
                 got = str(error).partition(", got ")[2].partition(": use")[0]
                 raise UserError(
@@ -267,7 +268,8 @@ class RecordValues:
         """Return the mean value of PUBLIC records, of any size. Raises whatever the value does."""
         rows = [np.array([row]) for row in range(len(self.records))]
         seen = [(self.records.batch(row), self.records.targets(row)) for row in rows]
-        return math.fsum(self._value(model, *each) for each in seen) / len(seen)
+        with evaluation_mode(model):
+            return math.fsum(self._value(model, *each) for each in seen) / len(seen)
 
     def private_units(self, model: nn.Module, key: bytes, worker: int = 0, workers: int = 1) -> int:
         """Return a worker's part of the sum of all values, in whole units of 1 / `UNITS`: PRIVATE.
@@ -283,7 +285,7 @@ class RecordValues:
         """
         seen, total = self.records.for_step(key), 0
         records, generators = single_records(seen), find_generators(self._objective)
-        with kept_generators(generators):
+        with kept_generators(generators), evaluation_mode(model):
             for index in range(worker, len(seen), workers):
                 own = np.array([index])
                 if isinstance(seen, UserRecords):

@@ -68,12 +68,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "which evaluates a closure on the records again: use SGD, Adam or AdamW"
         )
     held = {id(p) for user in optimizer.param_groups for p in user["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in held:
-            raise UserError(
-                f"optimizer: must hold every trained parameter, lacks {name}: add it, or freeze it "
-                "with requires_grad_(False) before PrivateTraining is made"
-            )
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if lacking := [name for name, parameter in named if id(parameter) not in held]:
+        raise UserError(
+            f"optimizer: must hold every trained parameter, lacks {', '.join(lacking)}: add it, or "
+            "freeze it with requires_grad_(False) before PrivateTraining is made"
+        )
 
 
 def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes: int) -> None:

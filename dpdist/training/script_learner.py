@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.data.protocol import Records
+from dpdist.gradients.layer_rules import advance_spectral_norms
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
@@ -144,6 +145,7 @@ class ScriptLearner:
         self.optimizer.step()
         for parameter in trained:
             parameter.grad = None
+        advance_spectral_norms(self.model)
         self._watch.remember()
 
     def not_finite(self, number: int, last: bool) -> str:
@@ -188,7 +190,8 @@ class ScriptLearner:
         answering = models.NextTokenLogits.around(self.model)
         if answering is not None:
             inputs = models.NextTokenLogits.rows(inputs, _PROBED_TOKENS)
-        return module_record(self.model, inputs, answering, self._records.tokenization)
+        text = self._records.tokenization
+        return module_record(self.model, inputs, answering, text, self.spec.signature)
 
     def restore(self, folder: RunFolder, again: bool) -> int:
         """Take over the newest checkpoint, and return the steps taken before it.

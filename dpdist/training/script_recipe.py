@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +28,14 @@ from dpdist.data.documents import (
     PreferenceRecords,
     check_not_packed,
 )
-from dpdist.data.protocol import TARGETS, Records
+from dpdist.data.protocol import Records, fields_of
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import take, tensors_of
+from dpdist.gradients.independence import SYNTHETIC_KEY
+from dpdist.gradients.objective import checked_losses, objective_of, own_loss_example
+from dpdist.gradients.random_passes import keyed_draws
 from dpdist.models import ModelSpec
+from dpdist.models.signature import record_call
 from dpdist.models.spec import SCRIPT, give
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
@@ -41,7 +46,9 @@ from dpdist.training.script_state import kept_buffers
 # --- the model's description ------------------------------------------------------------------
 
 
-def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> ModelSpec:
+def spec_of(
+    model: nn.Module, factory: str | None, examples: tuple[Any, Tensor], loss: Any
+) -> ModelSpec:
     """Return how the trained model is described, and built again.
 
     It is built by `factory`, or in this process by a copy of it.
@@ -49,13 +56,8 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
     Raises:
         UserError: the factory makes another model, or a class has no output of its own.
     """
-    with torch.no_grad(), kept_buffers(model):
-        try:
-            outputs = model(take(inputs, slice(2)))
-        except Exception as error:  # a loss of the script's own may call it in another way
-            if isinstance(loss, str):
-                raise UserError(_call_fails(inputs, error)) from error
-            outputs = None
+    inputs = take(examples[0], slice(2))
+    signature, outputs = _call_of(model, loss, inputs, examples[1][:2])
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = _shape_of(inputs)
     classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
@@ -70,8 +72,8 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
         name = f"{SCRIPT}:{type(model).__qualname__.replace('<locals>.', '')}"
         first = copy.deepcopy(model).cpu()
         give(name, structure, lambda: copy.deepcopy(first))
-        return ModelSpec(name, shape, classes, {"structure": structure})
-    spec = ModelSpec(factory, shape, classes)
+        return ModelSpec(name, shape, classes, {"structure": structure}, signature=signature)
+    spec = ModelSpec(factory, shape, classes, signature=signature)
     models.check_name(factory)
     if _structure(models.initialize(spec, 0)) != structure:
         raise UserError(
@@ -81,15 +83,49 @@ def spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> Mo
     return spec
 
 
-def _call_fails(inputs: Any, error: Exception) -> str:
+def _call_of(
+    model: nn.Module, loss: Any, inputs: Any, targets: Tensor
+) -> tuple[dict[str, Any], Any]:
+    """Return how a model is called, empty for one tensor of numbers, and its outputs.
+
+    The outputs are None where only a loss of the script's own knows how to call it.
+    """
+    simple = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    with torch.no_grad(), kept_buffers(model):
+        try:
+            outputs = model(inputs)
+        except Exception as error:  # a loss of the script's own may call it in another way
+            if isinstance(loss, str):
+                raise UserError(_call_fails(model, inputs, error)) from error
+            outputs = None
+        documents = isinstance(inputs, dict) and _TOKENS in inputs  # released by their tokenizer
+        if (simple and outputs is not None) or documents:
+            return {}, outputs
+        device = targets.device
+        with keyed_draws(SYNTHETIC_KEY, device):
+            objective = objective_of(loss)
+            found = record_call(
+                model, lambda: checked_losses(model, objective, inputs, targets), fields_of(inputs)
+            )
+    if found is None:
+        if not simple:
+            warnings.warn(
+                "model: can be trained, but not released for predictions, as its loss does not "
+                "call it once with fields of the records: move what the loss computes before the "
+                "call into the module",
+                stacklevel=4,
+            )
+        return {}, outputs
+    return found[0].to_dict, found[1]
+
+
+def _call_fails(model: nn.Module, inputs: Any, error: Exception) -> str:
     """Return what a model that fails under a named loss gets, and how to call it otherwise."""
     own = ""
     if not isinstance(inputs, Tensor):
-        several = inputs if isinstance(inputs, Mapping) else range(len(inputs))
-        call = ", ".join(f"batch[{each!r}]" for each in several if each != TARGETS)
         own = (
             f"; under a named loss it gets one argument, a {type(inputs).__name__} of all: take "
-            f"a loss of your own, such as lambda module, batch: your_loss(module({call}), batch)"
+            f"a loss of your own, such as {own_loss_example(model, inputs)}"
         )
     said = " ".join(str(error).split())[:200] or type(error).__name__
     return (
@@ -148,6 +184,7 @@ class Script:
         has_public: whether there are public records for evaluation.
         stages: what the cards say of the runs that it begins with.
         unused: names of parameters that the loss does not depend on.
+        autocast: whether passes run in bfloat16.
     """
 
     model: nn.Module
@@ -159,6 +196,7 @@ class Script:
     has_public: bool
     stages: Sequence[Stage]
     unused: Sequence[str] = ()
+    autocast: bool = False
 
     @property
     def kind(self) -> str:
@@ -216,7 +254,8 @@ class Script:
                 "script": {
                     "model": _name_of(type(self.model)),
                     "optimizer": _name_of(type(self.optimizer)),
-                    "loss": self._described_loss(),
+                    "loss": self._described_loss()
+                    + (", under torch.autocast to bfloat16" if self.autocast else ""),
                     "replaced": list(records.replaced),
                     "unused": list(self.unused),
                     "assumed": [*self._assumed(), *records.assumed],

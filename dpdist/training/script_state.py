@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist.core.errors import UserError
+from dpdist.data.protocol import fields_of
+from dpdist.models.signature import Signature
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.checkpoint import TrainState, load_latest, save
 
@@ -337,6 +339,25 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
                     owner[name] = buffer if value is None or buffer is None else buffer.copy_(value)
 
 
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Put each module of a model back into its own mode at the end."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own at the end."""
+    with kept_modes(model):
+        model.eval()
+        yield
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -378,7 +399,11 @@ _CLOSE = 1e-4  # of outputs on another machine, relative to the largest
 
 
 def module_record(
-    model: nn.Module, inputs: Any, answering: nn.Module | None = None, text: Any = None
+    model: nn.Module,
+    inputs: Any,
+    answering: nn.Module | None = None,
+    text: Any = None,
+    signature: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the description by which a module is recognized when a factory builds it, for `pack`.
 
@@ -387,6 +412,7 @@ def module_record(
         inputs: (B, ...) invented inputs; None among the outputs where it does not answer them.
         answering: the module that answers them; default: the model.
         text: how the tokens of its documents are made (`Records.tokenization`).
+        signature: how the model is called with several inputs (`dpdist.models.signature`).
 
     Returns:
         Classes and settings of its layers, and its outputs in evaluation mode for some of the
@@ -395,10 +421,14 @@ def module_record(
     found: dict[str, Any] = {"layers": _layers(model)}
     if answering is not None:
         found |= {"following": True, "text": text}
-    if isinstance(inputs, Tensor):
+    rows: Any = None
+    if signature:
+        rows = {name: each[-_PROBED:].cpu() for name, each in fields_of(inputs).items()}
+    elif isinstance(inputs, Tensor):
         rows = inputs[-_PROBED:].float().cpu()
-        outputs = _outputs(copy.deepcopy(answering or model).cpu(), rows)
-        found |= {"inputs": rows, "outputs": outputs}
+    if rows is not None:
+        copied = copy.deepcopy(answering or model).cpu()
+        found |= {"inputs": rows, "outputs": _outputs(copied, rows, signature)}
     return found
 
 
@@ -421,7 +451,7 @@ def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
 
 def check_built_again(
     model: nn.Module, file: Path, checkpoints: Path, factory: str,
-    answering: nn.Module | None = None,
+    answering: nn.Module | None = None, signature: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Load a script's trained weights into what a factory built, and check that it is that module.
 
@@ -431,6 +461,7 @@ def check_built_again(
         checkpoints: of the run, the last of which holds the `module_record`.
         factory: name of the factory, for complaints.
         answering: the module that answers rows of inputs by the model; default: the model.
+        signature: how it is called with several inputs.
 
     Raises:
         UserError: tensors, layers or outputs are others than those of the run.
@@ -453,10 +484,11 @@ def check_built_again(
     outputs = wanted.get("outputs")
     if outputs is None:
         raise UserError(
-            "factory: must build a module of one tensor of numbers for each record, or a causal "
-            "model of transformers, as releases answer by; this run's is neither"
+            "factory: must build a module that is called once, with fields of a record, and "
+            "returns a tensor, or a causal model of transformers, as releases answer by; this "
+            "run's is not"
         )
-    found = _outputs(answering or model, wanted["inputs"])
+    found = _outputs(answering or model, wanted["inputs"], signature)
     if found is None or found.shape != outputs.shape or not torch.allclose(
         found, outputs, rtol=_CLOSE, atol=_CLOSE * max(1.0, float(outputs.abs().max()))
     ):  # fmt: skip
@@ -478,11 +510,14 @@ def _another_module(factory: str, why: str) -> UserError:
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
+def _outputs(model: nn.Module, inputs: Any, signature: Mapping[str, Any] | None) -> Tensor | None:
     """Return a module's outputs in evaluation mode; None where they are no tensor of numbers."""
     try:
         with torch.random.fork_rng(devices=[]):
-            found = model.eval()(inputs)
+            if signature:
+                found = Signature.parse(signature, "the model").outputs(model.eval(), inputs)
+            else:
+                found = model.eval()(inputs)
     except Exception:  # it takes something else: a release could not ask it either
         return None
     return found.float() if isinstance(found, Tensor) else None

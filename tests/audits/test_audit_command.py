@@ -15,7 +15,7 @@ from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.reports import compare
+from dpdist.reports import compare, results
 from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe

@@ -120,6 +120,22 @@ NATIVE = {
         lambda: _Of(lambda m, x: m.head(x + 0.1 * torch.randn_like(x)), head=nn.Linear(6, CLASSES))
     ),
     "weight-norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))),
+    "spectral-norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
+    "weight-norm-by-hook": Case(
+        lambda: dpdist.prepare(nn.Sequential(nn.utils.weight_norm(nn.Linear(6, CLASSES))))
+    ),
+    "spectral-norm-by-hook": Case(
+        lambda: dpdist.prepare(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, CLASSES))))
+    ),
+    "rrelu": Case(
+        lambda: dpdist.prepare(
+            nn.Sequential(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, CLASSES))
+        )
+    ),
+    "squeeze": Case(
+        lambda: _Of(lambda m, x: m.head(m.layer(x[:, None]).squeeze()),
+                    layer=nn.Conv1d(1, 1, 1), head=nn.Linear(6, CLASSES))
+    ),
     "cnn": Case(_convolutions, "images"),
     "cnn-dropout2d": Case(lambda: _convolutions(nn.Dropout2d(0.2)), "images"),
     "cnn-batchnorm": Case(lambda: dpdist.prepare(_convolutions(nn.BatchNorm2d(8))), "images"),
@@ -219,21 +235,28 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16}, "bloom": {"n_layer": 2, "n_head": 2},
     "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
     "starcoder2": {}, "granite": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+                  "shared_expert_intermediate_size": 8},
 }  # fmt: skip
 IN_CI = {
     "mlp-dropout", "cnn-batchnorm", "lstm-dropout", "lstm-time-first", "gru-time-first-dropout",
     "encoder", "decoder-layer", "view-through-the-batch", "relative-positions", "vae",
-    "shared-depth", "criterion-weighted",
+    "shared-depth", "criterion-weighted", "squeeze", "spectral-norm", "weight-norm-by-hook",
+    "rrelu",
 }  # fmt: skip
 # What does not train as it is, and the cure that the error names.
 CURES: dict[str, tuple[Case, str]] = {
     "rrelu": (  # draws for negative numbers only, so that records shift the draws of others
         Case(lambda: nn.Sequential(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, CLASSES))),
-        "mixes examples",
+        r"dpdist\.prepare",
     ),
-    "spectral-norm": (
-        Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
-        "remembers earlier examples",
+    "spectral-norm-by-hook": (
+        Case(lambda: nn.utils.spectral_norm(nn.Linear(6, CLASSES))), r"dpdist\.prepare",
+    ),
+    "lstm-projection": (
+        Case(_sequence(lambda: nn.LSTM(6, 6, proj_size=3, batch_first=True),
+                       lambda m, x: m.layer(x)[0][:, -1]), "series"), r"torch\.nn\.Linear",
     ),
     "batchnorm": (Case(lambda: _convolutions(nn.BatchNorm2d(8)), "images"), r"dpdist\.prepare"),
     "shared-depth": (

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping, sum_slack
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.objective import objective_of, under_autocast
 from dpdist.gradients.per_example import (
     EmbeddingGradient,
     OuterProductGradient,
@@ -189,3 +190,37 @@ def test_a_float64_table_used_twice_is_summed_record_by_record():
         add_embedding_rows(EmbeddingGradient(ids[row], -right[row], rows), one, own)
         wanted += factors[place] * own
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_passes_under_autocast_are_those_of_float32_within_bfloat16(own):
+    """Its sum differs by rounding of products only; norms are float32, so the clip holds."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 3),
+    )  # fmt: skip
+    inputs, targets = torch.rand(24, 3, 9, 9), torch.arange(24) % 3
+    loss = objective_of(torch.nn.CrossEntropyLoss() if own else "cross-entropy")
+    types: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    for clip_norm in (0.1, 100.0):  # all are clipped, or none
+        sums = {}
+        for name, objective in (("float32", loss), ("bfloat16", under_autocast(loss))):
+            made = GradientEngine(
+                model, objective, clipping=FlatClipping(clip_norm), micro_batch=8,
+                blocks=Blocks(1, 32),
+            )  # fmt: skip
+            types.clear()
+            sums[name] = made.clipped_sum(
+                inputs, targets, draw_key=bytes(32), record_ids=torch.arange(24)
+            ).flat
+            assert getattr(torch, name) in types and sums[name].dtype == torch.float64
+        difference = float((sums["bfloat16"] - sums["float32"]).norm())
+        assert 0 < difference <= 0.03 * float(sums["float32"].norm())
+        alone = GradientEngine(
+            model, under_autocast(loss), clipping=FlatClipping(clip_norm), micro_batch=1
+        )
+        for row in range(4):
+            one = alone.clipped_sum(inputs[row : row + 1], targets[row : row + 1]).flat
+            assert float(one.norm()) <= clip_norm

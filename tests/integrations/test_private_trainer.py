@@ -155,8 +155,11 @@ def test_what_is_logged_was_released(trained):
     assert history[1]["epsilon"] == training.plan.guarantee(steps=2).epsilon
     assert history[3]["learning_rate"] == pytest.approx(0.01 / 4)
     output = trained.output
-    assert output.global_step == 4 and output.training_loss != output.training_loss  # NaN
-    assert output.metrics == {"epsilon": training.guarantee.epsilon, "delta": 1e-3}
+    assert output.global_step == 4 and output.training_loss is None
+    metrics = output.metrics
+    assert (metrics["epsilon"], metrics["delta"]) == (training.guarantee.epsilon, 1e-3)
+    rates = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
+    assert rates == pytest.approx(8, rel=1e-2) and metrics["train_runtime"] > 0
     assert training.guarantee.kind == "proved"
 
 
@@ -380,6 +383,78 @@ def test_public_records_are_evaluated_between_steps(tmp_path):
     assert "eval_dataset is public" in assumed
 
 
+class _Drops(transformers.TrainerCallback):
+    """After the second step the model is one that answers worse."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.best = weights(kwargs["model"]).clone()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_best_model_of_public_evaluations_is_loaded_and_released(tmp_path, early):
+    """Of four steps the first has the best metric, which a function of the script invents."""
+    scores = iter([3.0, 1.0, 2.0, 0.5])
+    watch = _Drops()
+    args = arguments(
+        tmp_path / "run", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="made_up", greater_is_better=True,
+        save_total_limit=1, per_device_eval_batch_size=1,
+    )  # fmt: skip
+    stop = [transformers.EarlyStoppingCallback(early_stopping_patience=2)] if early else []
+    with pytest.warns(UserWarning, match="save_steps, save_total_limit"):
+        t = trainer(
+            tmp_path / "run", args=args, eval_dataset=texts(4, seed=9), public_eval=True,
+            compute_metrics=lambda found: {"made_up": next(scores)}, callbacks=[watch, *stop],
+        )  # fmt: skip
+    output = t.train()
+    assert output.global_step == (3 if early else 4)
+    assert t.state.best_global_step == 1 and t.state.best_metric == 3.0
+    assert torch.equal(weights(t.model), watch.best)
+    assert t.training.guarantee == t.training.plan.guarantee()
+    assert t.training.run.training_summary.exists()
+    kept = t.save_adapter(tmp_path / "adapter", not_private=True)
+    assert (kept / "adapter_model.safetensors").exists()  # the released one is the model's
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_units_of_the_data_set_are_protected_whole(tmp_path):
+    rows = [{**row, "customer_id": f"c{n // 2}"} for n, row in enumerate(texts())]
+    args = arguments(tmp_path / "run", per_device_train_batch_size=4)
+    t = trainer(
+        tmp_path / "run", args=args, train_dataset=rows, unit="customer_id",
+        privacy={**PRIVATE, "unit": "user", "max_records_per_user": 2},
+    )  # fmt: skip
+    assert len(t.training.records) == 20
+    t.train()
+    assert "customer_id" in json.dumps(dpdist.load_results(t.training.run).privacy_card())
+
+
+def test_bf16_runs_the_passes_in_bfloat16(tmp_path):
+    model, types = lora(), set()
+    model.base_model.model.lm_head.register_forward_hook(
+        lambda m, a, output: types.add(output.dtype)
+    )
+    t = trainer(tmp_path / "run", model, args=arguments(tmp_path / "run", bf16=True, max_steps=1))
+    types.clear()
+    t.train()
+    assert torch.bfloat16 in types and weights(model).dtype == torch.float32
+
+
+def test_a_merged_model_is_the_trained_one(tmp_path, trained):
+    folder = trained.save_merged(tmp_path / "merged", not_private=True)
+    merged = transformers.LlamaForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        expected = trained.model.eval()(input_ids=tokens).logits
+        found = merged.eval()(input_ids=tokens).logits
+    trained.model.train()
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert {"privacy_card.json", "privacy_card.md"} <= {path.name for path in folder.iterdir()}
+    with pytest.raises(UserError, match="folder: must be new"):
+        trained.save_merged(folder, not_private=True)
+
+
 def test_private_records_are_not_evaluated(tmp_path, trained):
     with pytest.raises(
         UserError, match="eval_dataset: must be public records, said by public_eval"
@@ -419,9 +494,6 @@ def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
 
 
 REFUSED = {
-    "load_best_model_at_end": {"load_best_model_at_end": True, "eval_strategy": "steps",
-                               "eval_steps": 500},
-    "save_strategy": {"save_strategy": "epoch"},
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
     "lr_scheduler_type": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
 }  # fmt: skip

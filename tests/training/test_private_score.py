@@ -708,3 +708,17 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     plain = training(tmp_path / "plain")
     plain.run_all()
     assert "private scores" not in dict(dpdist.load_results(plain.run).summary())
+
+
+def test_a_model_with_dropout_is_scored_without_it():
+    records = dpdist.as_records((torch.rand(30, 4), torch.arange(30) % 2))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2)).train()
+    values = private_score.RecordValues(records, None, torch.device("cpu"))
+    values.check(model)
+    found = values.private_units(model, bytes(32))
+    assert found == values.private_units(model, bytes(32)) and model[1].training
+    inputs, targets = records.batch(np.arange(30)), records.targets(np.arange(30))
+    with torch.no_grad():
+        right = int((model.eval()(inputs).argmax(1) == targets).sum())
+    assert found == right * private_score.UNITS

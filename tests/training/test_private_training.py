@@ -937,8 +937,8 @@ def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
 
 
 @pytest.mark.long
-def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
-    t = training(tmp_path / "own")
+def test_an_interrupted_step_continues_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    t, whole = training(tmp_path / "own"), training(tmp_path / "whole")
     t.step()
 
     class Stopped(BaseException):
@@ -947,18 +947,21 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
     def stop(*_: Any, **__: Any) -> None:
         raise Stopped
 
-    monkeypatch.setattr(t.optimizer, "step", stop)
-    with pytest.raises(Stopped):
-        t.step()
-    with pytest.raises(UserError, match="interrupted inside; make PrivateTraining again"):
-        t.step()
-    again, whole = training(tmp_path / "own"), training(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(t.optimizer, "step", stop)
+        with pytest.raises(Stopped):
+            t.step()
+    with pytest.raises(UserError, match="must be called between two steps"):
+        t.checkpoint()
+    assert t.step().step == 1  # the interrupted one, from the checkpoint before it
+    again = training(tmp_path / "own")
+    again.step()
+    with pytest.raises(UserError, match="let go of"):
+        t.step()  # the newer object took the run over
     again.run_all()
     whole.run_all()
     assert torch.equal(flat(again.model), flat(whole.model))
     assert Ledger.read(again.run.ledger).release_counts == dict.fromkeys(range(6), 1)
-    with pytest.raises(UserError, match="let go of"):
-        t.step()  # the newer object took the run over
 
 
 def test_another_setting_is_another_run(tmp_path):

@@ -1,0 +1,87 @@
+"""Show a user's mistakes and Ctrl-C in one line where a script or a notebook catches neither.
+
+`import dpdist` installs both hooks. Other errors keep their traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from dpdist.core.errors import ClusterError, ExitCode, UserError
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_SHOWN = (UserError, ClusterError)
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a training that the same script resumes; its text says where."""
+
+
+class Work(Protocol):
+    """Work that a script has begun, and that the same script resumes."""
+
+    def keep_interrupted(self) -> str | None:
+        """Keep it as it is after Ctrl-C, and return where it resumes; None if it is not open."""
+
+
+unfinished: WeakSet[Work] = WeakSet()
+
+
+def install_error_hooks() -> None:
+    """Let Python and IPython show these errors in one line. A second call changes nothing."""
+    if not getattr(sys.excepthook, "of_dpdist", False):
+        sys.excepthook = _OneLine(sys.excepthook)
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:
+        shell.set_custom_exc((*_SHOWN, TrainingInterrupted), _show_in_notebook)
+
+
+class _OneLine:
+    """A `sys.excepthook` before another one."""
+
+    of_dpdist = True
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if issubclass(kind, _SHOWN):
+            _print(error, _place(trace) if issubclass(kind, UserError) else "")
+        elif issubclass(kind, TrainingInterrupted):
+            _print(error)
+            raise SystemExit(ExitCode.INTERRUPTED)
+        elif kind is KeyboardInterrupt and (
+            lines := [said for work in unfinished if (said := work.keep_interrupted())]
+        ):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            raise SystemExit(ExitCode.INTERRUPTED)
+        else:
+            self._before(kind, error, trace)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return file and line of the innermost frame that is not of this package."""
+    found = ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, "<")):
+            found = f"{Path(name).name}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    return found
+
+
+def _print(error: BaseException, place: str = "") -> None:
+    for line in str(error).splitlines() or [type(error).__name__]:
+        print(f"{place}{line}", file=sys.stderr, flush=True)
+
+
+def _show_in_notebook(shell: Any, kind: Any, error: BaseException, *_: Any, **__: Any) -> None:
+    _print(error)

@@ -1,0 +1,106 @@
+"""What a script's training shows on a terminal, and how Ctrl-C ends it between two steps.
+
+Only public and released values are shown: steps, their rate, and epsilon so far.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from dpdist.core import console
+from dpdist.privacy.guarantee import format_epsilon
+
+_EPSILON_SECONDS = 5.0  # at least, between two computations of epsilon
+_EPSILON_SHARE = 50  # of the time since the last one, at most one in so many
+
+
+class _Report(Protocol):
+    step: int
+
+    @property
+    def epsilon(self) -> float: ...
+
+
+@contextmanager
+def whole_step(alone: bool) -> Iterator[list[bool]]:
+    """Let the first Ctrl-C wait for the end of a step; the second one ends it at once.
+
+    Args:
+        alone: this process trains by itself. Several decide together, so none of them waits.
+
+    Yields:
+        A list that is not empty after a Ctrl-C.
+    """
+    asked: list[bool] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (alone and in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield asked
+        return
+
+    def note(*_: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+        os.write(2, b"\nfinishing this step; Ctrl-C again ends it at once\n")  # print may be inside
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def tell_resumed(done: int, replayed: int) -> None:
+    """Print where a run resumes, and how many of its next steps epsilon already counts."""
+    again = f", replaying {replayed:,} steps already counted in epsilon" if replayed else ""
+    if done or replayed:
+        console.log(f"resuming at step {done:,}{again}")
+
+
+@contextmanager
+def shown_progress(done: int, steps: int, wanted: bool = True) -> Iterator[Callable[[Any], None]]:
+    """Yield a function of step reports that keeps a progress bar up to date.
+
+    It shows nothing unless standard error is a terminal or this is a notebook.
+
+    Args:
+        done: steps before the first report.
+        steps: of the plan.
+        wanted: False shows nothing.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    notebook = shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+    if not (wanted and (notebook or sys.stderr.isatty())):
+        yield lambda report: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[epsilon]}"), Left(),
+    )  # fmt: skip
+    began, last, cost = time.monotonic(), 0.0, 0.0
+    with Progress(*columns, console=Console(stderr=not notebook)) as bar:
+        task = bar.add_task("", total=steps, completed=done, rate="", epsilon="")
+
+        def tell(report: _Report) -> None:
+            nonlocal last, cost
+            now, count = time.monotonic(), report.step + 1
+            told: dict[str, Any] = {
+                "rate": f"{(count - done) / max(now - began, 1e-9):.3g} steps/s"
+            }
+            if count == steps or now - last > max(_EPSILON_SECONDS, _EPSILON_SHARE * cost):
+                told["epsilon"] = f"ε {format_epsilon(report.epsilon)}"
+                last, cost = time.monotonic(), time.monotonic() - now
+            bar.update(task, completed=count, **told)
+
+        yield tell

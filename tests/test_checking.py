@@ -1,0 +1,89 @@
+"""`dpdist.check` lists what a training would refuse, at once, and leaves everything as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpdist
+
+INPUTS, LABELS = torch.rand(64, 3, 9, 9), torch.arange(64) % 3
+SETTINGS: dict[str, Any] = {
+    "privacy": {"epsilon": 3.0, "delta": 1e-3}, "batch_size": 8, "steps": 2,
+}  # fmt: skip
+
+
+def _network(*more: nn.Module, classes: int = 3) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), *more, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+    )
+
+
+def _centered(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    outputs = module(batch[0])
+    return (outputs - outputs.mean(0)).square().sum(1)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_what_trains_has_no_problem_and_is_left_as_it_was() -> None:
+    model = _network(nn.Dropout(0.2))
+    model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    optimizer, before = _sgd(model), copy.deepcopy(model.state_dict())
+    found = dpdist.check(model, optimizer, (INPUTS, LABELS), **SETTINGS)
+    assert found and found.problems == ()
+    assert any("idle" in note for note in found.notes) and "idle" in str(found)
+    assert model.idle.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert dpdist.check(model, optimizer, (INPUTS, LABELS))  # without settings
+
+
+def test_all_problems_are_listed_with_their_cures() -> None:
+    model = _network(nn.BatchNorm2d(8), nn.InstanceNorm2d(8, track_running_stats=True))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    found = dpdist.check(
+        model, optimizer, (INPUTS, LABELS), loss=_centered, eval_data=(INPUTS[:4], LABELS[:4]),
+        privacy={"epsilon": -1.0, "delta": 1e-3}, batch_size=8, steps=2,
+    )  # fmt: skip
+    expected = (
+        "lacks 1.weight, 1.bias", "BatchNorm2d", "running statistics", "epsilon", "mixes examples",
+        "held_out",
+    )  # fmt: skip
+    for part in expected:
+        assert sum(part in each for each in found.problems) == 1, part
+    assert sum("dpdist.prepare(model)" in each for each in found.problems) == 2
+    assert not found and len(found.problems) == len(expected)
+    ready = dpdist.prepare(model)
+    rest = dpdist.check(ready, _sgd(ready), (INPUTS, LABELS), **SETTINGS)
+    assert rest, rest
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "part"),
+    [
+        (([object()], LABELS), "cross-entropy", "data"),
+        ((INPUTS, LABELS + 1), "cross-entropy", "class"),
+        ((INPUTS, LABELS), "no such loss", "loss"),
+    ],
+)
+def test_records_and_loss(data: Any, loss: str, part: str) -> None:
+    model = _network()
+    found = dpdist.check(model, _sgd(model), data, loss=loss, **SETTINGS)
+    assert len(found.problems) == 1 and part in found.problems[0], found
+
+
+def test_what_it_lists_is_what_the_training_says(tmp_path: Any) -> None:
+    model = _network(nn.BatchNorm2d(8))
+    (problem,) = dpdist.check(model, _sgd(model), (INPUTS, LABELS)).problems
+    with pytest.raises(dpdist.UserError) as error:
+        dpdist.PrivateTraining(
+            model, _sgd(model), (INPUTS, LABELS), loss="cross-entropy", folder=tmp_path / "run",
+            **SETTINGS,
+        )  # fmt: skip
+    assert str(error.value) == problem

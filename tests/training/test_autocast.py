@@ -1,0 +1,50 @@
+"""A script's passes may run in bfloat16; its card says so, and a run keeps what it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dpdist
+
+INPUTS = torch.rand(100, 6, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS[:, 0] > 0.5).long()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.types = nn.Linear(6, 2), set[torch.dtype]()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(inputs)
+        self.types.add(outputs.dtype)
+        return outputs
+
+
+def _training(folder: Path, autocast: bool) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    model = Net()
+    return dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, LABELS),
+        loss=nn.CrossEntropyLoss(), privacy={"noise_multiplier": 1.0, "delta": 1e-3},
+        batch_size=20, steps=2, folder=folder, autocast=autocast,
+    )  # fmt: skip
+
+
+def test_it_trains_and_is_stated(tmp_path: Path) -> None:
+    training = _training(tmp_path / "run", True)
+    training.model.types.clear()
+    training.step()
+    assert training.model.types == {torch.bfloat16}
+    assert training.model.layer.weight.dtype == torch.float32
+    training.close()
+    with pytest.raises(dpdist.UserError, match="loss"):
+        _training(tmp_path / "run", False).step()
+    again = _training(tmp_path / "run", True)
+    run = again.run_all()
+    assert "bfloat16" in str(run.read_recipe().by_script)
+    assert dpdist.load_results(run).guarantee.kind == "proved"

@@ -1,0 +1,182 @@
+"""Public evaluation, history, plots and trackers of a script: released values only."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from sklearn.metrics import roc_auc_score
+from support.training import KEY
+from torch import nn
+
+import dpdist
+from dpdist.reports import tracking
+from dpdist.reports.plots import plot_certificates, plot_trials
+from dpdist.runs.accounting import PublishedTrial
+from dpdist.training.script_history import accuracy, auc
+
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.rand(300, 4, generator=GENERATOR)
+LABELS = (INPUTS[:, 0] > 0.5).long()
+PUBLIC = (INPUTS[200:], LABELS[200:])
+
+
+def _training(folder: Path, *, steps: int = 4, **options: Any) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    return dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS[:200], LABELS[:200]),
+        loss="cross-entropy", privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, run_key=KEY),
+        batch_size=20, steps=steps, folder=folder, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
+    training, plain = _training(tmp_path / "run"), _training(tmp_path / "plain")
+    for _ in training:
+        before = copy.deepcopy(training.model.state_dict())
+        found = training.evaluate(PUBLIC, metric="auc")
+        assert training.model.training
+        with torch.no_grad():
+            outputs = copy.deepcopy(training.model).eval()(PUBLIC[0])
+        expected = roc_auc_score(PUBLIC[1].numpy(), (outputs[:, 1] - outputs[:, 0]).numpy())
+        assert found == pytest.approx(expected)
+        share = training.evaluate(PUBLIC)
+        assert share == pytest.approx(float((outputs.argmax(1) == PUBLIC[1]).double().mean()))
+        assert training.evaluate(PUBLIC, metric=lambda o, t: len(o) + len(t)) == 200
+        for name, value in training.model.state_dict().items():
+            assert torch.equal(value, before[name])
+    plain.run_all()
+    for one, other in zip(training.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert training.guarantee.kind == plain.guarantee.kind
+    assert "steps               4 of 4" in str(training)
+    told = training.history
+    assert list(told["step"]) == [0, 1, 2, 3]
+    assert list(told["noisy_norm"])[-1] == training._learner.noisy_norm
+    assert {"learning_rate", "eval_auc", "eval_accuracy", "eval_lambda"} <= set(told)
+    assert not {"loss", "loss_sum", "examples"} & set(told)
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_history_survives_a_restart(tmp_path: Path) -> None:
+    training = _training(tmp_path / "run")
+    training.step()
+    training.checkpoint()
+    first, lost = training.history, training.step()
+    training.close()
+    again = _training(tmp_path / "run")
+    again.step()
+    assert list(again.history["noisy_norm"])[:1] == list(first["noisy_norm"])
+    assert list(again.history["noisy_norm"])[1] == lost.noisy_norm
+    again.run_all()
+    assert list(again.history["step"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+@pytest.mark.parametrize(
+    ("data", "metric", "part"),
+    [
+        ((INPUTS[150:], LABELS[150:]), "accuracy", "50 in common"),
+        (PUBLIC, "f1", "metric: must be"),
+        (PUBLIC[0], "accuracy", "targets"),
+    ],
+)
+def test_what_is_not_evaluated(tmp_path: Path, data: Any, metric: str, part: str) -> None:
+    training = _training(tmp_path / "run")
+    with pytest.raises(dpdist.UserError, match=part):
+        training.evaluate(data, metric=metric)
+    with pytest.raises(dpdist.UserError, match="trackers: must be"):
+        _training(tmp_path / "run", trackers=["paper:here"])
+
+
+def test_a_search_s_trials_reach_no_tracker(tmp_path: Path) -> None:
+    def train(config: Any) -> dpdist.PrivateTraining:
+        model = nn.Linear(4, 2)
+        return dpdist.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=config["lr"]), config.data,
+            loss="cross-entropy", privacy=config.privacy, batch_size=20, steps=2,
+            folder=config.folder, trackers=["tensorboard"],
+        )  # fmt: skip
+
+    with pytest.raises(dpdist.UserError, match="trackers: must be left out"):
+        dpdist.tune(
+            train, {"lr": {"choice": [0.1, 0.2]}}, data=(INPUTS[:200], LABELS[:200]),
+            num_trials={"name": "fixed", "runs": 1}, score={"private_eval_data": PUBLIC},
+            privacy={"noise_multiplier": 1.0, "delta": 1e-3},
+            folder=tmp_path / "search", executor="local",
+        )  # fmt: skip
+
+
+def test_metrics_of_each_kind_of_target() -> None:
+    yes = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    logits = torch.tensor([2.0, -1.0, -0.5, 0.3])
+    assert accuracy(logits[:, None], yes) == 0.5 and auc(logits[:, None], yes) == 0.75
+    labels = torch.tensor([0, 1, 2, 1])
+    outputs = torch.nn.functional.one_hot(labels, 3).float()
+    assert accuracy(outputs, labels) == 1.0 and auc(outputs, labels) == 1.0
+    several = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert accuracy(2 * several - 1, several) == 1.0 and auc(2 * several - 1, several) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_plots_draw_into_the_axes_that_they_get(tmp_path: Path) -> None:
+    training = _training(tmp_path / "run")
+    for _ in training:
+        training.evaluate(PUBLIC)
+    axes = Figure().subplots()
+    assert training.plot("eval_accuracy", "epsilon", ax=axes) is axes
+    assert len(axes.lines) == 2 and list(axes.lines[0].get_xdata()) == [1, 2, 3, 4]
+    assert list(axes.lines[1].get_ydata())[-1] == pytest.approx(training.plan.guarantee().epsilon)
+    with pytest.raises(dpdist.UserError, match="plot: must be of"):
+        training.plot("loss", ax=axes)
+    model = nn.Linear(4, 2)
+    table = dpdist.certify(
+        model, (INPUTS[:4].numpy(), LABELS[:4].numpy()), dpdist.Cohen(sigma=0.25, n=100),
+        executor="local",
+    )  # fmt: skip
+    axes = Figure().subplots()
+    assert table.plot(ax=axes) is axes and plot_certificates(table, axes) is axes
+    assert axes.lines[0].get_ydata()[0] == table.certified_accuracy(0.0)
+    trials = [
+        PublishedTrial(
+            values={}, noise_multiplier=1.0, scores=[0.1 * n], failed=None, chosen=n == 2
+        )
+        for n in range(3)
+    ]
+    axes = plot_trials(trials, Figure().subplots())
+    assert np.allclose(axes.lines[1].get_ydata(), [0.2])
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_trackers_get_released_values_only(tmp_path: Path, monkeypatch: Any) -> None:
+    told: list[tuple[str, float, int]] = []
+
+    class Backend:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def log_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+        def close(self) -> None:
+            told.append(("closed", 0.0, 0))
+
+    monkeypatch.setattr(tracking, "BACKENDS", {"wandb": ("json", Backend)})
+    training = _training(tmp_path / "run", trackers=["wandb"])
+    for _ in training:
+        assert bool(told) == (not training.remaining_steps)
+        if training.remaining_steps:
+            training.evaluate(PUBLIC)
+    names = {name for name, _, _ in told}
+    assert names == {
+        "training/learning_rate", "training/noisy_norm", "training/eval_accuracy", "closed",
+    }  # fmt: skip
+    norms = [value for name, value, _ in told if name == "training/noisy_norm"]
+    assert norms == list(training.history["noisy_norm"])
