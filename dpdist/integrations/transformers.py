@@ -42,7 +42,8 @@ from dpdist.models import TRAINED_BY, base_digest, base_dtype
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
-from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
+from dpdist.release.description import read_base
+from dpdist.release.files import BASE, is_release, verify_checksums
 from dpdist.runs.folder import RunFolder
 
 with torch.device("cpu"):  # whatever device the importing code has as its default

@@ -127,7 +127,7 @@ def load_foreign(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     if problems:
         raise UserError(
             f"{path}: must hold the weights of the model; it {'; '.join(problems)}: name the "
-            "factory and the options (--option) that the weights were trained with",
+            "factory and the options (model.options) that the weights were trained with",
             see="how-to/certify-any-model.md#by-command",
         )
     bad = [n for n, each in given.items() if each.is_floating_point() and not each.isfinite().all()]

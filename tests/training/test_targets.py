@@ -116,7 +116,7 @@ def test_report_card_tracker_and_json_tell_them(finished):
     first, second = MEASURES[kind]
     assert list(facts.measures) == [first, second] and facts.accuracy is None
     said = dict(facts.summary())
-    assert said[first].endswith("on 90 (own/test)") and "clean accuracy" not in said
+    assert said[first].endswith("on 90 (own/test)") and "test accuracy" not in said
     assert f"on 90 test inputs: {first} {facts.measures[first]}" in str(make_verdict(facts))
     assert set(run_as_json(facts)["evaluation"]["measures"]) == {first, second}
     named = {name for name, _, _ in iter_metrics(facts)}
