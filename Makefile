@@ -13,12 +13,13 @@ EXPERIMENTS := scaling/bulk gpu/gpu speed/speed quality/canary_audits quality/gr
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test test-all nightly lint audit-zoo matrix bench bench-all docs notebook clean install
+.PHONY: demo demo-search check quick test test-all nightly lint audit-zoo matrix bench bench-all docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@echo "make demo    train privately, certify and report on built-in data (a minute and a half after the install)"
+	@echo "make demo    train privately, certify and report on built-in data (under a minute after the install)"
+	@echo "make demo-search  the same with a private search of the noise (two minutes)"
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
 	@echo "make test    every test but the long and nightly ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
@@ -54,6 +55,9 @@ bytecode: install
 
 demo: install
 	@$(BIN)/dpdist run digits --name demo
+
+demo-search: install
+	@$(BIN)/dpdist run digits-search --name demo-search
 
 lint: install
 	@$(BIN)/ruff check .

@@ -338,13 +338,13 @@ def require_one_process(workers: int = 1, *, stops_early: bool = False) -> None:
     """
     if workers > 1:
         raise UserError(
-            f"resources.workers: must be 1 in one process (--local), got {workers}; leave --local "
+            f"resources.workers: must be 1 in one process, got {workers}; leave DPDIST_EXECUTOR "
             "out to train on Ray"
         )
     if stops_early:
         raise UserError(
-            "tune.asha: must be left out in one process (--local), where no trial runs beside "
-            "another that it could be compared with; leave --local out"
+            "tune.asha: must be left out in one process, where no trial runs beside "
+            "another that it could be compared with; leave DPDIST_EXECUTOR out"
         )
 
 

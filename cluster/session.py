@@ -383,7 +383,7 @@ def require_workers(workers: int, cpus_each: float) -> None:
         total += f"data, this machine has {mebibytes:,.0f}"
     raise UserError(
         f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
-        "(--workers), or set RAY_ADDRESS to a cluster with room",
+        "(resources.workers), or set RAY_ADDRESS to a cluster with room",
         see="how-to/cluster.md#where-work-runs",
     )
 
@@ -508,7 +508,11 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
         ray.init(**options)
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         where = f"RAY_ADDRESS={address}" if address else "a new local session"
-        instead = "try again" if address else "try again, or add --local, which needs no Ray"
+        instead = (
+            "try again"
+            if address
+            else "try again, or set DPDIST_EXECUTOR=local, which needs no Ray"
+        )
         raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}; {instead}") from error
     except SystemExit:
         if callable(ending):

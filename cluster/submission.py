@@ -231,7 +231,7 @@ class JobClient:
     def __init__(self, address: str | None = None) -> None:
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
         if not self.address.startswith(("http://", "https://")):
-            raise ClusterError(f"--address {self.address}: must be http://HOST:PORT")
+            raise ClusterError(f"RAY_API_SERVER_ADDRESS: {self.address}: must be http://HOST:PORT")
         _enable_token_authentication()
         from ray.job_submission import JobSubmissionClient
 

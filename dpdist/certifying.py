@@ -27,7 +27,7 @@ from dpdist.certification.subject import Subject, require_logits
 from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
 from dpdist.cluster.resumable_job import CHUNK_SECONDS
 from dpdist.config.training import ResourcesRecipe
-from dpdist.core.console import format_table
+from dpdist.core.console import Row, format_html_table, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.fields import validation_message
 from dpdist.core.files import quoted
@@ -39,8 +39,9 @@ from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import load_subject
 from dpdist.importing import ForeignModel, build_foreign, require_trained_weights
 from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
-from dpdist.release.bundle import Release, is_release
+from dpdist.release.bundle import Release
 from dpdist.release.bundle import load as load_release
+from dpdist.release.files import is_release
 from dpdist.reports.plots import plot_certificates
 from dpdist.runs.folder import RunFolder, open_run
 from dpdist.training.records import data_source, data_source_under, load_test_records
@@ -87,8 +88,22 @@ class CertificateTable(table.CertificateTable):
 
     def __str__(self) -> str:
         """Return the summary that `dpdist certify` prints, its verdict first."""
-        rows = statistics.summary_rows(self)
-        return format_table(rows, title=f"certificates, sigma {self.sigma:g}")
+        return format_table(self.rows, title=self._caption)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the same rows as a table, for a notebook."""
+        return format_html_table(self.rows, self._caption)
+
+    @property
+    def _caption(self) -> str:
+        return f"Certificates {self.name} ({len(self.index):,} inputs)"
+
+    @property
+    def rows(self) -> list[Row]:
+        """Return what is printed of the table, a list of `Row`: the verdict first."""
+        return statistics.table_rows(self)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw certified accuracy against the radius, and return the matplotlib axes.

@@ -124,21 +124,18 @@ def tune(
     *,
     runs: str | Path = "runs",
     context: str = "recipe",
-    only_resume: bool = False,
     executor: ExecutorName | None = None,
 ) -> RunFolder:
     """Run the private search of a recipe alone, and measure the best trial's accuracy.
 
-    only_resume: refuse to begin a new search. executor: as in `run`. Raises as `run`, and
+    executor: as in `run`. Raises as `run`, and
         dpdist.tuning.search.NoModelError.
     """
     if recipe.tune is None:
         raise UserError(
             f"{context}: tune: is required to search: the space and the distribution of trials"
         )
-    trained = _train_and_evaluate(
-        recipe, Path(runs), context, search=True, only_resume=only_resume, executor=executor
-    )
+    trained = _train_and_evaluate(recipe, Path(runs), context, search=True, executor=executor)
     with trained as (_, folder):
         return folder
 
@@ -367,7 +364,8 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
         return
     place = place_training(job, executor)
     done = job.recipe.guarantee_of(job.plan, job.plan.phases)
-    console.log(f"training: {_describe_work(job)}, {place}; when done: {done}")
+    console.log(f"training: {_describe_work(job)}, {place}")
+    console.log(f"training: when done, {done.row.text}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
 
@@ -386,17 +384,15 @@ def search_stage(search: Search, executor: Executor) -> None:
         console.log(f"search: finished before ({search.run_folder.model_folder})")
         return
     place = executor.place(False)
-    console.log(
-        f"search: {search.tune.num_trials.full_description}, {place}; when done: "
-        f"{search.cost.guarantee}"
-    )
+    console.log(f"search: {search.tune.num_trials.full_description}, {place}")
+    console.log(f"search: when done, {search.cost.guarantee.row.text}")
     if search.tune.score.caution:
         console.log(f"search: {search.tune.score.caution}")
     live = sys.stderr.isatty()
     if search.tune.num_trials.name != "fixed" and not live:  # a log may be kept, and read by others
         console.log(
-            "search: the number of trials is secret, so nothing is said of them here: "
-            f"{search.folder.progress} has it, for your eyes only"
+            "search: the number of trials is secret, and is not printed; only for you: "
+            f"{search.folder.progress}"
         )
         search.run(place)
         console.log(f"search: done ({search.run_folder.path})")
@@ -501,10 +497,3 @@ def report_stage(
     write_report(
         folder, split_images(recipe) if shown else IMAGES_NOT_REQUESTED, reveal_date=reveal_date
     )
-
-
-def summary(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return name and value of each line that a finished run shows at its end."""
-    from dpdist.reports.results import load_results
-
-    return load_results(folder).summary()

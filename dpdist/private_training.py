@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
+from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
@@ -559,6 +560,17 @@ class PrivateTraining(PublicViews):
             ledger = Ledger.read(self.run.ledger)
         released = ledger.released_phases(plan)
         return self._recipe.guarantee_of(plan, released, ledger.post_processed)
+
+    def __str__(self) -> str:
+        """Return what the training has released so far, by the rows of a run."""
+        rows = [
+            self.guarantee.row,
+            Row(
+                "training",
+                f"{self.steps_taken:,} of {self.steps_taken + self.remaining_steps:,} steps",
+            ),
+        ]
+        return format_table(rows, f"Training {self.run.name} ({self.run.path})")
 
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.

@@ -17,26 +17,28 @@ from dpdist.core.files import atomic_folder, read_bytes, read_json, write_atomic
 from dpdist.core.version import __version__
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, no_epsilon
 from dpdist.randomness.noise_location import find_noise_location
-from dpdist.release.bundle import (
+from dpdist.release.answers import check_text_column
+from dpdist.release.description import (
+    FORMAT,
+    PER_CERTIFICATION_FIELDS,
+    ReleasedText,
+    certified_accuracy_record,
+    parse_description,
+    text_column,
+)
+from dpdist.release.files import (
     ADAPTER_WEIGHTS,
     BASE,
     CHECKSUMS,
     DESCRIPTION,
-    FORMAT,
     MODEL_CARD,
-    PER_CERTIFICATION_FIELDS,
     SETTINGS,
     SIGNATURE,
     WEIGHTS,
-    ReleasedText,
-    certified_accuracy_record,
-    check_text_column,
     compute_checksums,
     is_release_file,
-    parse_description,
     sign_checksums,
     table_name,
-    text_column,
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table

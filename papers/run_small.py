@@ -236,9 +236,10 @@ def with_fewer_tests(source: Path, root: Path) -> Path:
 
 def command(options: argparse.Namespace, *words: str) -> None:
     """Run one dpdist command in this process; what it prints goes to a log beside the runs."""
-    root = ["--data-root", str(options.tests)] if options.tests else []
+    root = ["--set", f"data.root={options.tests}"] if options.tests else []
     print("  $ dpdist", *words, *root, flush=True)
     told = io.StringIO()
+    os.environ["DPDIST_EXECUTOR"] = "local"
     try:
         with contextlib.redirect_stdout(told):
             app([*words, *root], standalone_mode=False)
@@ -266,15 +267,16 @@ def make(options: argparse.Namespace, part: str, cell: Cell, key: int) -> dict[s
     if recipe.public is not None and not (public_folder(options) / "provenance.json").exists():
         command(options, "run", str(path), "--until", "pretrain")
     if not run.report_file.exists():
-        command(options, "run", str(path), "--runs", str(runs), "--local")
+        command(options, "run", str(path), "--runs", str(runs))
     if cell.sizes and not list(run.path.glob("attacks/*/attacks.parquet")):
         every = recipe.certify.every if recipe.certify is not None else 1
         noisy = find_noise_location(load_model(recipe, run)).is_random
         command(
-            options, "attack", name, "--runs", str(runs), "--local",
-            "--set", f"norm={cell.norm}", "--set", "attacks=[pgd]", "--set", f"every={every}",
-            "--set", f"sizes={list(cell.sizes)}",
-            *(("--set", "samples=4", "--set", "n=100") if noisy else ()),
+            options, "attack", name, "--runs", str(runs),
+            "--set", f"attack.norm={cell.norm}", "--set", "attack.attacks=[pgd]",
+            "--set", f"attack.every={every}",
+            "--set", f"attack.sizes={list(cell.sizes)}",
+            *(("--set", "attack.samples=4", "--set", "attack.n=100") if noisy else ()),
         )  # fmt: skip
     return measured(run) | {"seconds": round(processor_time() - began)}
 

@@ -25,6 +25,7 @@ COST = {"long": 200, "whole": 20, "slow": 10}  # about, in twentieths of a secon
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["COLUMNS"] = "10000"  # no line is wrapped, but in test_rows.py
     if "not long" not in config.option.markexpr and "slow or long" not in config.option.markexpr:
         os.environ[hypothesis_settings.RUN_LONG_TESTS] = "1"
 

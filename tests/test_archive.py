@@ -406,10 +406,8 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
 
     code, said = dpdist("cluster", "fetch", "--restore", url, "--into", folder.path.parent)
     assert code == 2 and "is there already" in said
-    code, said = dpdist(
-        "cluster", "fetch", "--restore", url, "--into", tmp_path / "new", "--name", "other"
-    )
-    assert code == 0 and "charged" not in said and (tmp_path / "new" / "other").is_dir()
+    code, said = dpdist("cluster", "fetch", "--restore", url, "--into", tmp_path / "new")
+    assert code == 0 and "charged" not in said and (tmp_path / "new" / "run").is_dir()
     code, said = dpdist("report", "run", "--runs", folder.path.parent)
     assert code == 2 and "claimed by another run folder" in said
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from support.local_execution import command, run_without_ray
+from support.settings import sets
 
 import dpdist.config
 import dpdist.methods
@@ -171,8 +172,9 @@ RAW = {
     "arguments",
     [
         ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("run", "--until", "train", "r.yaml"),
-        ("audit", "r.yaml", "--kind", "poison", "--set", "models=2", "--set", "select=1"),
-        ("audit", "r.yaml", "--kind", "membership", "--set", "models=4"), ("audit", "r.yaml"),
+        ("audit", "r.yaml", "--kind", "poison", *sets("poison", "models=2", "select=1")),
+        ("audit", "r.yaml", "--kind", "membership", *sets("membership", "models=4")),
+        ("audit", "r.yaml"),
     ],
 )  # fmt: skip
 def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):

@@ -85,11 +85,11 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     out, err = finish(process)
     assert ports and ports <= LOOPBACK
     for word in (
-        "epsilon = ",
-        "add-or-remove-one",
-        "delta = 0.0001",
-        "clean accuracy",
-        "certified",
+        "ε = ",
+        "zero-out",
+        "δ = 1e-4",
+        "Test accuracy",
+        "Certified accuracy",
     ):
         assert word in out
     for line in err.splitlines():
@@ -223,7 +223,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     same command continues. After kill -9 nothing stays either."""
     asked = recipe(tmp_path, certify={"n": 100_000}, resources={"workers": 1})
     dpdist("run", "--until", "train", asked, cwd=tmp_path)
-    process = start("certify", "small", "--ray", cwd=tmp_path)
+    process = start("certify", "small", cwd=tmp_path, DPDIST_EXECUTOR="ray")
     place = tmp_path / "runs" / "small" / "certificates"
     wait_for(lambda: [p for p in place.rglob("*") if p.is_file()], process=process)
     left = descendants(process.pid)
@@ -233,7 +233,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert "interrupted; the same command continues" in err
     assert "Traceback" not in err and "received" not in err
     wait_for(lambda: not running_processes(left))
-    process = start("certify", "small", "--ray", cwd=tmp_path)
+    process = start("certify", "small", cwd=tmp_path, DPDIST_EXECUTOR="ray")
     wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size], process=process)
     assert [pid for pid, title in descendants(process.pid).items() if "Agent" in title]
     kill(process)

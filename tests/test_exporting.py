@@ -12,7 +12,7 @@ import pytest
 from support.folder_contents import contents
 
 from dpdist.core.errors import UserError
-from dpdist.release.bundle import REQUIRED_FILES
+from dpdist.release.files import REQUIRED_FILES
 from dpdist.runs.archive import PUBLISHABLE, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
 

@@ -165,7 +165,7 @@ def test_an_attack(beside, monkeypatch, capsys):
     for module in (fields, gradient_attacks, table):
         monkeypatch.setattr(module, "ATTACKS", every)
     run_without_ray(monkeypatch)
-    asked = sets("attacks=[settling]", "sizes=[0.1]", "max_inputs=20", "steps=4")
+    asked = sets("attack", "attacks=[settling]", "sizes=[0.1]", "max_inputs=20", "steps=4")
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out

@@ -27,7 +27,7 @@ from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.release import bundle
-from dpdist.release.bundle import ReleasedPictures
+from dpdist.release.description import ReleasedPictures
 from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.training.records import data_source
@@ -196,7 +196,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     sized = ("--input", "1,32,32", *options)
     runs = ("--runs", tmp_path / "runs")
     good("import", "small", "--model", FACTORY, "--weights", weights, "--data", tmp_path / "p",
-         "--sigma", "0.25", *sized, *runs)  # fmt: skip
+         "--set", "certify.sigma=0.25", *sized, *runs)  # fmt: skip
     folder = RunFolder(tmp_path / "runs" / "small")
     inputs = data.load(data_source(folder.read_recipe()), "test")
     seen: list[torch.Tensor] = []
@@ -271,7 +271,17 @@ def test_a_table_of_numbers_is_imported(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    good("import", "mine", *ARGUMENTS, "--weights", weights, "--sigma", "0.25", "--runs", runs)
+    good(
+        "import",
+        "mine",
+        *ARGUMENTS,
+        "--weights",
+        weights,
+        "--set",
+        "certify.sigma=0.25",
+        "--runs",
+        runs,
+    )
     return runs
 
 
@@ -284,11 +294,11 @@ def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -
         "--runs",
         runs,
         "--set",
-        "every=60",
+        "attack.every=60",
         "--set",
-        "attacks=[fgsm]",
+        "attack.attacks=[fgsm]",
         "--set",
-        "sizes=[0.1]",
+        "attack.sizes=[0.1]",
     )
     good("report", "mine", "--runs", runs)
     good("release", "mine", "--runs", runs, "--not-private")
@@ -350,7 +360,17 @@ def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> Non
 
 def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weights: Path) -> None:
     before = (runs / "mine" / "private" / "trained.json").read_bytes()
-    good("import", "mine", *ARGUMENTS, "--weights", weights, "--sigma", "0.25", "--runs", runs)
+    good(
+        "import",
+        "mine",
+        *ARGUMENTS,
+        "--weights",
+        weights,
+        "--set",
+        "certify.sigma=0.25",
+        "--runs",
+        runs,
+    )
     assert (runs / "mine" / "private" / "trained.json").read_bytes() == before
     given = ForeignModel(FACTORY, weights, mean=(0.5,), std=(0.4,))
     with pytest.raises(DifferentRecipeError, match=r"model\.mean differ"):

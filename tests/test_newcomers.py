@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import dpdist
 from dpdist import pipeline
-from dpdist.certification.statistics import population_summary_row
+from dpdist.certification.statistics import population_row
 from dpdist.cli.main import app
 from dpdist.cluster import session
 from dpdist.core.errors import UserError
@@ -89,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_a_table_has_one_population_statement_whoever_prints_it(run):
     (table,) = dpdist.load_results(run).tables
-    name, stated = population_summary_row(table)
+    name, stated = population_row(table)[:2]
     again = {"report": ["report", run], "several": ["report", run, run],
              "release": ["release", run], "verify": ["verify", run / "release"]}  # fmt: skip
     for what, arguments in again.items():

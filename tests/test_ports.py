@@ -42,18 +42,17 @@ def place(tmp_path_factory) -> Path:
 
 
 COMMANDS = {
-    "run": ["run", "new.yaml", "--ray"],  # what `make demo` does, on a smaller recipe
-    "train": ["run", "--until", "train", "new.yaml", "--name", "trained", "--ray"],
+    "run": ["run", "new.yaml"],  # what `make demo` does, on a smaller recipe
+    "train": ["run", "--until", "train", "new.yaml", "--name", "trained"],
     "tune": ["tune", "searched.yaml"],
-    "certify": ["certify", "x", "--ray"],
-    "attack": ["attack", "x", *sets("sizes=[0.1]", "max_inputs=10"), "--ray"],
+    "certify": ["certify", "x"],
+    "attack": ["attack", "x", *sets("attack", "sizes=[0.1]", "max_inputs=10")],
     "poison": [
         "audit",
         "new.yaml",
         "--kind",
         "poison",
-        *sets("models=4", "select=1", "name=poisoned"),
-        "--ray",
+        *sets("poison", "models=4", "select=1", "name=poisoned"),
     ],
 }
 
@@ -67,7 +66,7 @@ LIKE_OTHERS = ("attack", "poison", "run", "train", "tune")
     [pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS)) for each in COMMANDS],
 )
 def test_nothing_listens_beyond_loopback(place, command):
-    _watch(start(*COMMANDS[command], cwd=place))
+    _watch(start(*COMMANDS[command], cwd=place, DPDIST_EXECUTOR="ray"))
 
 
 def test_an_environment_for_clusters_opens_nothing(place):
@@ -83,7 +82,10 @@ def test_an_environment_for_clusters_opens_nothing(place):
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
         "GLOO_SOCKET_IFNAME": network[0], "NCCL_SOCKET_IFNAME": network[0],
     }  # fmt: skip
-    arguments = ("run", "--until", "train", "new.yaml", "--name", "opened", "--workers", 2)
+    arguments = (
+        "run", "--until", "train", "new.yaml", "--name", "opened",
+        "--set", "resources.workers=2",
+    )  # fmt: skip
     err = _watch(start(*arguments, cwd=place, **environment))
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is put aside" in err
 

@@ -19,8 +19,8 @@ from typer.core import TyperGroup
 
 from dpdist.attacks.settings import AttackSettings
 from dpdist.cli import audit
-from dpdist.cli.certify import changes_by_section
 from dpdist.cli.main import app
+from dpdist.cli.options import changes_by_section
 from dpdist.core.errors import UserError
 from dpdist.runs.recipe import (
     Recipe,
@@ -29,6 +29,7 @@ from dpdist.runs.recipe import (
     load_recipe,
     paper_recipes,
     parse_changes,
+    parse_section,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,15 +109,17 @@ def check_dpdist(words: list[str]) -> None:
         if each not in RECIPES | RUNS | PLACEHOLDERS:
             raise UserError(f"{each}: no recipe, and no run that a page names")
     if name == "attack" and given:
-        asked = audit._settings(audit.AttackKeys, given["changes"] or ()).model_dump()
+        sections = changes_by_section(given["changes"], {"attack": None, "data": ("root",)})
+        asked = parse_section(audit.AttackKeys, sections["attack"], "attack").model_dump()
         for own in ("certificates", "claim"):
             asked.pop(own)
         AttackSettings(**{key: value for key, value in asked.items() if value is not None})
     if name in ("certify", "predict") and given:
         changes_by_section(given["changes"], dict.fromkeys(SECTIONS[name]))
     if name == "audit" and given.get("kind") == "membership":
-        own = [each for each in given["changes"] or () if "." not in each.partition("=")[0]]
-        audit._attacks_named(audit._settings(audit.MembershipKeys, own).attacks)
+        own = [each for each in given["changes"] or () if each.startswith("membership.")]
+        keys = changes_by_section(own, {"membership": None})["membership"]
+        audit._attacks_named(parse_section(audit.MembershipKeys, keys, "membership").attacks)
 
 
 class Parsed(Exception):

@@ -71,11 +71,11 @@ def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
     assert facts.guarantee == dpdist.load_results(str(folder.path)).guarantee
     assert facts.summary() == dpdist.load_results(folder).summary()
     shown = facts._repr_html_()
-    assert shown.startswith("<table><caption>run x</caption>") and shown.endswith("</table>")
-    assert shown.count("<tr>") == len(facts.summary()) and "clean accuracy" in shown
+    assert shown.startswith("<table><caption>Run x (") and shown.endswith("</table>")
+    assert shown.count("<tr>") == len(facts.summary()) and "Test accuracy" in shown
     hidden = dataclasses.replace(
         facts, training_summary=facts.training_summary | {"secret": "not shown"}
     )
-    assert repr(hidden).startswith("run x\n  verdict: ") and "not shown" not in repr(hidden)
+    assert repr(hidden).startswith("Run x (") and "not shown" not in repr(hidden)
     with pytest.raises(dpdist.UserError, match="no such run"):
         dpdist.load_results("nowhere")

@@ -36,28 +36,25 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import certify
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.statistics import population_summary_row
+from dpdist.certification.statistics import population_row
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.core.files import json_equal
 from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
-from dpdist.privacy.card import card_markdown
+from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verify as verifying
-from dpdist.release.bundle import (
+from dpdist.release.description import certified_accuracy_record, parse_description
+from dpdist.release.files import (
     CHECKSUMS,
     DESCRIPTION,
     MODEL_CARD,
-    PRIVACY_CARD,
-    PRIVACY_CARD_TEXT,
     REQUIRED_FILES,
     SIGNATURE,
     ReleaseError,
-    certified_accuracy_record,
     compute_checksums,
-    parse_description,
     table_name,
 )
 from dpdist.release.model_card import model_card
@@ -198,12 +195,11 @@ def test_what_is_in_it(made):
 def test_the_model_card_states_the_population_as_all_others_do(made, call):
     """By the function that `certify`, reports and `verify` print it from."""
     certified = table_reader.read(made / table_name(1))
-    stated = ": ".join(population_summary_row(certified))
-    assert stated.startswith("of the population, at least: ")
-    assert f"\n{stated}.\n" in (made / "README.md").read_text()
+    row = population_row(certified)
+    assert f"| {row.title} | {row.value} |" in (made / "README.md").read_text()
     about = json.loads((made / DESCRIPTION).read_text())
-    assert [table["population"] for table in about["certified"]] == [stated]
-    assert stated.partition(": ")[2] in call("verify", made).out
+    assert [table["population"] for table in about["certified"]] == [": ".join(row[:2])]
+    assert row.value in " ".join(call("verify", made).out.split())
 
 
 def test_it_holds(made, call, work):
@@ -212,7 +208,7 @@ def test_it_holds(made, call, work):
     card = json.loads((made / PRIVACY_CARD).read_text())
     plan = PrivacyPlan.from_dict(card["accounted"])
     assert plan.guarantee().epsilon == card["guarantee"]["epsilon"]
-    for part in ("epsilon, computed again", "of the key of", "SHA-256", "650 parameters"):
+    for part in ("Epsilon, computed again", "of the key of", "SHA-256", "650 parameters"):
         assert part in done.out
     assert "not checked" in call("verify", made).out
     openssl = shutil.which("openssl")

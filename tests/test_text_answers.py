@@ -26,15 +26,8 @@ from dpdist.data.text import TextColumn, WordList
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.publishing import write_release
 from dpdist.release import generation
-from dpdist.release.bundle import (
-    CHECKSUMS,
-    DESCRIPTION,
-    FORMAT,
-    TOKENIZER,
-    WORDS,
-    compute_checksums,
-    parse_description,
-)
+from dpdist.release.description import FORMAT, parse_description
+from dpdist.release.files import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 

@@ -33,7 +33,7 @@ def lines(printed: str) -> list[str]:
 
 def without_luck(line: str) -> str:
     """Return a line without the figures that the noise of a run and the machine decide."""
-    if line.startswith(("epsilon", "privacy", "release ", "model")):
+    if line.startswith(("epsilon", "Epsilon", "Privacy", "Release ", "Model")):
         return line
     line = re.sub(r"^(a \d): (?:\d|None),", r"\1: ?,", line)  # a class, or an abstention
     return re.sub(r"(?<![\w/.-])\d[\d,]*(\.\d+)?(?= %| s$|$|,?\d* draws)", "?", line)

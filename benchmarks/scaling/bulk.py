@@ -235,9 +235,10 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
                     **os.environ,
                     "PYTHONPATH": str(CHECKOUT / "benchmarks"),
                     "OMP_NUM_THREADS": "1",
+                    "DPDIST_EXECUTOR": "local",
                 }
                 subprocess.run(
-                    [sys.executable, "-m", "dpdist", *words, "--name", name, "--local"],
+                    [sys.executable, "-m", "dpdist", *words, "--name", name],
                     cwd=options.out, env=environment, check=True, capture_output=True,
                 )  # fmt: skip
                 draws = len(x[::few]) * (options.n + 100)

@@ -161,8 +161,8 @@ def until_first_step(folder: Path, records: int, ray: bool) -> float:
     workers = 2 if ray else 1
     path = recipe(folder, "whole", records // 8, workers, 30)
     began = time.monotonic()
-    where = "--ray" if ray else "--local"
-    process = start(CLI, "run", "--until", "train", path, "--runs", folder / "runs", where)
+    os.environ["DPDIST_EXECUTOR"] = "ray" if ray else "local"
+    process = start(CLI, "run", "--until", "train", path, "--runs", folder / "runs")
     metrics = folder / "runs" / f"whole-{workers}" / "private" / "metrics.jsonl"
     while not lines(metrics):
         if process.poll() is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,16 @@ AUDITS: Mapping[str, tuple[type[AuditOptions], AuditFunction]] = {
 
 
 def resolve_audit_options(
-    recipe: Recipe, kind: str | None, overrides: Sequence[str] = ()
+    recipe: Recipe, kind: str | None, overrides: Mapping[str, Any] | None = None
 ) -> AuditOptions:
-    """The recipe's audit section, or another kind; overrides: NAME=VALUE, what is to be otherwise.
+    """The recipe's audit section, or another kind; overrides: keys that differ.
 
     Without either, a mechanism audit. Raises UserError.
     """
     section: dict[str, Any] = {"kind": kind or "mechanism"}
     if recipe.audit is not None and kind in (None, recipe.audit.kind):
         section = recipe.audit.model_dump(mode="json")
-    for each in overrides:
-        name, equals, value = each.partition("=")
-        if not equals or not name:
-            raise UserError(f"--set: give NAME=VALUE, got {each!r}")
-        section[name] = value
+    section |= overrides or {}
     named = section["kind"]
     if named not in AUDITS:
         raise UserError(f"audit.kind: must be one of {', '.join(AUDITS)}, got {quoted(named)}")

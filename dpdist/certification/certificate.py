@@ -38,7 +38,6 @@ from dpdist.certification.table import (
     base_schema,
     read_job_record,
 )
-from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
@@ -489,17 +488,6 @@ class Certificate(Section):
     def describe(cls, certificates: CertificateTable) -> str:
         """Return a table in the words of a reader: the noise, the draws, what is decided."""
         return certificates.title
-
-    @classmethod
-    def summary_rows(
-        cls, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """Return name and value of what a summary of the table shows at these sizes."""
-        name = f"certified at {certificates.norm.upper()} radius"
-        return [
-            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
-            for r in radii
-        ]
 
     @classmethod
     @abstractmethod

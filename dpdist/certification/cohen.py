@@ -58,7 +58,6 @@ from dpdist.certification.table import (
     read_job_record,
 )
 from dpdist.core.binomial import clopper_pearson_lower, two_sided_p_value
-from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive
 from dpdist.core.files import quoted
@@ -254,20 +253,6 @@ class Smoothing(Certificate):
         hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
         noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
         return f"Smoothing by {noise}, {cls.draws_words.format(n=certificates.n)}"
-
-    @classmethod
-    def summary_rows(
-        cls, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """Return a row for each radius, and one for each of the sizes beside the table's radius."""
-        lines = super().summary_rows(certificates, radii)
-        for sizes in certificates.sizes[1:]:
-            held = sizes.size_if_correct(certificates.label)
-            shares = ", ".join(
-                f"{format_percent(np.mean(held >= r))} % at {format_exact(r)}" for r in radii
-            )
-            lines.append((sizes.title, shares))
-        return lines
 
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from dpdist.certification.table import (
     read_job_record,
 )
 from dpdist.core.binomial import clopper_pearson_lower
-from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import RejectBool
 from dpdist.core.files import ColumnSpec, check_shape
@@ -376,23 +375,6 @@ class ExpectedScores(HiddenNoiseCertificate):
         return settings, ScoreSampler(
             certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
         )
-
-    @classmethod
-    def summary_rows(
-        cls, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        """One for each certificate and norm."""
-
-        def shares(sizes: CertifiedSizes) -> str:
-            held = sizes.size_if_correct(certificates.label)
-            return ", ".join(
-                f"{format_percent(np.mean(held >= size))} % at {format_exact(size)}"
-                for size in radii
-            )
-
-        return [
-            (f"{sizes.norm} {sizes.short_title}", shares(sizes)) for sizes in certificates.sizes
-        ]
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:

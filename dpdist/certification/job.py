@@ -181,10 +181,7 @@ class CertificationJob(JobSpec):
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
         if self._log is not None:
-            self._log(
-                "certifying: checking the model and choosing how it is executed (seconds, or at "
-                "most a twentieth of the whole)"
-            )
+            self._log("certifying: checking the model and choosing how it is executed")
         spec = executor.run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         asked = assignment.settings
@@ -294,8 +291,8 @@ def _require_gpus(gpus: float) -> None:
         return
     if isinstance(executor, LocalExecutor):
         raise UserError(
-            f"resources.certify_gpus: must be 0 in one process (--local), got {gpus:g}; leave "
-            "--local out to count on GPUs"
+            f"resources.certify_gpus: must be 0 in one process, got {gpus:g}; leave "
+            "DPDIST_EXECUTOR out to count on GPUs"
         )
     if not is_elastic():
         raise UserError(

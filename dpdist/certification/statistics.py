@@ -50,7 +50,8 @@ from dpdist.core.binomial import (
     clopper_pearson_upper,
     two_sided_p_value,
 )
-from dpdist.core.console import format_exact, format_percent
+from dpdist.core.console import Row, format_exact, format_percent
+from dpdist.core.result_rows import certified_row
 
 # --- two classifiers on the same inputs -------------------------------------------------------
 
@@ -312,27 +313,44 @@ def certified_clause(found: CertificateTable) -> str:
     )
 
 
-def input_rows(found: CertificateTable) -> list[tuple[str, str]]:
+def certified_rows(found: CertificateTable, title: str = "") -> list[Row]:
+    """Return the row of a table's radius, and one of each size where it states several."""
+    radii = found.reported_radii
+    shares = [(radius, found.certified_accuracy(radius)) for radius in radii]
+    rows = [certified_row(shares, found.norm, found.sigma, title)]
+    for sizes in found.sizes if len(found.sizes) > 1 else ():
+        held = sizes.size_if_correct(found.label)
+        at = [(radius, float(np.mean(held >= radius))) for radius in radii]
+        one = certified_row(at, sizes.norm, found.sigma, sizes.short_title or sizes.title)
+        rows.append(one._replace(name=f"{sizes.norm} {sizes.short_title or sizes.title}",
+                                 brief=False))  # fmt: skip
+    return rows
+
+
+def input_rows(found: CertificateTable) -> list[Row]:
     """Return rows of the clean accuracy of a table's inputs, and of their range beside sigma."""
     rows = []
     if found.clean_accuracy is not None:
         share = format_percent(found.clean_accuracy)
-        rows.append(("clean accuracy of these", f"{share} % of {len(found.index):,} inputs"))
+        rows.append(Row("clean accuracy of these", f"{share} % of {len(found.index):,} inputs"))
     if found.input_range is not None:
-        rows.append(("units", range_words(*found.input_range, found.sigma)))
+        rows.append(Row("units", range_words(*found.input_range, found.sigma)))
     return rows
 
 
-def summary_rows(found: CertificateTable) -> list[tuple[str, str]]:
-    """Return name and value of each line that is printed of a table: the verdict first."""
+def table_rows(found: CertificateTable) -> list[Row]:
+    """Return what is printed of a table: the verdict first."""
     abstained = int((found.prediction == ABSTAIN).sum())
-    rows = [("verdict", verdict(found)), ("inputs", f"{len(found.index):,}")]
-    rows += input_rows(found)
-    rows.append(("abstained", f"{abstained:,}"))
-    rows += found.summary_rows(found.reported_radii)
-    rows.append(population_summary_row(found))
-    rows.append(("draws", f"{sum(found.table['n'].to_pylist()):,}"))
-    rows.append(("alpha", f"{found.alpha:g} each"))
+    rows = [
+        Row("verdict", verdict(found)),
+        *certified_rows(found),
+        Row("inputs", f"{len(found.index):,}"),
+        *input_rows(found),
+        Row("abstained", f"{abstained:,}"),
+        population_row(found),
+        Row("draws", f"{sum(found.table['n'].to_pylist()):,}"),
+        Row("alpha", f"{found.alpha:g} each"),
+    ]
     classifier = found.job_record.get("classifier", {})
     if classifier:
         executed = f"{classifier['backend']}, batches of {classifier['batch']}"
@@ -340,25 +358,24 @@ def summary_rows(found: CertificateTable) -> list[tuple[str, str]]:
             executed += f", on {classifier['machine']}"
         if "generator" in classifier:
             executed += f", noise of {classifier['generator']}"
-        rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
+        rows.append(Row("executed", "; ".join([executed, *classifier["notes"]])))
     return rows
 
 
 POPULATION = "of the population, at least"
 
 
-def population_summary_row(certificates: CertificateTable) -> tuple[str, str]:
-    """Return name and value of a summary's line with a lower bound of the population's accuracy.
+def population_row(certificates: CertificateTable) -> Row:
+    """Return the row with a lower bound of the population's accuracy.
 
-    One table has one such statement: reports, `certify`, `compare`, `release` and `verify` print
-    it from here.
+    One table has one such statement: reports, `certify`, `release` and `verify` print it from here.
     """
     stated = population_bounds(certificates)
     shares = ", ".join(
         f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"
         for each in stated
     )
-    return POPULATION, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
+    return Row(POPULATION, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)")
 
 
 # --- whole curves -----------------------------------------------------------------------------

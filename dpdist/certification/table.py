@@ -275,14 +275,6 @@ class CertificateTable:
             for sizes in self.sizes
         ]
 
-    def summary_rows(self, radii: Sequence[float]) -> list[tuple[str, str]]:
-        """Return the lines of a summary, a list of (name, value) pairs of str, values in percent.
-
-        Args:
-            radii: sizes at which certified accuracy is shown, in input units.
-        """
-        return list(self.certificate_class.summary_rows(self, radii))
-
     def select_sizes(self, certificate: str, norm: str | None) -> CertifiedSizes:
         """Return the sizes of one certificate of the table, a `CertifiedSizes` with arrays (N,).
 

@@ -61,9 +61,6 @@ _Hits = Annotated[
     int | None, option("Noisy samples that returned the predicted class.", CountOrZero)
 ]
 _Samples = Annotated[int | None, option("Number of noisy samples, fixed in advance.", Count)]
-_Dimension = Annotated[
-    int | None, option("Numbers of an input (28x28: 784), for its L-infinity radius.", Count)
-]
 _Sigma = Annotated[float | None, option("Standard deviation of the input noise.", Positive)]
 _Alpha = Annotated[float, option("Error probability of the certificate.", Probability)]
 _Claims = Annotated[
@@ -85,7 +82,6 @@ def account_command(
     samples: _Samples = None,
     sigma: _Sigma = None,
     alpha: _Alpha = 0.001,
-    dimension: _Dimension = None,
     claims: _Claims = False,
     as_json: PrintJson = False,
 ) -> None:
@@ -116,7 +112,7 @@ def account_command(
     if claims:
         _print_claims(as_json)
     elif asked == [counted]:
-        _print_radius(hits, samples, sigma, alpha, dimension, as_json)
+        _print_radius(hits, samples, sigma, alpha, as_json)
     else:
         _print_training(
             {
@@ -244,14 +240,13 @@ def _print_radius(
     draws: int | None,
     sigma: float | None,
     alpha: float,
-    dimension: int | None,
     as_json: bool,
 ) -> None:
     """Print the L2 radius of Cohen's certificate: sigma times Phi^-1 of the lower bound.
 
     Counts of a run that stopped early certify less than this says.
     """
-    from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
+    from dpdist.certification.noise import format_radius, gaussian_l2_radius
     from dpdist.core.binomial import clopper_pearson_lower
 
     if hits is None or draws is None or sigma is None:
@@ -270,8 +265,6 @@ def _print_radius(
             "norm": "l2",
             "abstain": p_lower <= 0.5,
         }
-        if dimension is not None:
-            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
     except ValueError as error:
         raise UserError(f"account: {error}") from None
     if as_json:
@@ -282,8 +275,6 @@ def _print_radius(
         typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
     else:
         typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
-        if dimension is not None:
-            typer.echo(f"         {format_radius(answer['radius_linf'], 6)}  (L-infinity)")
 
 
 def _print_claims(as_json: bool) -> None:

@@ -10,27 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import BeforeValidator, Field
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    FIGURE_PATH,
-    DataRoot,
-    Local,
     MeasuringWorkers,
     Output,
     PublishableJson,
     RunArgument,
     Runs,
+    changes_by_section,
     executor_name,
     flag,
     load_trained_recipe,
     option,
-    path_callback,
-    path_option,
     require_labels,
 )
 from dpdist.core import console
@@ -61,19 +57,7 @@ if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
-_S = TypeVar("_S", bound=Section)
 OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else (given,))
-
-
-def _settings(kind: type[_S], assignments: Sequence[str]) -> _S:
-    """Return the settings that --set gives. A seed is text, whatever YAML makes of its digits."""
-    from dpdist.runs.recipe import parse_changes, parse_section
-
-    seeds = [each for each in assignments if each.partition("=")[0].strip() == "seed"]
-    given = parse_changes([each for each in assignments if each not in seeds])
-    if seeds:
-        given["seed"] = seeds[-1].partition("=")[2].strip()
-    return parse_section(kind, given, "--set")
 
 
 # --- dpdist attack ----------------------------------------------------------------------------
@@ -108,14 +92,11 @@ class AttackKeys(Section):
 _Set = Annotated[
     list[str] | None,
     option(
-        "Change a setting of the attack: norm=l2, or 'sizes=[0.5, 1]'. May be repeated.",
+        "Change a setting: attack.norm=l2, or 'attack.sizes=[0.5, 1]'. May be repeated.",
         None,
         "--set",
         metavar="KEY=VALUE",
     ),
-]
-_Smoothed = Annotated[
-    bool, flag("--smoothed", "Attack the classifier smoothed by the recipe's certify.sigma.")
 ]
 _Check = Annotated[
     bool,
@@ -130,43 +111,41 @@ _Check = Annotated[
 def attack_command(
     run: RunArgument,
     changes: _Set = None,
-    smoothed: _Smoothed = False,
     check_certificates: _Check = False,
     runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
     workers: MeasuringWorkers = None,
-    local: Local = None,
     output: Output = None,
     as_json: PublishableJson = False,
 ) -> None:
     """Attack the test split on all CPUs, white-box; continues what was interrupted.
 
-    Shows how many inputs stay right, abstain or go wrong, and how many are certified. --set takes
+    Shows how many inputs stay right, abstain or go wrong, and how many are certified. With
+    attack.sigma it attacks the classifier smoothed by that noise. Section attack of --set takes
     norm, sizes, attacks, steps, restarts, step_scale, sigma, samples, n, alpha, labels, start,
     every, max_inputs and seed; with --check-certificates also certificates and claim.
     """
     from dpdist.runs.folder import open_run
+    from dpdist.runs.recipe import parse_section
 
     folder = open_run(run, runs)
-    recipe = load_trained_recipe(folder, data_root, "attack")
-    given = _settings(AttackKeys, changes or ())
-    sigma = _resolve_sigma(recipe, folder, given.sigma, smoothed)
+    sections = changes_by_section(changes, {"attack": None, "data": ("root",)})
+    changed = {f"data.{key}": value for key, value in sections["data"].items()}
+    recipe = load_trained_recipe(folder, "attack", changed)
+    given = parse_section(AttackKeys, sections["attack"], "attack")
     asked = {k: v for k, v in given.model_dump().items() if v is not None}
     about = {name: asked.pop(name, None) for name in ("certificates", "claim")}
-    if sigma is not None:
-        asked["sigma"] = sigma
-    how = (output, workers, local, as_json)
+    how = (output, workers, as_json)
     if check_certificates:
         useless = [n for n in ("norm", "sizes", "n", "alpha", "labels", "sigma") if n in asked]
         if useless:
             raise UserError(
-                f"--set {', '.join(useless)}: not with --check-certificates, which takes norm, "
-                "sizes, noise and samples from the certificates"
+                f"attack.{', attack.'.join(useless)}: not with --check-certificates, which takes "
+                "norm, sizes, noise and samples from the certificates"
             )
         _attack_certificates(recipe, folder, asked, about, *how)
         return
     if any(value is not None for value in about.values()):
-        raise UserError("--set certificates, claim: only with --check-certificates")
+        raise UserError("attack.certificates, attack.claim: only with --check-certificates")
     _run_attack(recipe, folder, asked, *how)
 
 
@@ -176,7 +155,6 @@ def _run_attack(
     asked: dict[str, Any],
     output: Path | None,
     workers: int | None,
-    local: bool | None,
     as_json: bool,
 ) -> None:
     from dpdist import pipeline
@@ -185,7 +163,7 @@ def _run_attack(
 
     settings = _attack_settings(asked)
     _refuse_noise_options(recipe, folder, settings, asked)
-    with pipeline.run_session(folder, executor=executor_name(local)):
+    with pipeline.run_session(folder, executor=executor_name()):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, workers)
     table = settings.read(path)
     shown = attack_outcome_table(table, load_results(folder).tables)
@@ -231,8 +209,8 @@ def _refuse_noise_options(
 
     if not find_noise_location(load_model(recipe, folder)).is_random:
         raise UserError(
-            f"--set {', '.join(useless)}: must be left out: the model has no noise, so nothing is "
-            "drawn; set sigma or give --smoothed to attack it smoothed"
+            f"attack.{', attack.'.join(useless)}: must be left out: the model has no noise, so "
+            "nothing is drawn; set attack.sigma to attack it smoothed"
         )
 
 
@@ -243,7 +221,6 @@ def _attack_certificates(
     about: dict[str, Any],
     output: Path | None,
     workers: int | None,
-    local: bool | None,
     as_json: bool,
 ) -> None:
     from dpdist import pipeline
@@ -256,9 +233,9 @@ def _attack_certificates(
         raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
     if output is not None and len(tables) > 1:
         names = ", ".join(path.parent.name for path in tables)
-        raise UserError(f"--output: holds one check; set certificates to one of {names}")
+        raise UserError(f"--output: holds one check; set attack.certificates to one of {names}")
     found = []
-    with pipeline.run_session(folder, executor=executor_name(local)):
+    with pipeline.run_session(folder, executor=executor_name()):
         for path in tables:
             check = CheckSettings(path, settings, about["claim"])
             place = pipeline.evaluation_stage(recipe, folder, check, output, workers)
@@ -288,19 +265,7 @@ def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
     for path in (folder.certificates / name / "certificates.parquet", Path(name)):
         if path.is_file():
             return [path]
-    raise UserError(f"--set certificates: {name}: no such table in {folder.certificates}")
-
-
-def _resolve_sigma(
-    recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: bool
-) -> float | None:
-    if not smoothed:
-        return sigma
-    if sigma is not None:
-        raise UserError("--smoothed: must be left out where sigma is set")
-    if recipe.certify is None or recipe.certify.sigma is None:
-        raise UserError(f"{folder.path}: the recipe does not certify with input noise; set sigma")
-    return recipe.certify.sigma
+    raise UserError(f"attack.certificates: {name}: no such table in {folder.certificates}")
 
 
 # --- dpdist audit -----------------------------------------------------------------------------
@@ -321,20 +286,12 @@ _Kind = Annotated[
 _AuditSet = Annotated[
     list[str] | None,
     option(
-        "Change a setting of the audit: releases=2000. With a dot, a key of the recipe: "
-        "training.steps=50. May be repeated.",
+        "Change a setting of the audit: audit.releases=2000, membership.models=16 or "
+        "poison.models=66; or a key of the recipe: training.steps=50. May be repeated.",
         None,
         "--set",
         metavar="KEY=VALUE",
     ),
-]
-_Picture = Annotated[
-    Path | None,
-    path_option("Of membership: draw the ROC curves with their ceilings.", callback=FIGURE_PATH),
-]
-_Csv = Annotated[
-    Path | None,
-    path_option("Of poison: each input's result.", callback=path_callback(for_writing=True)),
 ]
 
 
@@ -350,7 +307,6 @@ class _Asked:
     context: str
     output: Path | None
     workers: int | None
-    local: bool | None
     as_json: bool
 
 
@@ -359,12 +315,8 @@ def audit_command(
     kind: _Kind = None,
     changes: _AuditSet = None,
     runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
     workers: MeasuringWorkers = None,
-    local: Local = None,
     output: Output = None,
-    picture: _Picture = None,
-    csv: _Csv = None,
     as_json: PublishableJson = False,
 ) -> None:
     """Measure how much leaks at least, or how many poisoned records cannot change an answer.
@@ -373,39 +325,36 @@ def audit_command(
     shadow models and attacks all of them. poison trains many models and certifies their votes.
     All of them continue what was interrupted; results of many trainings stay in private/.
 
-    --set takes alpha, audits and exploratory; of mechanism also releases, workers and seed; of
-    canaries also canaries, canary, view and guesses; of many-runs also trainings, canary, copies
-    and seed. Of membership it takes models, attacks, game, passes and seed; of poison models,
-    select, alpha, sigma, radii, changes, partitions, bag, start, every, max_inputs and seed.
+    Section audit of --set takes alpha, audits and exploratory; of mechanism also releases, workers
+    and seed; of canaries also canaries, canary, view and guesses; of many-runs also trainings,
+    canary, copies and seed. Section membership takes models, attacks, game, passes and seed.
+    Section poison takes models, select, alpha, sigma, radii, changes, partitions, bag, start,
+    every, max_inputs and seed.
 
     Exit code 1 when what is measured exceeds what is proved, and code or proof is wrong, or what is
     claimed.
     """
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output: {output}: must be a folder")
-    of_recipe = [
-        each for each in changes or () if "." in (key := each.partition("=")[0]) or key == "name"
-    ]
-    of_audit = [each for each in changes or () if each not in of_recipe]
-    for option_name, value, only in (("picture", picture, "membership"), ("csv", csv, "poison")):
-        if value is not None and kind != only:
-            raise UserError(f"--{option_name}: only applies to --kind {only}")
-    recipe, folder = _open_run_or_recipe(name, runs, data_root, of_recipe)
+    section = kind if kind in ("membership", "poison") else "audit"
+    own = [each for each in changes or () if each.strip().startswith(f"{section}.")]
+    of_recipe = [each for each in changes or () if each not in own]
+    of_audit = changes_by_section(own, {section: None})[section]
+    recipe, folder = _open_run_or_recipe(name, runs, of_recipe)
     if kind not in ("membership", "poison"):
-        if workers is not None or local is not None:
-            raise UserError("--workers, --local, --ray: only apply to membership and poison")
+        if workers is not None:
+            raise UserError("--workers: only applies to membership and poison")
         _audit_epsilon(recipe, folder, name, kind, of_audit, runs, output, as_json)
         return
     require_labels(recipe, "audit")
     from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import parse_section
 
-    asked = _Asked(
-        recipe, folder or RunFolder(runs / recipe.name), name, output, workers, local, as_json
-    )
+    asked = _Asked(recipe, folder or RunFolder(runs / recipe.name), name, output, workers, as_json)
     if kind == "membership":
-        _audit_membership(asked, _settings(MembershipKeys, of_audit), picture)
+        _audit_membership(asked, parse_section(MembershipKeys, of_audit, section))
     else:
-        _audit_poison(asked, _settings(PoisonKeys, of_audit), csv)
+        _audit_poison(asked, parse_section(PoisonKeys, of_audit, section))
 
 
 def _audit_epsilon(
@@ -413,7 +362,7 @@ def _audit_epsilon(
     folder: RunFolder | None,
     name: str,
     kind: str | None,
-    overrides: Sequence[str],
+    overrides: dict[str, Any],
     runs: Path,
     output: Path | None,
     as_json: bool,
@@ -449,7 +398,7 @@ def _audit_epsilon(
 
 
 def _open_run_or_recipe(
-    name: str, runs: Path, data_root: Path | None, assignments: list[str]
+    name: str, runs: Path, assignments: list[str]
 ) -> tuple[Recipe, RunFolder | None]:
     """A run of that name, or a recipe, with keys changed."""
     from dpdist.runs.folder import open_run
@@ -460,7 +409,7 @@ def _open_run_or_recipe(
     except UserError as no_run:
         try:
             changes = parse_changes(assignments)
-            found = resolve_recipe(name, changes=changes, data_root=data_root)
+            found = resolve_recipe(name, changes=changes)
             refuse_unused(found, name)
             return found, None
         except UserError as no_recipe:
@@ -516,7 +465,7 @@ class MembershipKeys(Section):
     seed: HexKey | None = None
 
 
-def _audit_membership(asked: _Asked, keys: MembershipKeys, picture: Path | None) -> None:
+def _audit_membership(asked: _Asked, keys: MembershipKeys) -> None:
     """Train a bank of shadow models, attack all of them, and compare with what is proved."""
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
@@ -528,17 +477,12 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys, picture: Path | None)
         banks.append((Membership("quarters", 2, averaged, seed=keys.seed), quarters))
     if others := [one for one in chosen if not one.needs_quarters_game]:
         banks.append((Membership(keys.game, keys.models, averaged, seed=keys.seed), others))
-    _check_banks(asked, banks, picture)
+    _check_banks(asked, banks)
     asked.folder.create_or_open(asked.recipe)
-    with pipeline.run_session(asked.folder, executor=executor_name(asked.local)):
+    with pipeline.run_session(asked.folder, executor=executor_name()):
         found = [_run_membership_attacks(asked, *bank) for bank in banks]
     if asked.as_json:
         console.print_json({title: dict(rows) for one in found for title, rows in one.tables()})
-    if picture is not None:
-        from dpdist.reports.figures import plot_roc_curves
-
-        write_result(picture, plot_roc_curves([one.panel for one in found], picture.suffix[1:]))
-        console.log(f"picture: {picture}")
     if not all(one.within_guarantee for one in found):
         raise typer.Exit(ExitCode.REFUTED)
 
@@ -546,7 +490,6 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys, picture: Path | None)
 def _check_banks(
     asked: _Asked,
     banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
-    picture: Path | None,
 ) -> None:
     """Raise UserError for whatever could go wrong later, before anything is written."""
     from dpdist.runs.recipe import refuse_unused
@@ -557,8 +500,7 @@ def _check_banks(
     for bank, attacks in banks:
         for one in attacks:
             one.check_game(bank.rules)
-        for path in (asked.output, picture):
-            bank.output_folder(asked.folder, path)
+        bank.output_folder(asked.folder, asked.output)
     if not asked.folder.check_same_recipe(asked.recipe):
         refuse_unused(asked.recipe, asked.context)
     dataset, _ = check_trainable(asked.recipe, asked.context)
@@ -571,7 +513,7 @@ def _attacks_named(names: Sequence[str]) -> list[MembershipAttack]:
 
     unknown = [name for name in names if name not in ATTACKS]
     if unknown or not names:
-        raise UserError(f"--set attacks: must be out of {', '.join(ATTACKS)}, got {unknown}")
+        raise UserError(f"membership.attacks: must be out of {', '.join(ATTACKS)}, got {unknown}")
     return [ATTACKS[name]() for name in dict.fromkeys(names)]
 
 
@@ -581,11 +523,13 @@ def _run_membership_attacks(
     """Train what is missing of a bank, attack it, print what was found."""
     from dpdist import pipeline
     from dpdist.audits.membership_findings import run_attacks
+    from dpdist.reports.figures import plot_roc_curves
 
     path = pipeline.evaluation_stage(
         asked.recipe, asked.folder, settings, asked.output, asked.workers
     )
     found = run_attacks(settings, asked.recipe, path, attacks)
+    write_result(path.with_name("roc.png"), plot_roc_curves([found.panel]))
     if not asked.as_json:
         for title, rows in found.tables():
             typer.echo(console.format_table(rows, title=title))
@@ -625,7 +569,7 @@ class PoisonKeys(Section):
     seed: HexKey | None = None
 
 
-def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
+def _audit_poison(asked: _Asked, keys: PoisonKeys) -> None:
     """Certify answers against poisoned training records, by the votes of many models."""
     from dpdist import pipeline
     from dpdist.poisoning.evaluation import Poisoning
@@ -648,10 +592,7 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
         keys.seed,
         keys.bag,
     )
-    for path in (asked.output, csv):
-        settings.output_folder(folder, path)
-    if csv is not None and folder.enclosing_run(csv) is not None and csv.suffix.lower() != ".csv":
-        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
+    settings.output_folder(folder, asked.output)
     if not folder.check_same_recipe(recipe):
         refuse_unused(recipe, asked.context)
     trained = settings.data_recipe(recipe)
@@ -660,7 +601,7 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
     _, plan = settings.training_plan(trained, records)
     poisoned = None if keys.partitions else rule.poisoning_effect(settings, plan, records)
     folder.create_or_open(recipe)
-    with pipeline.run_session(folder, executor=executor_name(asked.local)):
+    with pipeline.run_session(folder, executor=executor_name()):
         path = pipeline.evaluation_stage(recipe, folder, settings, asked.output, asked.workers)
     votes = settings.read(path)
     found = rule.certify_votes(votes, poisoned)
@@ -669,8 +610,7 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys, csv: Path | None) -> None:
         console.print_json(dict(rows))
     else:
         typer.echo(console.format_table(rows, title="against poisoned training records"))
-    if csv is not None:
-        _write_csv(csv, votes, found[0])
+    _write_csv(path.with_name("inputs.csv"), votes, found[0])
 
 
 def _refuse_sampling_keys(**keys: object) -> None:
@@ -678,7 +618,7 @@ def _refuse_sampling_keys(**keys: object) -> None:
     for name, value in keys.items():
         if value is not None:
             raise UserError(
-                f"--set {name}: goes with models that draw at random, not with partitions, whose "
+                f"poison.{name}: goes with models that draw at random, not with partitions, whose "
                 "votes are exact"
             )
 

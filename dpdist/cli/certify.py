@@ -18,13 +18,13 @@ from dpdist.cli import importing
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     Changes,
-    Local,
     ModelArgument,
     Output,
     PublishableJson,
     Runs,
     Signer,
     TrustFactory,
+    changes_by_section,
     executor_name,
     flag,
     load_trained_recipe,
@@ -53,38 +53,13 @@ if TYPE_CHECKING:
 
     from dpdist.certification.certificate import Certificate
     from dpdist.certification.table import CertificateTable
-    from dpdist.release.bundle import Release, TextAnswerer
+    from dpdist.release.answers import TextAnswerer
+    from dpdist.release.bundle import Release
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
 
 # --- what --set says --------------------------------------------------------------------------
-
-
-def changes_by_section(
-    changes: Sequence[str] | None, sections: Mapping[str, Sequence[str] | None]
-) -> dict[str, dict[str, Any]]:
-    """Return the changes of `--set`, by section and key.
-
-    Args:
-        changes: KEY=VALUE each, with dotted keys.
-        sections: those that a command takes, and the keys of each; None: all that it has.
-
-    Raises:
-        UserError: a change is of another section or key.
-    """
-    from dpdist.runs.recipe import parse_changes
-
-    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
-    for name, value in parse_changes(changes).items():
-        section, _, key = name.partition(".")
-        if not key or section not in sections or key not in (sections[section] or (key,)):
-            allowed = [
-                f"{each}.{one}" for each, keys in sections.items() for one in keys or ("KEY",)
-            ]
-            raise UserError(f"--set {name}: must be one of {', '.join(allowed)}")
-        found[section][key] = value
-    return found
 
 
 def resolve_settings(
@@ -146,7 +121,6 @@ def certify_command(
     output: Output = None,
     as_json: PublishableJson = False,
     workers: _Workers = None,
-    local: Local = None,
     runs: Runs = DEFAULT_RUNS,
     model: importing.Model = None,
     weights: importing.Weights = None,
@@ -196,9 +170,9 @@ def certify_command(
     if (table := _table_folder(run)) is not None:
         found, name = _recertified(table, asked), table.resolve().parent.parent.name
     elif (release := open_release_if_any(run, trust_factory, signer)) is not None:
-        found, name = _certify_release(release, asked, output, local), release.name
+        found, name = _certify_release(release, asked, output), release.name
     else:
-        found, name, measured = _certify_run(run, runs, asked, output, local)
+        found, name, measured = _certify_run(run, runs, asked, output)
     _print_table(name, found, measured, as_json)
 
 
@@ -219,15 +193,18 @@ def _imported(
     folder, root = RunFolder(runs / source.stem), asked["data"].pop("root", None)
     kept = ("sigma", "n", "n0", "alpha")
     chosen = {key: value for key, value in asked["certify"].items() if key in kept}
+    moments = importing.normalization(foreign["normalize"])
     importing.imported(
-        folder, model, foreign["weights"], None, None, None, foreign["normalize"],
-        foreign["data"], None if root is None else Path(root), None, chosen, None,
-    )  # fmt: skip
+        folder,
+        (model, foreign["weights"], {}, None, None, *moments),
+        (foreign["data"], None if root is None else Path(root), None),
+        chosen,
+    )
     return folder
 
 
 def _certify_release(
-    release: Release, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+    release: Release, asked: dict[str, dict[str, Any]], output: Path | None
 ) -> CertificateTable:
     """Certify the test split that a release names, with its settings where nothing else is asked
     for."""
@@ -250,7 +227,7 @@ def _certify_release(
         raise UserError(f"--output: {output} lies in the release, which stays as it was published")
     output.parent.mkdir(parents=True, exist_ok=True)
     log_file = output.parent / "ray.log"
-    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
+    with pipeline.run_session(log_file, executor=executor_name()) as executor:
         executor.check_nodes(PACKAGES, output.parent.resolve())
         with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
             return certify(
@@ -266,7 +243,7 @@ def _certify_release(
 
 
 def _certify_run(
-    run: str, runs: Path, asked: dict[str, dict[str, Any]], output: Path | None, local: bool | None
+    run: str, runs: Path, asked: dict[str, dict[str, Any]], output: Path | None
 ) -> tuple[CertificateTable, str, list[tuple[str, str]]]:
     """Return the table of a run, the run's name, and what attacked copies measured."""
     from dpdist.certification.registry import settings_of
@@ -280,7 +257,7 @@ def _certify_run(
         for section in ("resources", "data")
         for key, value in asked[section].items()
     }
-    recipe = load_trained_recipe(folder, None, "certify", changes)
+    recipe = load_trained_recipe(folder, "certify", changes)
     default = None if recipe.certify is None else recipe.certify.sigma
     if asked["certify"].get("sigma", default) is not None:
         settings_of(asked["certify"], recipe.certify)  # refused before torch is loaded
@@ -300,7 +277,7 @@ def _certify_run(
         test = load_test_records(recipe, data_source(recipe))
         copies = AttackedCopies(at, test, subject.model, settings)
         output = output or folder.path / "attacks" / f"{at.folder_name}-{settings.folder_name}"
-    with pipeline.run_session(folder, executor=executor_name(local)):
+    with pipeline.run_session(folder, executor=executor_name()):
         found = pipeline.certify_stage(
             recipe, folder, settings, output, subject=subject, inputs=copies
         )
@@ -324,7 +301,7 @@ def _clean_table(folder: RunFolder, settings: Certificate) -> CertificateTable |
 
 def _table_folder(named: str) -> Path | None:
     """Return the folder of a finished table; None where a path is none."""
-    from dpdist.release.bundle import is_release
+    from dpdist.release.files import is_release
 
     path = Path(named)
     folder = path.parent if path.name == "certificates.parquet" else path
@@ -380,10 +357,10 @@ def _print_table(
 
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
-        from dpdist.certification.statistics import summary_rows
+        from dpdist.certification.statistics import table_rows
 
-        rows = [*summary_rows(table), ("table", str(table.path))]
-        typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
+        rows = [*table_rows(table), console.Row("table", str(table.path))]
+        typer.echo(console.format_table(rows, title=f"Certificates {table.name} of {name}"))
 
 
 # --- dpdist predict ---------------------------------------------------------------------------
@@ -519,7 +496,7 @@ def _write_texts(
 
 def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
     """Return the answerer of a run of texts. Raises UserError where answers are paid for."""
-    from dpdist.release.bundle import TextAnswerer
+    from dpdist.release.answers import TextAnswerer
     from dpdist.training.records import data_source
 
     if recipe.method.capabilities.not_releasable_reason is not None:
@@ -619,7 +596,7 @@ def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
         return lambda pixels: pixels
     from dpdist import models
     from dpdist.core.files import read_json
-    from dpdist.release.bundle import ReleasedPictures
+    from dpdist.release.description import ReleasedPictures
 
     size = models.read_spec(folder.model_folder).input_shape
     pictures = ReleasedPictures(resize=read_json(folder.imported, {"data": dict})["data"]["resize"])

@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +26,6 @@ from dpdist.cli.options import (
 )
 from dpdist.cli.options import Runs as LocalRuns
 from dpdist.core.errors import UserError
-from dpdist.core.fields import RunName
 
 if TYPE_CHECKING:
     from dpdist.cluster.submission import JobClient
@@ -37,26 +36,10 @@ cluster_app = typer.Typer(
     help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
     no_args_is_help=True,
 )
-Address = Annotated[
-    str | None,
-    option(
-        "The cluster's job server (default: $RAY_API_SERVER_ADDRESS, or "
-        "http://127.0.0.1:8265, where `ray dashboard cluster.yaml` brings it).",
-        None,
-        "--address",
-    ),
-]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
-Into = Annotated[Path, path_option("Where fetched runs go, each in its folder.", "--into")]
-LocalRunName = Annotated[
-    str | None, option("With --restore: another name of the run.", RunName, "--name")
-]
 ClusterRuns = Annotated[
     str | None,
     option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
-]
-ClusterData = Annotated[
-    str | None, option("Folder of the data sets on the cluster.", None, "--data-root")
 ]
 Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
 Send = Annotated[
@@ -115,10 +98,7 @@ def template(
 def submit(
     recipe: RecipeArgument,
     changes: Changes = None,
-    address: Address = None,
     runs: ClusterRuns = None,
-    data_root: ClusterData = None,
-    into: Into = DEFAULT_FETCH_FOLDER,
     follow: Followed = True,
     send: Send = None,
 ) -> None:
@@ -138,53 +118,47 @@ def submit(
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
-    given = {"runs": runs, "data-root": data_root}
     file = recipe if by_name else str(path.resolve().relative_to(here))
-    command = _job_command(file, given, changes or ())
+    command = _job_words(file, runs, changes or ())
     if by_name and send:
         raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
-    jobs = JobClient(address)
+    jobs = JobClient()
     job = f"{run}-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
         folder = None
         if not by_name:
             folder = Path(scratch) / "package"
-            _pack_working_directory(resolved, data_root, send or [], folder)
+            _pack_working_directory(resolved, send or [], folder)
             if not (folder / command[2]).exists():
                 raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
         about = {"run": run, "runs": runs or ""}
         jobs.submit(job, shlex.join(command), working_dir=folder, metadata=about)
     console.log(f"job {job} is submitted to {jobs.address}")
     if follow:
-        _follow_and_fetch(jobs, job, into)
+        _follow_and_fetch(jobs, job)
     else:
         console.log(f"follow it: dpdist cluster status {job} --follow")
 
 
-def _job_command(recipe: str, options: Mapping[str, object], changes: Sequence[str]) -> list[str]:
+def _job_words(recipe: str, runs: str | None, changes: Sequence[str]) -> list[str]:
     """Return the words of the job: what was given here is given there."""
-    command = ["dpdist", "run", recipe]
-    for key, value in options.items():
-        command += [] if value is None else [f"--{key}", str(value)]
+    command = ["dpdist", "run", recipe, *([] if runs is None else ["--runs", runs])]
     for change in changes:
         command += ["--set", change]
     return command
 
 
-def _pack_working_directory(
-    recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path
-) -> None:
+def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) -> None:
     """Copy what of the current directory is sent into `target`; say what is, and what is not."""
     from dpdist.cluster.submission import PackageSpec, excluded_paths, pack
     from dpdist.core import console
 
     here, settings = Path.cwd(), recipe.model_dump(mode="json")
-    there = {"data": {**settings["data"], "root": data_root}}  # should it be the same path here
     sending = PackageSpec(
         here,
         tuple(path.resolve() for path in send),
         tuple(path for path in recipe.public_files if path.exists()),
-        (*excluded_paths(settings, here), *excluded_paths(there, here)),
+        tuple(excluded_paths(settings, here)),
     )
     packed = pack(sending, target)
     console.log(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
@@ -204,8 +178,6 @@ def _pack_working_directory(
 @cluster_app.command("status")
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
-    address: Address = None,
-    into: Into = DEFAULT_FETCH_FOLDER,
     follow: Annotated[
         bool, flag("--follow", "Show progress to the end, then fetch the report.")
     ] = False,
@@ -213,7 +185,7 @@ def status(
     """The state of one job and the end of its log, or of all jobs."""
     from dpdist.cluster.submission import JobClient
 
-    jobs = JobClient(address)
+    jobs = JobClient()
     if job is None:
         if follow:
             raise UserError("--follow: name the job; `dpdist cluster status` lists them")
@@ -222,7 +194,7 @@ def status(
             typer.echo(f"{each.name}\t{each.state}\t{begun}\t{each.entrypoint}")
         return
     if follow:
-        _follow_and_fetch(jobs, job, into)
+        _follow_and_fetch(jobs, job)
         return
     found = jobs.get_job(job)
     typer.echo(f"{found.name}\t{found.state}\t{found.entrypoint}")
@@ -233,11 +205,11 @@ def status(
 
 
 @cluster_app.command("stop")
-def stop(job: JobArgument, address: Address = None) -> None:
+def stop(job: JobArgument) -> None:
     """Stop a job; submitting the same recipe continues its run."""
     from dpdist.cluster.submission import JobClient
 
-    stopped = JobClient(address).stop(job)
+    stopped = JobClient().stop(job)
     typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
 
 
@@ -265,11 +237,9 @@ def fetch(
             help="The run's name on the cluster, or its archive's address (s3://BUCKET/PREFIX).",
         ),
     ],
-    address: Address = None,
     runs: ClusterRuns = None,
     into: _FetchInto = None,
     restore: _Restore = False,
-    name: LocalRunName = None,
 ) -> None:
     """Fetch the report, certificates and released files of a run; private files stay.
 
@@ -281,13 +251,12 @@ def fetch(
     from dpdist.runs import archive
 
     if not archive.is_archive_url(run):
-        if restore or name is not None:
-            raise UserError(f"--restore, --name: need the address of an archive, got {run}")
-        _fetch_run(JobClient(address), run, runs, into or DEFAULT_FETCH_FOLDER)
+        if restore:
+            raise UserError(f"--restore: needs the address of an archive, got {run}")
+        _fetch_run(JobClient(), run, runs, into or DEFAULT_FETCH_FOLDER)
     elif restore:
-        folder, charged = archive.restore(
-            run, into or Path(os.environ.get("DPDIST_RUNS", DEFAULT_RUNS)), name
-        )
+        runs_here = into or Path(os.environ.get("DPDIST_RUNS", DEFAULT_RUNS))
+        folder, charged = archive.restore(run, runs_here)
         typer.echo(f"restored {folder.path}")
         if charged:
             typer.echo(
@@ -307,7 +276,7 @@ def export(run: str, runs: LocalRuns = DEFAULT_RUNS) -> None:
     typer.echo(export_text(open_run(run, runs)))
 
 
-def _follow_and_fetch(jobs: JobClient, job: str, into: Path) -> None:
+def _follow_and_fetch(jobs: JobClient, job: str) -> None:
     from dpdist.core.errors import ClusterError, Interrupted
 
     def write(text: str) -> None:
@@ -329,7 +298,7 @@ def _follow_and_fetch(jobs: JobClient, job: str, into: Path) -> None:
         )
     run = ended.metadata.get("run")
     if run:
-        _fetch_run(jobs, run, ended.metadata.get("runs") or None, into)
+        _fetch_run(jobs, run, ended.metadata.get("runs") or None, DEFAULT_FETCH_FOLDER)
 
 
 def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:

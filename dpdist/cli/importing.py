@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +12,8 @@ import typer
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    DataRoot,
     Runs,
+    changes_by_section,
     field_callback,
     option,
     parse_numbers,
@@ -23,7 +22,7 @@ from dpdist.cli.options import (
 )
 from dpdist.core import console
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, Finite, Positive, RunName, Text
+from dpdist.core.fields import Count, Finite, Positive, RunName, Text
 
 if TYPE_CHECKING:
     from dpdist.runs.folder import RunFolder
@@ -39,15 +38,10 @@ Model = Annotated[
 Weights = Annotated[
     Path | None, path_option("Its state dict: .pt, .pth or .safetensors.", metavar="FILE")
 ]
-Options = Annotated[
-    list[str] | None,
-    option("Of the factory. May be repeated.", None, "--option", metavar="KEY=VALUE"),
-]
 Input = Annotated[
     str | None,
     option("Shape of one input, such as 3,32,32 (default: of the data).", metavar="C,H,W"),
 ]
-Classes = Annotated[int | None, option("Classes (default: as the model answers).", Count)]
 Normalize = Annotated[
     str | None,
     option(
@@ -66,10 +60,6 @@ Resize = Annotated[
     int | None,
     option("Resize the shorter side of pictures to it, then crop the center to --input.", Count),
 ]
-Evaluate = Annotated[
-    int | None,
-    option("Test inputs that clean accuracy is measured on (default: all; 0: none).", CountOrZero),
-]
 _Run = Annotated[
     str | None,
     option(
@@ -87,8 +77,15 @@ _Denoiser = Annotated[
 _PretrainingData = Annotated[
     str | None, option("What that folder was trained on, if it does not say.", Text)
 ]
-_Sigma = Annotated[
-    float | None, option("Noise that predict and certify take by default.", Positive)
+_Set = Annotated[
+    list[str] | None,
+    option(
+        "An argument of the factory, model.options.KEY=VALUE, or another key of the run: "
+        "certify.sigma=0.25, data.root=DIR. May be repeated.",
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+    ),
 ]
 
 
@@ -101,15 +98,11 @@ def import_command(
     ],
     model: Model = None,
     weights: Weights = None,
-    options: Options = None,
+    changes: _Set = None,
     input: Input = None,
-    classes: Classes = None,
     normalize: Normalize = None,
     data: Data = None,
-    data_root: DataRoot = None,
     resize: Resize = None,
-    sigma: _Sigma = None,
-    evaluate: Evaluate = None,
     run: _Run = None,
     classifier: _Classifier = None,
     denoiser: _Denoiser = None,
@@ -128,35 +121,34 @@ def import_command(
     from dpdist.runs.folder import RunFolder
 
     folder = RunFolder(runs / name)
+    asked = changes_by_section(changes, {"model": None, "certify": None, "data": ("root",)})
+    if wrong := [key for key in asked["model"] if not key.startswith("options.")]:
+        raise UserError(f"--set model.{wrong[0]}: must be model.options.KEY")
+    root = asked["data"].get("root")
+    data_root = None if root is None else Path(root)
     if any(given is not None for given in (run, classifier, denoiser)):
         _join(run, runs, classifier, denoiser, folder, pretraining_data, data_root)
         return
     given = {"model": model, "data": data}
     if missing := [f"--{key}" for key, value in given.items() if value is None]:
         raise UserError(f"{', '.join(missing)}: must be given to import a model from elsewhere")
-    certify = None if sigma is None else {"sigma": sigma}
+    assert model is not None and data is not None
+    options = {key.removeprefix("options."): value for key, value in asked["model"].items()}
+    shape, moments = input_shape(input), normalization(normalize)
     imported(
         folder,
-        model,
-        weights,
-        options,
-        input,
-        classes,
-        normalize,
-        data,
-        data_root,
-        resize,
-        certify,
-        evaluate,
+        (model, weights, options, shape, None, *moments),
+        (data, data_root, resize),
+        asked["certify"] or None,
     )
-    from dpdist import pipeline
     from dpdist.evaluation import evaluate_stage
+    from dpdist.reports.results import load_results
 
     recipe = folder.read_recipe()
     console.log(f"evaluating: clean accuracy on {recipe.data.name}")
     evaluate_stage(recipe, folder)
-    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
-    sigma_of = "" if sigma is not None else " --sigma 0.25"
+    typer.echo(str(load_results(folder)))
+    sigma_of = "" if "sigma" in asked["certify"] else " --sigma 0.25"
     typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --set certify.every=20")
 
 
@@ -173,7 +165,8 @@ def _join(
     other = denoiser if classifier is None else classifier
     if run is None or other is None or (classifier is not None and denoiser is not None):
         raise UserError("--run: give it with one of --classifier and --denoiser, the other part")
-    from dpdist import pipeline
+    from dpdist.evaluation import evaluate_stage
+    from dpdist.reports.results import load_results
     from dpdist.runs.folder import open_run
     from dpdist.training.pretraining import Part, join_parts
 
@@ -186,44 +179,24 @@ def _join(
         pretraining_data=pretraining_data,
         data_root=data_root,
     )
-    pipeline.evaluate_stage(folder.read_recipe(), folder)
-    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    evaluate_stage(folder.read_recipe(), folder)
+    typer.echo(str(load_results(folder)))
 
 
 def imported(
     folder: RunFolder,
-    model: str | None,
-    weights: Path | None,
-    options: Sequence[str] | None,
-    input: str | None,
-    classes: int | None,
-    normalize: str | None,
-    data: str | None,
-    data_root: Path | None,
-    resize: int | None,
+    model: tuple[Any, ...],
+    data: tuple[str, Path | None, int | None],
     certify: dict[str, Any] | None,
-    evaluate: int | None,
 ) -> Recipe:
     """Import a model from elsewhere into a run folder, and return the run's recipe.
 
-    The arguments are the options of the commands. Raises UserError.
+    model, data: fields of `ForeignModel` and `TestData`. Raises UserError.
     """
-    from dpdist.runs.recipe import parse_changes
-
-    shape = input_shape(input)
-    mean, std = normalization(normalize)
-    try:
-        factory_options = parse_changes(options)
-    except UserError as error:
-        raise UserError(str(error).replace("--set", "--option")) from None
-    console.log(f"importing: {model} into {folder.path}")
+    console.log(f"importing: {model[0]} into {folder.path}")
     from dpdist.importing import ForeignModel, TestData, import_model  # loads torch
 
-    assert model is not None and data is not None
-    foreign = ForeignModel(model, weights, factory_options, shape, classes, mean, std)
-    recipe = import_model(
-        foreign, TestData(data, data_root, resize), folder, certify=certify, evaluate=evaluate
-    )
+    recipe = import_model(ForeignModel(*model), TestData(*data), folder, certify=certify)
     console.log(f"importing: {folder.path}: {recipe.method.describe(_plan(folder))}")
     return recipe
 

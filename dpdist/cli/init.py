@@ -19,7 +19,6 @@ import typer
 
 from dpdist.cli.options import (
     Changes,
-    DataRoot,
     GroupedCommands,
     RecipeArgument,
     option,
@@ -28,7 +27,7 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Finite, RunName
+from dpdist.core.fields import Finite
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset
@@ -50,9 +49,6 @@ _RecipeFile = Annotated[
     path_option(
         "Default: FOLDER's name, here.", "--output", callback=path_callback(".yaml", ".yml")
     ),
-]
-_RecipeName = Annotated[
-    str | None, option("Of the recipe (default: its file's).", RunName, "--name")
 ]
 _Label = Annotated[str | None, option("The column of labels.", None, "--label")]
 _Features = Annotated[
@@ -82,7 +78,6 @@ _Ranges = Annotated[
 def init_command(
     folder: _Folder,
     output: _RecipeFile = None,
-    name: _RecipeName = None,
     label: _Label = None,
     features: _Features = None,
     user: _User = None,
@@ -108,7 +103,7 @@ def init_command(
     chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
     scaled, model = _public_ranges(found, ranges), _base_model(found, base, pretraining_data)
-    _write_recipe(found, name, output, scaled, model)
+    _write_recipe(found, output, scaled, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
     if found.unread:
         typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
@@ -247,14 +242,14 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 
 def _write_recipe(
-    dataset: DiscoveredDataset, name: str | None, output: Path, ranges: Ranges,
+    dataset: DiscoveredDataset, output: Path, ranges: Ranges,
     base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
     """Write the recipe. Raises UserError for one that nobody could run."""
     from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
-    text = starter_recipe(dataset, name or output.stem, ranges, base)
+    text = starter_recipe(dataset, output.stem, ranges, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
     write_atomic(output, text)
 
@@ -487,25 +482,8 @@ data_app = typer.Typer(
 )
 
 
-@data_app.command("list")
-def list_data(data_root: DataRoot = None) -> None:
-    """List the built-in data sets, those under --data-root, and those that can be fetched."""
-    from dpdist import data
-    from dpdist.core.errors import UserError
-
-    for name in data.BUILT_IN:
-        typer.echo(f"{name}\tbuilt in")
-    if data_root is not None:
-        if not data_root.is_dir():
-            raise UserError(f"data root {data_root}: no such folder")
-        for folder in sorted(path for path in data_root.iterdir() if path.is_dir()):
-            files = len(list(folder.rglob("*.parquet")))
-            typer.echo(f"{folder.name}\t{folder} ({files} Parquet files)")
-    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(data.DOWNLOADABLE)}")
-
-
 @data_app.command("check")
-def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
+def check_data(recipe: RecipeArgument, changes: Changes = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
     from dpdist.data import discovery, load
     from dpdist.data.tables import open_table, split_files
@@ -514,7 +492,7 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
     from dpdist.training.job import check_data as check_training_data
     from dpdist.training.records import data_source
 
-    resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes))
     source = data_source(resolved)
     train, _ = check_training_data(resolved, source, recipe)
     test = load(source, "test")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -13,8 +13,6 @@ from typer.core import TyperGroup
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
-    Count,
-    CountOrZero,
     PositiveOrZero,
     ProcessCount,
     RunName,
@@ -152,9 +150,15 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
-def executor_name(local: bool | None) -> Literal["local", "ray"] | None:
-    """Return the name of the executor that --local or --ray asks for; None without either."""
-    return None if local is None else "local" if local else "ray"
+def executor_name() -> Literal["local", "ray"] | None:
+    """Return what $DPDIST_EXECUTOR says: in this process, or on Ray; None by the size of the work.
+
+    Raises UserError for another value.
+    """
+    found = os.environ.get("DPDIST_EXECUTOR") or None
+    if found not in (None, "local", "ray"):
+        raise UserError(f"DPDIST_EXECUTOR: must be local or ray, got {quoted(found)}")
+    return cast(Literal["local", "ray"] | None, found)
 
 
 FIGURE_PATH = path_callback(".png", ".pdf", ".svg")
@@ -218,10 +222,6 @@ Runs = Annotated[
     path_option("The folder that holds the run folders.", "--runs", envvar="DPDIST_RUNS"),
 ]
 Name = Annotated[str | None, option("Name of the run (default: the recipe's).", RunName, "--name")]
-DataRoot = Annotated[
-    Path | None,
-    path_option("Folder that holds the data sets (data.root of the recipe).", "--data-root"),
-]
 Log = Annotated[
     list[str] | None,
     option(
@@ -234,22 +234,11 @@ Log = Annotated[
 ]
 
 # Of the commands that take inputs of the test split, on Ray actors.
-Start = Annotated[int | None, option("First input.", CountOrZero)]
-Every = Annotated[int | None, option("Every k-th input.", Count)]
-MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
-Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
 MeasuringWorkers = Annotated[
     int | None, option("Workers (default: all CPUs).", ProcessCount, "--workers")
 ]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
 
-Workers = Annotated[
-    int | None, option("Training workers (resources.workers).", ProcessCount, "--workers")
-]
-Local = Annotated[
-    bool | None,
-    flag("--local/--ray", "In this process, or on Ray (default: by the size of the work)."),
-]
 PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
@@ -267,14 +256,13 @@ def require_labels(recipe: Recipe, command: str) -> None:
 
 
 def load_trained_recipe(
-    folder: RunFolder, data_root: Path | None, command: str,
-    changes: Mapping[str, Any] | None = None,
+    folder: RunFolder, command: str, changes: Mapping[str, Any] | None = None
 ) -> Recipe:  # fmt: skip
     """The recipe of a trained run whose inputs are numbers, with changes. Raises UserError."""
     from dpdist.runs.recipe import resolve_recipe
 
     folder.require_trained()
-    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root, changes=changes)
+    recipe = resolve_recipe(folder.read_recipe(), changes=changes)
     require_numeric_inputs(recipe, command)
     require_labels(recipe, command)
     return recipe
@@ -291,7 +279,8 @@ def open_release_if_any(
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
     labeled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
     UserError, ReleaseError where `signer` is given and did not sign it."""
-    from dpdist.release.bundle import is_release, load
+    from dpdist.release.bundle import load
+    from dpdist.release.files import is_release
 
     path = validate_path(name)
     if not is_release(path):
@@ -303,4 +292,35 @@ def open_release_if_any(
         found.require_numeric_inputs()
     if labeled:
         found.need_label()
+    return found
+
+
+def changes_by_section(
+    changes: Sequence[str] | None, sections: Mapping[str, Sequence[str] | None]
+) -> dict[str, dict[str, Any]]:
+    """Return the changes of `--set`, by section and key.
+
+    Args:
+        changes: KEY=VALUE each, with dotted keys.
+        sections: those that a command takes, and the keys of each; None: all that it has.
+
+    Raises:
+        UserError: a change is of another section or key.
+    """
+    from dpdist.runs.recipe import parse_changes
+
+    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    seeds = [each for each in changes or () if each.partition("=")[0].strip().endswith(".seed")]
+    given = parse_changes([each for each in changes or () if each not in seeds])
+    for each in seeds:  # text, whatever YAML makes of its digits
+        name, _, value = each.partition("=")
+        given[name.strip()] = value.strip()
+    for name, value in given.items():
+        section, _, key = name.partition(".")
+        if not key or section not in sections or key not in (sections[section] or (key,)):
+            allowed = [
+                f"{each}.{one}" for each, keys in sections.items() for one in keys or ("KEY",)
+            ]
+            raise UserError(f"--set {name}: must be one of {', '.join(allowed)}")
+        found[section][key] = value
     return found

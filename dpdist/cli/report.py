@@ -16,7 +16,6 @@ import typer
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    DataRoot,
     Log,
     PublishableJson,
     ReleaseArgument,
@@ -26,7 +25,6 @@ from dpdist.cli.options import (
     TrustFactory,
     flag,
     option,
-    path_callback,
     path_option,
     run_names,
 )
@@ -82,10 +80,6 @@ _Linf = Annotated[
     list[float] | None,
     option("L-infinity size of it (default: 0.003, 0.01, 0.02). May be repeated."),
 ]
-_Picture = Annotated[
-    Path | None,
-    path_option("Also draw the curves of all runs to this file.", callback=path_callback(".png")),
-]
 
 
 def report_command(
@@ -97,7 +91,6 @@ def report_command(
     log: Log = None,
     l2: _L2 = None,
     linf: _Linf = None,
-    picture: _Picture = None,
     as_json: PublishableJson = False,
 ) -> None:
     """Write the report of a run, one HTML page that opens offline; or compare several runs.
@@ -122,10 +115,10 @@ def report_command(
         if baseline is not None:
             _set_baseline(folder, baseline, runs)
         _report(folder, images, technical_file, log or (), as_json)
-        if as_json or picture:
-            _compare([folder], l2, linf, picture, as_json)
+        if as_json:
+            _compare([folder], l2, linf, as_json)
     else:
-        _compare([_open_trained_run(name, runs) for name in names], l2, linf, picture, as_json)
+        _compare([_open_trained_run(name, runs) for name in names], l2, linf, as_json)
 
 
 def _report(
@@ -138,6 +131,7 @@ def _report(
         check_tracker_address(address)
     from dpdist import pipeline  # only now: what is refused needs no data
     from dpdist.core import console
+    from dpdist.reports.results import load_results
 
     pipeline.report_stage(folder, images, reveal_date=True)
     pipeline.archive_stage(folder)
@@ -146,7 +140,7 @@ def _report(
 
         console.log(f"technical file: {write_technical_file(folder)}")
     if not quiet:
-        print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+        typer.echo(repr(load_results(folder)))
     if folder.baseline_report.exists():
         console.log(
             f"with a run that no epsilon covers, not to be published: {folder.baseline_report}"
@@ -188,7 +182,6 @@ def _compare(
     folders: Sequence[RunFolder],
     l2: list[float] | None,
     linf: list[float] | None,
-    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Print runs side by side, and each later one less the first on the same inputs."""
@@ -201,8 +194,6 @@ def _compare(
         if wrong := [size for size in each if not 0 < size < math.inf]:
             raise UserError(f"--{norm}: must be > 0 and finite, got {wrong[0]:g}")
     facts = [load_results(folder) for folder in folders]
-    if picture is not None:
-        compare.write_comparison_png(facts, picture)
     if as_json:
         from dpdist.reports.export import comparison_as_json
 
@@ -251,12 +242,11 @@ def release_command(
         return
     for path in files:
         typer.echo(str(path))
-    from dpdist.reports import compare
+    from dpdist.certification.statistics import population_row
     from dpdist.reports.results import load_results
 
-    (_, _, name), *rows = compare.population_rows([load_results(folder)])
-    for _, title, stated in rows:
-        typer.echo(f"{title}: {name}: {stated}")
+    for table in load_results(folder).tables:
+        typer.echo(console.format_table([population_row(table)], title=table.title))
 
 
 # --- dpdist verify ----------------------------------------------------------------------------
@@ -270,12 +260,17 @@ _Redraw = Annotated[
 ]
 
 
+_DataRoot = Annotated[
+    Path | None, path_option("With --redraw: the folder that holds the test data.", "--data-root")
+]
+
+
 def verify_command(
     release: ReleaseArgument,
     signer: Signer = None,
     trust_factory: TrustFactory = None,
     redraw: _Redraw = None,
-    data_root: DataRoot = None,
+    data_root: _DataRoot = None,
 ) -> None:
     """Check sums, model and noise of a release, compute its epsilon again, and certified accuracy
     from the counts that it carries.
@@ -283,7 +278,7 @@ def verify_command(
     Exit code 1, and one line, for the first thing that does not hold.
     """
     from dpdist.core import console
-    from dpdist.release.bundle import ReleaseError
+    from dpdist.release.files import ReleaseError
     from dpdist.release.verify import verify_release
 
     if data_root is not None and redraw is None:
@@ -299,7 +294,7 @@ def verify_command(
     except ReleaseError as error:
         print(f"dpdist: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.REFUTED) from None
-    typer.echo(console.format_table(rows, title=f"release {release}"))
+    typer.echo(console.format_table(rows, title=f"Release {release}"))
 
 
 def _test_data(release: Release, root: Path | None) -> Dataset:

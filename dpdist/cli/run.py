@@ -14,22 +14,16 @@ import typer
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
-    FIGURE_PATH,
     Changes,
-    DataRoot,
-    Local,
-    Log,
     Name,
     PublishableJson,
     RecipeArgument,
     Runs,
-    Workers,
     complete_recipe_name,
     executor_name,
     flag,
     option,
     parse_numbers,
-    path_option,
 )
 from dpdist.core import console
 from dpdist.core.console import format_percent, format_significant
@@ -56,13 +50,9 @@ def run_command(
     changes: Changes = None,
     name: Name = None,
     runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-    local: Local = None,
     until: _Until = None,
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
-    log: Log = None,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted.
 
@@ -77,14 +67,7 @@ def run_command(
         recipe,
         changes=parse_changes(changes),
         name=name,
-        data_root=data_root,
-        workers=workers,
     )
-    if log:
-        from dpdist.reports.tracking import check_tracker_address
-
-        for address in log:
-            check_tracker_address(address)
     from dpdist import pipeline
 
     if dry_run:
@@ -92,25 +75,20 @@ def run_command(
         if as_json:
             console.print_json({"run": resolved.name, "plan": dict(rows)})
         else:
-            typer.echo(console.format_table(rows, title=f"plan of {resolved.name}"))
+            typer.echo(console.format_table(rows, title=f"Plan of {resolved.name}"))
         return
     if until == "pretrain":
         _pretrain(resolved, recipe)
         return
     stages = pipeline.run if until is None else pipeline.train_only
-    folder = stages(resolved, runs=runs, context=recipe, executor=executor_name(local))
-    if log:
-        from dpdist.reports.tracking import track_run
-
-        track_run(folder, log, reveal_date=False)
+    folder = stages(resolved, runs=runs, context=recipe, executor=executor_name())
     if as_json:
         from dpdist.reports.export import run_as_json
         from dpdist.reports.results import load_results
 
         console.print_json(run_as_json(load_results(folder)))
     else:
-        typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
-        _print_trials(folder)
+        _print_results(folder)
 
 
 def _pretrain(recipe: Recipe, context: str) -> None:
@@ -142,15 +120,6 @@ _Records = Annotated[
     option("With --plan: number of training records (of users, with privacy.unit: user).", Count),
 ]
 _AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
-_Plot = Annotated[
-    Path | None,
-    path_option("With --plan: draw epsilon against trials into this file.", callback=FIGURE_PATH),
-]
-_Resume = Annotated[
-    bool, flag("--resume", "Continue an interrupted search; never begin a new one.")
-]
-
-
 _Public = Annotated[
     bool,
     flag("--public", "Sweep public records (privacy: none) by Ray Tune instead: NOT PRIVATE."),
@@ -160,17 +129,11 @@ _Public = Annotated[
 def tune_command(
     recipe: RecipeArgument,
     changes: Changes = None,
-    name: Name = None,
     runs: Runs = DEFAULT_RUNS,
-    data_root: DataRoot = None,
-    workers: Workers = None,
-    local: Local = None,
     plan: _Plan = False,
     trials: _Trials = None,
     records: _Records = None,
     as_json: _AsJson = False,
-    plot: _Plot = None,
-    resume: _Resume = False,
     public: _Public = False,
 ) -> None:
     """Search the fields of the recipe's tune section; epsilon covers training and search.
@@ -187,24 +150,18 @@ def tune_command(
             trials,
             records,
             as_json,
-            plot,
         )
         return
-    if trials or records or as_json or plot:
-        raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
-    resolved = resolve_recipe(
-        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers
-    )
+    if trials or records or as_json:
+        raise UserError("tune: --trials, --records and --json belong to --plan")
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes))
     if public:
         _print_public(resolved, runs, recipe)
         return
     from dpdist import pipeline
 
-    folder = pipeline.tune(
-        resolved, runs=runs, context=recipe, only_resume=resume, executor=executor_name(local)
-    )
-    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
-    _print_trials(folder)
+    folder = pipeline.tune(resolved, runs=runs, context=recipe, executor=executor_name())
+    _print_results(folder)
 
 
 def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
@@ -226,14 +183,16 @@ def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
     typer.echo(console.format_columns(["trial", "values", "score", "steps"], rows))
 
 
-def _print_trials(folder: RunFolder) -> None:
-    """Print the trials of a search where they may be shown."""
+def _print_results(folder: RunFolder) -> None:
+    """Print the trials of a search where they may be shown, and the block that ends a run."""
     from dpdist.reports.results import load_results, trial_table
 
-    header, rows = trial_table(load_results(folder))
+    facts = load_results(folder)
+    header, rows = trial_table(facts)
     if rows:
         typer.echo(f"all trials ({folder.trials})")
         typer.echo(console.format_columns(header, rows))
+    typer.echo(str(facts))
 
 
 def _print_search_costs(
@@ -242,7 +201,6 @@ def _print_search_costs(
     trials: str | None,
     records: int | None,
     as_json: bool,
-    plot: Path | None,
 ) -> None:
     from dpdist.tuning import preview
     from dpdist.tuning.space import check_space
@@ -251,17 +209,11 @@ def _print_search_costs(
     check_space(recipe, context)
     sizes = preview.sizes_without_data(recipe, records, context)
     means = preview.default_means(recipe) if trials is None else _parse_means(trials)
-    noise, alone = preview.untuned_run(recipe, sizes, context)
+    noise, _ = preview.untuned_run(recipe, sizes, context)
     rows = [
         preview.distribution_cost(recipe, distribution, own, sizes, noise, context)
         for distribution, own in preview.iter_distributions(recipe, means)
     ]
-    if plot is not None:
-        from dpdist.reports.figures import plot_search_costs
-
-        kinds = dict.fromkeys(row.kind for row in rows)
-        curves = {kind: [(r.mean, r.epsilon) for r in rows if r.kind == kind] for kind in kinds}
-        plot_search_costs(curves, alone.guarantee().epsilon, recipe.privacy.delta, plot)
     if as_json:
         console.print_json([row.to_dict() for row in rows])
         return

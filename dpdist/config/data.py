@@ -154,7 +154,7 @@ class DataRecipe(Section):
     Attributes:
         name: A built-in name (digits, strokes, scenes), or a folder in `root` of Parquet, CSV or
             JSONL files, or of pictures (SPLIT/CLASS/*.png).
-        root: Folder that holds the data sets; the option --data-root says it too.
+        root: Folder that holds the data sets.
         classes: Number of classes of the files; with targets that are no classes, how many targets
             a record has. It follows from `names` where they are given.
         names: Names of the classes, by number. A label column of text holds these names.

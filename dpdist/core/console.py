@@ -1,13 +1,15 @@
 """Print messages, progress and tables, and format numbers without overstating them.
 
-A command prints short lines, one live progress line with rate and time left, and one summary
-table. A bound is formatted in the direction in which it stays true.
+A command prints short lines, one live progress line with rate and time left, and one list of
+rows (`Row`). A bound is formatted in the direction in which it stays true.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -15,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 # --- messages, progress and tables ------------------------------------------------------------
 
@@ -101,19 +103,94 @@ def _format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def format_table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
-    """Return two aligned columns under a title, as plain text."""
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
-    rule = "-" * max(len(line) for line in [*lines, title])
-    return "\n".join(([title] if title else []) + [rule, *lines, rule])
+class Row(NamedTuple):
+    """State one result: the terminal, pages, cards and JSON render the same rows.
+
+    Attributes:
+        name: what it is, in lower case.
+        value: the result. A no-break space keeps two words on one line.
+        beside: how to read it.
+        brief: whether it is shown at the end of a command; other rows are details.
+    """
+
+    name: str
+    value: str
+    beside: str = ""
+    brief: bool = False
+
+    @property
+    def title(self) -> str:
+        """Return the name as a page shows it."""
+        return self.name[:1].upper() + self.name[1:]
+
+    @property
+    def text(self) -> str:
+        """Return value and reading in one line."""
+        between = " " if self.beside.startswith("(") else "; "
+        return (self.value + between * bool(self.beside) + self.beside).replace("\u00a0", " ")
+
+
+_MAX_WIDTH, _NARROW = 100, 40  # of a line, and of a value that others are aligned with
+
+
+def _width() -> int:
+    """Return the columns of a line: those of $COLUMNS, else of the terminal, but at most 100."""
+    columns = shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
+    return columns if os.environ.get("COLUMNS") else min(_MAX_WIDTH, columns)
+
+
+def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
+    """Return rows below a title, as plain text: see `_width` for its columns.
+
+    Only a word that is longer, such as a path, is wider. rows: of `Row`, or of name and value.
+    """
+    width = _width()
+    shown = [Row(*row) for row in rows]
+    left = 2 + max(len(row.name) for row in shown) + 2
+    room = max(40, width - left)
+    short = [row for row in shown if row.beside and len(row.value) + len(row.beside) + 3 <= room]
+    column = max((len(row.value) for row in short if len(row.value) <= _NARROW), default=0)
+    lines = [title] if title else []
+    for row in shown:
+        if row in short:
+            gap = max(3, min(column + 5, room - len(row.beside)) - len(row.value))
+            texts = [row.value + " " * gap + row.beside]
+        else:
+            texts = [
+                line
+                for part in (row.value, row.beside)
+                for line in textwrap.wrap(
+                    part.replace(" %", "\u00a0%"),
+                    room,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            ] or [""]
+        lines.append(f"  {row.title}".ljust(left) + texts[0])
+        lines += [" " * left + text for text in texts[1:]]
+    return "\n".join(line.rstrip() for line in lines).replace("\u00a0", " ")
+
+
+def format_html_table(rows: Sequence[Row], title: str) -> str:
+    """Return rows as an HTML table below a caption, for a notebook."""
+    cells = "".join(
+        f"<tr><th>{html.escape(row.title)}</th><td>{html.escape(row.text)}</td></tr>"
+        for row in rows
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"
+
+
+def format_markdown_table(rows: Sequence[Row]) -> str:
+    """Return rows as a table of Markdown."""
+    lines = [f"| {row.title} | {row.text.replace('|', '/')} |" for row in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns; a long last column is wrapped to the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     indent = sum(widths) + 2 * len(widths)
-    room = max(40, shutil.get_terminal_size().columns - indent)
+    room = max(40, _width() - indent)
     lines: list[str] = []
     for row in [header, *rows]:
         last = textwrap.wrap(row[-1], room) or [""]

@@ -85,7 +85,7 @@ def _no_folder(folder: Path, what: str, root: Path) -> str:
             "unpack an archive, and name the folder"
         )
     if folder == root:
-        return f"{what} {folder}: no such folder; give --data-root or data.root in the recipe"
+        return f"{what} {folder}: no such folder; give data.root"
     found = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "none"
     return f"data root {root}: no data set {folder.name!r} there (found: {found})"
 

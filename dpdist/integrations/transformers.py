@@ -46,7 +46,8 @@ from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
-from dpdist.release.bundle import BASE, is_release, read_base, verify_checksums
+from dpdist.release.description import read_base
+from dpdist.release.files import BASE, is_release, verify_checksums
 from dpdist.runs.folder import RunFolder
 from dpdist.training.script_state import kept_modes
 

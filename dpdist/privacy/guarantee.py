@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from dpdist.core.console import format_significant
+from dpdist.core.console import Row, format_significant
 
 Neighbors = Literal["add-or-remove-one", "replace-one"]
 GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
@@ -138,6 +139,11 @@ class Guarantee:
             "accountant": self.source,
         }
 
+    @property
+    def row(self) -> Row:
+        """Return the `Row` about privacy that commands, pages and cards show."""
+        return privacy_row(self.to_dict())
+
     def __str__(self) -> str:
         if math.isinf(self.epsilon):
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
@@ -165,3 +171,31 @@ def kind_of(assumptions: Iterable[str]) -> GuaranteeKind:
 def shown_kind(kind: str) -> str:
     """Return what stands before "by" and the accountant's name."""
     return f"{POST_PROCESSED}; the releases proved" if kind == POST_PROCESSED else kind
+
+
+def privacy_row(stated: Mapping[str, Any], why_not: str | None = None) -> Row:
+    """Return the row about privacy that every command, page and card begins with.
+
+    Args:
+        stated: a guarantee, as `Guarantee.to_dict` writes it.
+        why_not: why there is none, in words.
+    """
+    if why_not is None and stated.get("fixed_key"):
+        why_not = FIXED_KEY
+    if why_not is None and math.isinf(float(stated["epsilon"])):
+        why_not = "NOT PRIVATE: epsilon is infinite, nothing is proved"
+    if why_not is not None:
+        return Row("privacy", why_not, brief=True)
+    delta = re.sub(r"e-0?", "e-", f"{float(format_delta(stated['delta'])):.6e}")
+    mantissa, _, exponent = delta.partition("e")
+    delta = f"{mantissa.rstrip('0').rstrip('.')}e{exponent}"
+    audited = stated["kind"] == "audited"
+    epsilon = format_epsilon(stated["epsilon"], lower_bound=audited)
+    relation = stated["relation"]
+    if "(zero-out)" in relation:
+        relation = "zero-out adjacency"
+    accountant = stated["source"].partition(" (")[0]
+    accountant += " accountant" if " " not in accountant else ""
+    beside = f"{relation}, {accountant}{left_out(stated['assumptions'])}"
+    value = f"ε\u00a0=\u00a0{epsilon} at δ\u00a0=\u00a0{delta} ({shown_kind(stated['kind'])})"
+    return Row("privacy", value, beside, brief=True)

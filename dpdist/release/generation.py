@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from dpdist.data.text import TextColumn
-    from dpdist.release.bundle import TextAnswerer
+    from dpdist.release.answers import TextAnswerer
 
 Temperature = Annotated[float, RejectBool, Field(ge=0, le=100)]
 Seed = Annotated[int, RejectBool, Field(ge=0, lt=2**63)]

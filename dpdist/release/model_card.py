@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
+from dpdist.core.console import (
+    format_bound,
+    format_exact,
+    format_markdown_table,
+    format_significant,
+)
 from dpdist.core.fields import describe_averaging
 from dpdist.models.signature import Signature
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, bounding_guarantee, no_epsilon
-from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
-from dpdist.release.bundle import (
-    ARCHITECTURE,
-    CHECKSUMS,
-    DESCRIPTION,
-    WEIGHTS,
-    CertifiedAccuracy,
-    ReleaseDescription,
-)
+from dpdist.release.description import ReleaseDescription, release_rows
+from dpdist.release.files import ARCHITECTURE, CHECKSUMS, DESCRIPTION, WEIGHTS
 
 if TYPE_CHECKING:
     from dpdist.models import ModelSpec
@@ -48,11 +46,11 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
         f"# {description.name}",
         _origin(description, card, spec),
+        format_markdown_table(release_rows(description, card)),
         _usage(description, spec),
         _inputs(description, spec, size, kind, pictures) + _outputs(description),
         "## Privacy",
         _privacy_section(card),
-        *_measured(description),
         "## Limits",
         _limits(description, card),
         "## License",
@@ -221,36 +219,16 @@ def _limits(description: ReleaseDescription, card: Mapping[str, Any]) -> str:
     return text
 
 
-def _measured(description: ReleaseDescription) -> list[str]:
-    """Return the section of what was measured and certified; of texts there are no certificates."""
-    if description.text is None:
-        return ["## Robustness", _robustness_section(description)]
-    said = "Nothing was measured on test data."
-    if (tested := description.tested) is not None:
-        said = _clean_accuracy_sentence(description)
-        if tested.next_tokens is not None:
-            said = (
-                f"On {tested.next_tokens:,} next tokens of {tested.inputs:,} public test documents "
-                f"({tested.data}): {format_percent(tested.accuracy)} % are the most probable one."
-            )
-        if tested.perplexity is not None:
-            said += f" Perplexity {format_significant(tested.perplexity, 4)}."
-        if tested.base_perplexity is not None:
-            base = format_significant(tested.base_perplexity, 4, round_down=True)
-            said += f" That of the public base alone is {base}."
-    return ["## Measured", said]
-
-
 def _origin(about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:
     """Say in a sentence or two which model this is, who trained it, and how private it is."""
     if no_epsilon(card) is not None:
         return (
             f"A {_model_kind(spec)} tested on {about.data.name}, published with dpdist "
-            f"{about.dpdist}. {_privacy_sentence(card)}"
+            f"{about.dpdist}."
         )
     return (
         f"A {_model_kind(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
-        f"{about.dpdist}. {_privacy_sentence(card)}"
+        f"{about.dpdist}."
     )
 
 
@@ -300,24 +278,6 @@ def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
     return {"type": kind, "name": name, "value": float(format_bound(share, 6))}
 
 
-def _privacy_sentence(card: Mapping[str, Any]) -> str:
-    guarantee = card["guarantee"]
-    if (why := no_epsilon(card)) is not None:
-        return f"**{why[0].upper()}{why[1:]}.**"
-    if not card["private"]:
-        return "**It is NOT private**; the privacy card says why."
-    unit = "user" if "user" in guarantee else "training record"
-    bound = bounding_guarantee(card)
-    said = ", with all else that was released of these records"
-    if bound is guarantee:
-        said = left_out(card["assumptions"])
-    return (
-        f"What it reveals of one {unit} is bounded by epsilon "
-        f"{format_epsilon(bound['epsilon'])} at delta {format_delta(bound['delta'])}, "
-        f"{card['relation']}, {shown_kind(guarantee['kind'])}{said}."
-    )
-
-
 def _privacy_section(card: Mapping[str, Any]) -> str:
     """Return what is proved of one record, and what it means, in Markdown."""
     guarantee = card["guarantee"]
@@ -328,54 +288,13 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
     unit = "user" if "user" in guarantee else "record"
     epsilon = float(bounding_guarantee(card)["epsilon"])
     lines = [
-        f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
-        f"-differential privacy, {shown_kind(guarantee['kind'])} by {card['accountant']}; "
-        f"adjacency: {card['relation']}{left_out(card['assumptions'])}.",
+        f"Neighboring data sets: {card['relation']}.",
         f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",
         f"`{PRIVACY_CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
     ]
     return "\n\n".join(lines)
-
-
-def _robustness_section(description: ReleaseDescription) -> str:
-    """Return accuracies, and certified accuracies by radius, in Markdown."""
-    if description.certificate is None and not description.certified:
-        noise = "Released without certificate settings; `--sigma` chooses the noise."
-        return (
-            noise
-            if description.tested is None
-            else f"{noise} {_clean_accuracy_sentence(description)}"
-        )
-    parts = [] if description.tested is None else [_clean_accuracy_sentence(description)]
-    if description.certificate is not None:
-        parts.append(f"Meant to be certified as: {description.certificate.folder_name}.")
-    if description.certified:
-        parts.append("Share of inputs that are right and certified at the radius at least:")
-    parts += [_certified_accuracy_table(table) for table in description.certified]
-    return "\n\n".join(parts)
-
-
-def _clean_accuracy_sentence(description: ReleaseDescription) -> str:
-    tested = description.tested
-    assert tested is not None
-    return (
-        f"Accuracy {format_percent(tested.accuracy)} % of {tested.inputs:,} inputs ({tested.data})."
-    )
-
-
-def _certified_accuracy_table(table: CertifiedAccuracy) -> str:
-    head = (
-        f"{table.title}: {table.inputs:,} inputs, at most {table.draws:,} draws, alpha "
-        f"{table.alpha:g} each"
-    )
-    rows = [
-        f"| {format_exact(radius)} | {format_percent(share)} % |"
-        for radius, share in zip(table.radii, table.accuracy, strict=True)
-    ]
-    rows += ["", f"{table.measured}.", "", f"{table.population}."]
-    return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])
 
 
 def _format_classes(classes: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ from dpdist.certification.table import CertificateTable
 from dpdist.core.errors import UserError
 from dpdist.core.fields import FileShape, Keys
 from dpdist.core.files import count_values, json_equal, open_parquet, quoted
-from dpdist.release.bundle import ReleaseError
+from dpdist.release.files import ReleaseError
 
 if TYPE_CHECKING:
     from torch import nn

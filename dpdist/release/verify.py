@@ -30,17 +30,14 @@ from dpdist.privacy.card import (
     recompute_card,
 )
 from dpdist.privacy.guarantee import format_delta, format_epsilon, left_out, shown_kind
-from dpdist.release.bundle import (
+from dpdist.release.bundle import Release, as_release_errors, check_adapter, load
+from dpdist.release.description import certified_accuracy_record
+from dpdist.release.files import (
     DESCRIPTION,
     MODEL_CARD,
     SIGNATURE,
-    Release,
     ReleaseError,
-    as_release_errors,
-    certified_accuracy_record,
-    check_adapter,
     list_table_names,
-    load,
     table_name,
 )
 from dpdist.release.model_card import model_card

@@ -15,7 +15,6 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -29,13 +28,13 @@ from dpdist.certification.statistics import (
     curve_difference,
     difference_interval,
     holm,
-    population_summary_row,
+    population_row,
 )
 from dpdist.certification.table import CertificateTable
 from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import check_run_name
-from dpdist.core.files import MissingFileError, read_json, write_json, write_result
+from dpdist.core.files import MissingFileError, read_json, write_json
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.results import MAX_INPUTS, RunResults, load_results
@@ -128,7 +127,7 @@ def population_rows(runs: Sequence[RunResults]) -> list[list[str]]:
     rows = [["run", "certificate", POPULATION]]
     for facts in runs:
         for table in facts.tables:
-            rows.append([facts.folder.name, table.title, population_summary_row(table)[1]])
+            rows.append([facts.folder.name, table.title, population_row(table).value])
     return rows
 
 
@@ -170,52 +169,6 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def comparison_png(runs: Sequence[RunResults]) -> bytes:
-    """PNG, a panel for each norm: certified accuracy (lines) and accuracy under attack (dots)."""
-    from dpdist.reports.figures import make_panels, render_figure
-
-    figure, panels = make_panels(len(NORMS))
-    for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
-        widest = 0.0
-        for facts, color in zip(runs, _COLORS * len(runs), strict=False):
-            mine = [
-                curve
-                for curve in certified_curves(facts)
-                if curve.norm == norm and curve.line_style
-            ]
-            for curve in {curve.line_style: curve for curve in mine}.values():
-                sizes = np.sort(curve.sizes[curve.sizes > 0])
-                if len(sizes) == 0:
-                    continue
-                shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
-                axes.plot(
-                    sizes,
-                    shares,
-                    curve.line_style or "",
-                    color=color,
-                    linewidth=1.4,
-                    label=f"{facts.folder.name}, {curve.title}",
-                )
-                widest = max(widest, float(sizes[-1]))
-            for table in facts.attacks:
-                if table.norm == norm:
-                    worst = [100 * (1 - table.worst(size).wrong) for size in table.sizes]
-                    axes.plot(table.sizes, worst, "o", color=color, markersize=4)
-                    widest = max(widest, table.sizes[-1])
-        axes.set_xlim(0, widest * 1.05 or 1)
-        axes.set_ylim(0, 100)
-        axes.set_xlabel(f"{title} size (input units)")
-    panels[0].set_ylabel("certified (lines), not refuted by attack (dots), %")
-    panels[-1].legend(frameon=False, fontsize=6)
-    return render_figure(figure)
-
-
-def write_comparison_png(runs: Sequence[RunResults], path: Path) -> None:
-    """`comparison_png` into a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, comparison_png(runs))
 
 
 # --- against the first run --------------------------------------------------------------------

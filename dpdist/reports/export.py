@@ -45,11 +45,7 @@ def run_as_json(facts: RunResults) -> dict[str, Any]:
         "privacy_card": facts.privacy_card(),
         "evaluation": found and {name: found[name] for name in names if name in found},
         "certificates": [table_as_json(table) for table in facts.tables],
-        "measured": [
-            {"kind": kind.name, "name": name, "value": value}
-            for kind, results in facts.evaluations.items()
-            for name, value in kind.summary_rows(results)
-        ],
+        "rows": [{"name": row.name, "value": row.text, "brief": row.brief} for row in facts.rows()],
         "report": str(facts.folder.report_file) if facts.folder.report_file.exists() else None,
     }
 

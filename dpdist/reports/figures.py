@@ -10,59 +10,23 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import quoted, write_result
+from dpdist.core.files import quoted
 
 matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 _COLORS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
 _DATES: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # none
 RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
-
-
-def plot_search_costs(
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    untuned_epsilon: float,
-    delta: float,
-    path: Path,
-) -> None:
-    """Draw epsilon of training and search against the expected number of trials.
-
-    Args:
-        curves: (expected trials, epsilon), by the kind of distribution; a line for each.
-        untuned_epsilon: of one untuned run with the same noise.
-        delta: at which every epsilon is stated.
-        path: the file to write; its suffix is png, pdf or svg.
-    """
-    figure, axes = _make_axes()
-    markers = iter("os^DvP")
-    for kind, points in curves.items():
-        across = sorted(set(points))
-        axes.plot(*zip(*across, strict=True), marker=next(markers), markersize=4, label=kind)
-    axes.axhline(
-        untuned_epsilon, color="#777777", linestyle="--", linewidth=1, label="one untuned run"
-    )
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xticks(sorted({mean for points in curves.values() for mean, _ in points}))
-    axes.minorticks_off()
-    highest = max(epsilon for points in curves.values() for _, epsilon in points)
-    axes.set_ylim(0, min(1.05 * highest, 8 * untuned_epsilon))
-    axes.set_xlabel("expected number of trials, E[K]")
-    axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
-    axes.legend(frameon=False)
-    write_result(path, render_figure(figure, path.suffix[1:]))
 
 
 def plot_roc_curves(
@@ -81,13 +45,6 @@ def plot_roc_curves(
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
         axes.legend(frameon=False, fontsize=7, loc="lower right")
     return render_figure(figure, file_format)
-
-
-def _make_axes() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    _apply_style(axes)
-    return figure, axes
 
 
 def make_panels(panels: int) -> tuple[Figure, list[Axes]]:

@@ -39,7 +39,7 @@ from dpdist.attacks.table import AttackTable, check_line
 from dpdist.certification import statistics
 from dpdist.certification.noise import norm_name
 from dpdist.certification.table import ABSTAIN, CertificateTable
-from dpdist.core.console import format_bound, format_exact, format_percent
+from dpdist.core.console import Row, format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     MissingFileError,
@@ -73,7 +73,6 @@ from dpdist.reports.compare import (
 from dpdist.reports.results import RunResults, describe_search, load_results, trial_table
 from dpdist.reports.summary import (
     accuracy_interval,
-    clean_accuracy_interval,
     explain_numbers,
     main_table,
     make_verdict,
@@ -267,7 +266,7 @@ def importing_command(recipe: Recipe) -> str:
     model, method = recipe.model, recipe.method.model_dump()
     words = ["dpdist", "import", recipe.name, "--model", model.name]
     for key, value in model.options.items():
-        words += ["--option", f"{key}={json.dumps(value)}"]
+        words += ["--set", f"model.options.{key}={json.dumps(value)}"]
     words += ["--weights", method["weights"]] if method.get("weights") else []
     if model.mean or model.std:
         pair = "/".join(",".join(f"{v:g}" for v in values) for values in (model.mean, model.std))
@@ -316,6 +315,7 @@ def _commit() -> str:
 # --- the page of a run ------------------------------------------------------------------------
 
 
+_TILES = ("privacy", "test accuracy", "perplexity", "certified accuracy")
 _HEADINGS = re.compile(r'<h2 id="([^"]+)">(.*?)</h2>')
 
 
@@ -332,16 +332,19 @@ def write_report(
     where a date may tell how long something secret took: whoever asks for the page chose the day.
     """
     facts = load_results(folder)
+    rows = facts.rows()
     curves = _run_charts(facts)
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
-        pictures["certified_accuracy"] = standalone_svg(curves["certified"], _headline(facts))
+        pictures["certified_accuracy"] = standalone_svg(
+            curves["certified"], _headline(rows, folder.name)
+        )
     shown = dict(
         heading=folder.name,
         facts=facts,
         elsewhere=facts.plan.trained_elsewhere,
         verdict=make_verdict(facts),
-        tiles=_key_figures(facts),
+        tiles=[row for row in rows if row.name in _TILES],
         meanings=explain_numbers(facts),
         by_class=dict(zip(("header", "rows"), per_class_table(facts), strict=True)),
         curves=curves,
@@ -356,7 +359,7 @@ def write_report(
         limits=limitations(facts),
         command=reproducing_command(facts),
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
-        summary=[row for row in facts.summary() if row[0] not in ("verdict", "report")],
+        summary=[(row.title, row.text) for row in rows if row.name != "report"],
         **_privacy_section(
             facts, None if facts.is_duration_secret and not reveal_date else _today()
         ),
@@ -462,62 +465,10 @@ def _run_charts(facts: RunResults) -> dict[str, Any]:
     return {"certified": certified, "spent": spent, "why": why}
 
 
-def _headline(facts: RunResults) -> str:
+def _headline(rows: Sequence[Row], name: str) -> str:
     """Of a picture that stands alone."""
-    guarantee = facts.guarantee
-    private = (
-        f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)} "
-        f"({guarantee.kind})"
-    )
-    if facts.plan.trained_elsewhere:
-        private = NOT_TRAINED_HERE
-    elif facts.has_fixed_key or math.isinf(guarantee.epsilon):
-        private = "not private"
-    right = ""
-    if facts.accuracy is not None:
-        right = f", {format_percent(facts.accuracy, 1)} % right"
-    return f"{facts.folder.name}: {private}{right}"
-
-
-def _key_figures(facts: RunResults) -> list[tuple[str, str, str]]:
-    """The figures that a reader looks for first: name, value, and how sure it is."""
-    guarantee = facts.guarantee
-    private = not facts.has_fixed_key and math.isfinite(guarantee.epsilon)
-    found = [
-        (
-            f"epsilon ({guarantee.kind})",
-            format_epsilon(guarantee.epsilon),
-            f"at delta {format_delta(guarantee.delta)}",
-        )
-        if private
-        else (
-            "epsilon (proved)",
-            "none",
-            "not trained by dpdist" if facts.plan.trained_elsewhere else "not private",
-        )
-    ]
-    about = facts.evaluation or {}
-    found += [(n, v, f"on {about['inputs']:,} test inputs") for n, v in facts.measures.items()]
-    if facts.accuracy is not None:
-        share = f"{format_percent(facts.accuracy, 1)} %"
-        sure = f"{clean_accuracy_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
-        if facts.next_token_count is not None:
-            sure = f"of {facts.next_token_count:,} next tokens"
-            base = about.get("base_perplexity")
-            of_base = "" if base is None else f"; of the public base alone {base:.1f}"
-            found.append(("perplexity", f"{about['perplexity']:.1f}", f"{sure}{of_base}"))
-        found.append(("right", share, sure))
-    table = main_table(facts)
-    if table is not None:
-        radius = statistics.smallest_shown_radius(table)
-        share = f"{format_percent(table.certified_accuracy(radius), 1)} %"
-        name = f"right and certified at {norm_name(table.norm)} {format_exact(radius)}"
-        sure, stated = "", _population_bounds(table)
-        if radius in stated:
-            low = format_percent(stated[radius].accuracy_lower_bound)
-            sure = f"at least {low}\u00a0% of inputs like these, 95\u00a0% sure"
-        found.append((name, share, sure))
-    return found
+    said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
+    return ": ".join([name, ", ".join(said)])
 
 
 def _epsilon_rows(facts: RunResults) -> list[list[str]]:
@@ -637,7 +588,7 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
             for r in table.reported_radii
         ],
         "inputs_measured": statistics.input_rows(table),
-        "population": ": ".join(statistics.population_summary_row(table)),
+        "population": ": ".join(statistics.population_row(table)[:2]),
         "file": table.path.relative_to(folder.path),
     }
 

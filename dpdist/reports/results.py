@@ -5,7 +5,6 @@ What a run costs is read by `dpdist.runs.accounting`; nothing is accounted here.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dpdist.certification import statistics, table_reader
 from dpdist.certification.evaluation import Evaluation
 from dpdist.certification.table import CertificateTable
 from dpdist.config.training import Stage
-from dpdist.core.console import format_exact, format_percent
+from dpdist.core.console import Row, format_html_table, format_percent, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     DRAWS_BY_ROW,
@@ -32,6 +31,7 @@ from dpdist.core.fields import (
     weakest,
 )
 from dpdist.core.files import check_shape, read_json
+from dpdist.core.result_rows import accuracy_rows
 from dpdist.core.version import __version__
 from dpdist.privacy.card import AuditFinding, build_card
 from dpdist.privacy.claims import Claim
@@ -42,6 +42,7 @@ from dpdist.privacy.guarantee import (
     format_delta,
     format_epsilon,
     left_out,
+    privacy_row,
 )
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA
@@ -137,7 +138,7 @@ class RunResults:
         >>> [table.name for table in facts.tables]
         ['sigma-0.25-fixed-n-100']
         >>> str(facts).splitlines()[0]
-        'run small'
+        'Run small (runs/small)'
     """
 
     folder: RunFolder
@@ -537,79 +538,103 @@ class RunResults:
             else f"{self.next_token_count:,} next tokens of {inputs} documents {data}"
         )
 
-    def summary(self) -> list[tuple[str, str]]:
-        """Return the lines that a run prints at its end, a list of (name, value) pairs of str."""
-        rows = [("verdict", make_verdict(self).sentence), ("privacy", self.privacy_statement)]
+    def rows(self) -> list[Row]:
+        """Return the results, a list of `Row`: every command, page and card shows these.
+
+        The verdict is first. It is among the brief rows, which a run prints at its end, only where
+        something is wrong or doubtful: else the other brief rows say all of it.
+        """
+        verdict = make_verdict(self)
+        rows = [Row("verdict", verdict.sentence, brief=verdict.severity != "good")]
+        rows += self._privacy_rows()
+        if self.canary_notice is not None:
+            rows.append(Row("audited run", self.canary_notice, brief=True))
+        rows += self._accuracy_rows()
+        several = len(self.tables) > 1
+        for table in self.tables:
+            rows += statistics.certified_rows(table, table.title if several else "")
+        for kind, found in self.evaluations.items():
+            rows += [Row(*pair, brief=True) for pair in kind.summary_rows(found)]
+        if self.folder.report_file.exists():
+            details = f"details: dpdist report {self.folder.name}"
+            rows.append(Row("report", str(self.folder.report_file), details, brief=True))
+        return rows + self._detail_rows()
+
+    def _privacy_rows(self) -> list[Row]:
+        guarantee, proved = self.guarantee, math.isfinite(self.guarantee.epsilon)
+        private = proved and not self.has_fixed_key and not self.plan.trained_elsewhere
+        statement = self.privacy_statement
+        rows = [privacy_row(guarantee.to_dict(), None if private else statement)]
+        if private:
+            rows.append(Row("guarantee", statement))
         if self.claim is not None:
-            rows.append(("claimed, not proved", self.claim.summary_line))
-        rows += self.reported_values
+            rows.append(Row("claimed, not proved", self.claim.summary_line, brief=True))
+        told = (*self.training_data_by_part.items(), *self.reported_values)
+        rows += [Row(*pair, brief=True) for pair in told]
         if self.search is not None:
-            rows.append(("private search", str(self.search)))
-            rows.append(("chosen", _chosen_values(self.search, self.recipe)))
+            rows.append(Row("private search", str(self.search)))
+            rows.append(Row("chosen", _chosen_values(self.search, self.recipe), brief=True))
         if (total := self.data_set_guarantee) is not None:
             said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
-            rows.append(("data set", said))
+            rows.append(Row("data set", said, brief=True))
         if self.budget_problem:
-            rows.append(("data set", self.budget_problem))
+            rows.append(Row("data set", self.budget_problem, brief=True))
+        return rows
+
+    def _accuracy_rows(self) -> list[Row]:
+        about = self.evaluation
+        if about is None:
+            return []
+        rows, scope = list[Row](), f"on {self.evaluation_scope})"
+        # A run whose answers alone leave it keeps no model.
+        kept = (self.folder.model_folder / "model.json").exists()
+        unit = "images" if kept and len(self.input_shape) == 3 else "inputs"
+        of_tokens = {}
+        if self.next_token_count is not None:
+            names = ("next_tokens", "perplexity", "base_perplexity")
+            of_tokens = {name: about.get(name) for name in names}
+        rows += accuracy_rows(self.accuracy, about["inputs"], unit, **of_tokens)
+        rows += [Row(name, f"{said} {scope}", brief=True) for name, said in self.measures.items()]
+        return rows
+
+    def _detail_rows(self) -> list[Row]:
         took = "" if self.is_duration_secret else f", {self.training_took}"
-        if self.canary_notice is not None:
-            rows.append(("audited run", self.canary_notice))
-        rows.append(("training", self.recipe.method.describe(self.plan) + took))
-        rows += self._steps_taken.items()
-        rows += self._score_rows
-        rows += self.training_data_by_part.items()
-        if found := self.training_summary["fallback_layers"]:
-            rows.append(("layers without a rule", ", ".join(found)))
+        rows = [Row("training", self.recipe.method.describe(self.plan) + took)]
+        rows += [Row(*pair) for pair in (*self._steps_taken.items(), *self._score_rows)]
+        if layers := self.training_summary["fallback_layers"]:
+            rows.append(Row("layers without a rule", ", ".join(layers)))
         if self.evaluation is not None:
             draws = self.evaluation.get("noise_draws")
             how = f", mean scores of {draws} draws of its noise" if draws else ""
-            if self.accuracy is not None:
-                said = f"{format_percent(self.accuracy)} % of {self.evaluation_scope}{how})"
-                rows.append(("clean accuracy", said))
-            rows += [
-                (name, f"{said} on {self.evaluation_scope})")
-                for name, said in self.measures.items()
-            ]
-            if self.next_token_count is not None:
-                base = self.evaluation.get("base_perplexity")
-                beside = "" if base is None else f"; {base:.2f} of the public base alone"
-                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope}{beside})"
-                rows.append(("perplexity", said))
+            rows.append(Row("test data", f"{self.evaluation_scope}{how})"))
         for table in self.tables:
-            rows.append(_certified_row(table))
             rows += statistics.input_rows(table)
-            rows.append(statistics.population_summary_row(table))
-        for kind, found in self.evaluations.items():
-            rows += kind.summary_rows(found)
-        if self.folder.report_file.exists():
-            rows.append(("report", str(self.folder.report_file)))
+            rows.append(statistics.population_row(table))
         return rows
 
+    def summary(self) -> list[tuple[str, str]]:
+        """Return name and text of every row, a list of pairs of str."""
+        return [(row.name, row.text) for row in self.rows()]
+
+    @property
+    def _caption(self) -> str:
+        return f"Run {self.folder.name} ({self.folder.path})"
+
     def __repr__(self) -> str:
-        """Return the summary alone.
+        """Return all rows.
 
         A notebook is handed around, and the files of a run hold more, such as the duration
         of a training, which may be secret.
         """
-        rows = "".join(f"\n  {name}: {value}" for name, value in self.summary())
-        return f"run {self.folder.name}{rows}"
+        return format_table(self.rows(), self._caption)
+
+    def __str__(self) -> str:
+        """Return the brief rows, as a run prints them at its end."""
+        return format_table([row for row in self.rows() if row.brief], self._caption)
 
     def _repr_html_(self) -> str:
-        """Return the summary as a table, for a notebook."""
-        rows = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in self.summary()
-        )
-        return f"<table><caption>run {html.escape(self.folder.name)}</caption>{rows}</table>"
-
-
-def _certified_row(table: CertificateTable) -> tuple[str, str]:
-    at = ", ".join(
-        f"{format_percent(table.certified_accuracy(radius))} % at {format_exact(radius)}"
-        for radius in table.reported_radii
-    )
-    about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"
-    return f"certified, {table.title}", f"{at} ({about})"
+        """Return all rows as a table, for a notebook."""
+        return format_html_table(self.rows(), self._caption)
 
 
 def load_results(folder: RunFolder | str | Path) -> RunResults:

@@ -241,15 +241,6 @@ def accuracy_interval(correct: int, inputs: int) -> str:
     return f"{format_percent(float(low), 1)} to {format_percent(float(high), 1, round_up=True)}"
 
 
-def clean_accuracy_interval(facts: Results) -> str | None:
-    """Of the accuracy; None where there are many answers to an input, which are no independent
-    sample."""
-    if facts.evaluation is None or facts.accuracy is None or facts.next_token_count is not None:
-        return None
-    inputs = facts.evaluation["inputs"]
-    return accuracy_interval(round(inputs * facts.accuracy), inputs)
-
-
 # --- what the numbers mean ----------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from dpdist.reports.results import RunResults, load_results
 from dpdist.reports.summary import explain_numbers
 from dpdist.runs.folder import RunFolder
 
-_STATED_ELSEWHERE = ("verdict", "privacy", "training", "data set", "report")
+_STATED_ELSEWHERE = ("verdict", "privacy", "guarantee", "training", "data set", "report")
 
 
 def technical_file(facts: RunResults) -> str:
@@ -52,7 +52,9 @@ def technical_file(facts: RunResults) -> str:
         costs=rows,
         total="not stated by the card" if total is None else str(total),
         pretrained=[f"{k}: {v}" for k, v in extra.items() if "trained on" in k or k == "frozen"],
-        measured=[f"{k}: {v}" for k, v in facts.summary() if k not in _STATED_ELSEWHERE],
+        measured=[
+            f"{row.title}: {row.text}" for row in facts.rows() if row.name not in _STATED_ELSEWHERE
+        ],
         audits=[line for line in card["notes"] if line.startswith("Audited")],
         limits=limitations(facts),
         privacy=f"{facts.privacy_statement}.",

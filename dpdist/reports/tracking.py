@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dpdist.core import console
 from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
@@ -203,24 +201,16 @@ def track_script(
         tracker.log_run(facts)
 
 
-def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool = True) -> None:
+def track_run(folder: RunFolder, addresses: Sequence[str]) -> None:
     """Give everything of a finished run that may be published to each of the addresses.
 
-    reveal_date: even where a date may tell how long something secret took, as trackers keep when
-    they were told: whoever asks chose the day. Raises UserError, before anything is written, as
-    `check_tracker_address` and where the run has not finished.
+    Trackers keep when they were told: whoever asks chose the day. Raises UserError, before anything
+    is written, as `check_tracker_address` and where the run has not finished.
     """
     for address in addresses:
         check_tracker_address(address)
     from dpdist.reports.results import load_results
 
     facts = load_results(folder)
-    if facts.is_duration_secret and not reveal_date:
-        console.log(
-            "--log: left for later: trackers keep the time, and when a search ended, or how long a "
-            f"training took, is secret; some day: dpdist report {folder.name}"
-            + "".join(f" --log {shlex.quote(address)}" for address in addresses)
-        )
-        return
     for address in addresses:
         open_tracker(address, folder.name).log_run(facts)

@@ -59,7 +59,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.privacy.ledger import JournalError, Ledger
-from dpdist.release.bundle import REQUIRED_FILES, is_release_file
+from dpdist.release.files import REQUIRED_FILES, is_release_file
 from dpdist.runs.folder import (
     WRITER,
     RunFolder,
@@ -726,7 +726,7 @@ def _newest_private_manifest(store: ObjectStore) -> tuple[int, Manifest]:
 
 def _check_absent(folder: RunFolder) -> RunFolder:
     if folder.path.exists():
-        raise UserError(f"{folder.path}: is there already; choose another --runs or --name")
+        raise UserError(f"{folder.path}: is there already; choose another folder")
     return folder
 
 

@@ -20,6 +20,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
@@ -244,6 +245,13 @@ class RunFolder:
     permit = FileIn("private/permit.json", "Steps that the archive knows.")
     baseline = FileIn("private/baseline.json", "Name of the run without privacy beside it.")
     baseline_report = FileIn("private/baseline.html", "Report with that run's figures: no epsilon.")
+
+    def __str__(self) -> str:
+        """Return what a finished run prints at its end; of another one, how far it is."""
+        if not self.training_summary.exists():
+            return f"Run {self.name} ({self.path}): its training has not finished"
+        # The reports are above this package, and load much more.
+        return str(import_module("dpdist.reports.results").load_results(self))
 
     @property
     def name(self) -> str:

@@ -23,8 +23,8 @@ from dpdist.core.files import quoted, read_bytes, read_json, write_atomic, write
 from dpdist.data import RecordHashes, refuse_common_records
 from dpdist.models import ModelSpec
 from dpdist.privacy.guarantee import format_delta
-from dpdist.release.bundle import is_release
 from dpdist.release.bundle import load as load_release
+from dpdist.release.files import is_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, iter_differences
 from dpdist.training.records import data_source, private_records, records_with_canaries

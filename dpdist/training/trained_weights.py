@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
 from dpdist.models import TRAINED_BY
-from dpdist.release.bundle import WEIGHTS, is_release
+from dpdist.release.files import WEIGHTS, is_release
 from dpdist.runs.folder import RunFolder
 
 _TENSORS = "trained-tensors.json"  # in the folder of a run's model

@@ -1,6 +1,6 @@
 """Does DPlis' smoothing help a recipe? The same training without it, and with several radii.
 
-    dpdist run docstrings-lstm --until pretrain --data-root data   # public weights, once
+    dpdist run docstrings-lstm --until pretrain --set data.root=data   # public weights, once
     python papers/dplis/smoothing.py docstrings-lstm --data-root data --radii 4,10 [--seeds 3]
     python papers/dplis/smoothing.py --quick                 # a smoke test on invented pictures
 

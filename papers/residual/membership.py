@@ -57,12 +57,10 @@ def measure(recipe: Recipe, runs: Path, models: int, attacks: str, root: Path | 
     path.write_text(recipe.to_yaml())
     began = time.monotonic()
     arguments = ["--kind", "membership", "--runs", str(runs)]
-    arguments += ["--set", f"models={models}", "--set", f"attacks=[{attacks}]"]
-    arguments += ["--data-root", str(root)] if root else []
-    picture = ["--picture", str(runs / f"{recipe.name}-{attacks.replace(',', '-')}.png")]
-    subprocess.run(
-        [sys.executable, "-m", "dpdist", "audit", str(path), *arguments, *picture], check=True
-    )
+    arguments += ["--set", f"membership.models={models}"]
+    arguments += ["--set", f"membership.attacks=[{attacks}]"]
+    arguments += ["--set", f"data.root={root}"] if root else []
+    subprocess.run([sys.executable, "-m", "dpdist", "audit", str(path), *arguments], check=True)
     seconds = time.monotonic() - began
     bank = "quarters-2" if attacks == "shadow" else f"coins-{models}"
     home = runs / recipe.name / "private" / "attacks" / f"membership-{bank}"

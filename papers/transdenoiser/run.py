@@ -189,9 +189,7 @@ class Bench:
 
     def command(self, *words: str) -> None:
         """One dpdist command, in this process."""
-        root = [] if self.data_root is None else ["--data-root", str(self.data_root)]
-        if words[0] == "certify" and root:
-            root = ["--set", f"data.root={self.data_root}"]
+        root = [] if self.data_root is None else ["--set", f"data.root={self.data_root}"]
         print("$ dpdist", *words, *root, flush=True)
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -253,9 +251,10 @@ class Bench:
                 load_model(load_recipe(folder.recipe_file), folder)
             ).is_random
             self.command(
-                "attack", name, *runs, "--set", "norm=l2", "--set", f"sizes=[{sizes}]",
-                "--set", f"attacks=[{','.join(self.attacks)}]", "--set", f"every={every}",
-                *(("--set", "n=200") if noisy else ()),
+                "attack", name, *runs, "--set", "attack.norm=l2",
+                "--set", f"attack.sizes=[{sizes}]", "--set", f"attack.every={every}",
+                "--set", f"attack.attacks=[{','.join(self.attacks)}]",
+                *(("--set", "attack.n=200") if noisy else ()),
             )  # fmt: skip
 
     def place(self, row: Row) -> Path:

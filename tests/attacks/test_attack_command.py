@@ -73,9 +73,9 @@ def good(*arguments: object) -> str:
 def attacked(here: None, runs: Path) -> tuple[Path, str]:
     good("certify", "small", "--runs", runs)
     output = good(
-        "attack", "small", "--runs", runs, "--smoothed",
-        *sets("norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
-        *sets("max_inputs=20", "n=300", "draws=4"),
+        "attack", "small", "--runs", runs, "--set", "attack.sigma=0.3",
+        *sets("attack", "norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
+        *sets("attack", "max_inputs=20", "n=300", "draws=4"),
     )  # fmt: skip
     return runs / "small", output
 
@@ -121,7 +121,8 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
 
 def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, *sets("sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
+        "attack", "small", "--runs", runs,
+        *sets("attack", "sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
     )  # fmt: skip
     assert "the network itself" in output and "another classifier than the attacked" in output
     assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
@@ -140,7 +141,12 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
 @pytest.mark.long
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
-        "attack", "small", "--runs", runs, "--check-certificates", *sets("steps=4", "draws=4")
+        "attack",
+        "small",
+        "--runs",
+        runs,
+        "--check-certificates",
+        *sets("attack", "steps=4", "draws=4"),
     )
     assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
     # The same table, each certificate of another class.
@@ -150,7 +156,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     certificates.write(shift_classes(table), false)
     result = call(
         "attack", "small", "--runs", runs, "--check-certificates",
-        *sets("certificates='false'", "step_scale=5"),
+        *sets("attack", "certificates='false'", "step_scale=5"),
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
     facts = load_results(RunFolder(runs / "small"))

@@ -23,7 +23,7 @@ from dpdist.training.private_step import PrivateStep
 
 pytestmark = pytest.mark.whole
 
-FEW = ("--set", "releases=400", "--set", "workers=1")
+FEW = ("--set", "audit.releases=400", "--set", "audit.workers=1")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
         PrivateStep, "release", lambda self, step, rows, std, flag=False:
         real(self, step, rows, std / 3, flag),
     )  # fmt: skip
-    done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "seed=1")
+    done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "audit.seed=1")
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 

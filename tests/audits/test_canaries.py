@@ -249,7 +249,16 @@ def write(tmp_path: Path, **more: Any) -> str:
 @pytest.mark.long
 def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     recipe = write(tmp_path)
-    words = ("audit", recipe, "--kind", "canaries", "--set", "canaries=600", "--set", "audits=2")
+    words = (
+        "audit",
+        recipe,
+        "--kind",
+        "canaries",
+        "--set",
+        "audit.canaries=600",
+        "--set",
+        "audit.audits=2",
+    )
     done = dpdist_without_ray(*words)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "small-canaries"
@@ -268,9 +277,9 @@ def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     assert {p.name for p in after if before.get(p) != after[p]} <= {"ray.log"}
 
     # The second view was counted beforehand; what was fixed stays fixed.
-    assert dpdist_without_ray("audit", "small-canaries", "--set", "view=final").code == 0
+    assert dpdist_without_ray("audit", "small-canaries", "--set", "audit.view=final").code == 0
     assert len(list((run / "audit").glob("*/audit.json"))) == 2
-    done = dpdist_without_ray("audit", "small-canaries", "--set", "guesses=100")
+    done = dpdist_without_ray("audit", "small-canaries", "--set", "audit.guesses=100")
     assert done.code == 2 and "audit.guesses: was fixed before the training" in done.err
     done = dpdist_without_ray("release", "small-canaries", "--not-private")
     assert done.code == 2 and "not for release" in done.err and not (run / "release").exists()
@@ -289,7 +298,7 @@ def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypa
         private_step, "add_noise", lambda summed, key, std, *given: real(summed, key, 0.3 * std)
     )
     done = dpdist_without_ray(
-        "audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600"
+        "audit", write(tmp_path), "--kind", "canaries", "--set", "audit.canaries=600"
     )
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 

@@ -175,7 +175,7 @@ def test_a_large_group_is_audited_by_a_small_one(tmp_path):
 def test_of_a_run(tmp_path, dpdist, monkeypatch):
     run = RunFolder(tmp_path / "runs" / "x")
     train(recipe_of(scans(tmp_path / "data"), privacy__run_key=None), run)
-    words = ("audit", "x", "--runs", tmp_path / "runs", "--set", "workers=1")
+    words = ("audit", "x", "--runs", tmp_path / "runs", "--set", "audit.workers=1")
     done = dpdist(*words, "--set", "releases=400")
     assert done.code == 0, done.err
     (audited,) = load_results(run).audits

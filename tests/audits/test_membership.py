@@ -47,14 +47,20 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
 @pytest.mark.long
 def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path)
-    asked = ("audit", "x.yaml", "--kind", "membership", *sets("models=4", "attacks=[lira,rmia]"))
-    done = dpdist_without_ray(*asked, "--picture", "roc.svg")
+    asked = (
+        "audit",
+        "x.yaml",
+        "--kind",
+        "membership",
+        *sets("membership", "models=4", "attacks=[lira,rmia]"),
+    )
+    done = dpdist_without_ray(*asked)
     assert done.code == 0, done.err
     for said in ("AUC", "TPR at 0.1 % FPR", "precision", "AUC, mean over models", "one-run test"):
         assert said in done.out
     assert "add-or-remove-one)  AUC at most" in done.out  # what bounds coins
     assert "confidence 98.75 %" in done.out  # alpha is shared with the attacks of other calls
-    assert (tmp_path / "roc.svg").stat().st_size > 1000
+    assert (tmp_path / HOME / "membership-coins-4/roc.png").stat().st_size > 1000
     found = json.loads((tmp_path / HOME / "membership-coins-4/membership.json").read_text())
     assert [one["attack"] for one in found["attacks"]] == ["lira", "rmia"]
     assert found["proved"]["size_public"] is False  # the number of members is drawn as well
@@ -74,7 +80,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
 ) -> None:
     recipe = recipe_of(tmp_path, privacy__noise_multiplier=0.0, privacy__clip_norm=0.01)
     done = dpdist_without_ray(
-        "audit", "x.yaml", "--kind", "membership", "--set", "attacks=[shadow]"
+        "audit", "x.yaml", "--kind", "membership", "--set", "membership.attacks=[shadow]"
     )
     assert done.code == 0 and "above 0.55" in done.out, done.err
     assert "ceiling," not in done.out and "nothing is proved of these trainings" in done.out
@@ -208,9 +214,9 @@ def test_a_picture_is_not_drawn_where_it_may_be_published(
         "--kind",
         "membership",
         "--set",
-        "attacks=[rmia]",
-        "--picture",
-        "runs/x/report/roc.png",
+        "membership.attacks=[rmia]",
+        "--output",
+        "runs/x/report/bank",
     )
     assert done.code == 2 and "training records" in done.err
     assert contents(tmp_path) == before

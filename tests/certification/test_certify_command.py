@@ -75,8 +75,8 @@ def good(*arguments: object) -> str:
 def test_certify_and_certify_again_at_another_error(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs)
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
-    assert "certified at L2 radius 0.2" in output and str(path) in output
-    assert "of the population, at least" in output
+    assert "at r=0.2" in output and str(path) in output
+    assert "Of the population, at least" in output
     table = tables.read(path)
     assert table.num_rows == 8
     assert table_reader.from_arrow(table).certified_accuracy(0.0) > 0.5

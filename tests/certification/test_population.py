@@ -8,7 +8,7 @@ from scipy import stats
 from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
 
 from dpdist.certification import table_reader
-from dpdist.certification.statistics import population_bounds, population_summary_row
+from dpdist.certification.statistics import population_bounds, population_row
 from dpdist.certification.table_reader import recertify
 from dpdist.core.console import format_percent
 
@@ -97,7 +97,7 @@ def test_other_alphas_and_kinds() -> None:
 def test_what_is_printed_is_rounded_down() -> None:
     assert format_percent(0.98769) == "98.76" and format_percent(0.0) == "0.00"
     found = table_reader.from_arrow(counted(np.array([DRAWS] * 60), 0.001))
-    name, value = population_summary_row(found)
+    name, value = population_row(found)[:2]
     shares = [
         f"{format_percent(each.accuracy_lower_bound)} % at {each.radius:g}"
         for each in population_bounds(found)

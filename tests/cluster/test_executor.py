@@ -584,7 +584,7 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
 # --- refusals before anything is done ---------------------------------------------------------
 
 
-# --- --local and --ray of every command -------------------------------------------------------
+# --- $DPDIST_EXECUTOR of every command --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -613,19 +613,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("run", "new.yaml"),
         ("certify", "x"),
-        ("attack", "x", "--set", "sizes=[0.1]"),
-        ("audit", "new.yaml", "--kind", "poison", "--set", "models=4", "--set", "select=1"),
+        ("attack", "x", "--set", "attack.sizes=[0.1]"),
+        (
+            "audit",
+            "new.yaml",
+            "--kind",
+            "poison",
+            "--set",
+            "poison.models=4",
+            "--set",
+            "poison.select=1",
+        ),
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("option", ["--local", "--ray", None])
+@pytest.mark.parametrize("asked", ["local", "ray", None])
 def test_every_command_says_where_its_work_runs(
     place: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
-    option: str | None,
+    asked: str | None,
 ) -> None:
     def refuse(name: str | None = None, **_: Any) -> None:
         raise UserError(f"asked for {name}")
@@ -635,6 +644,6 @@ def test_every_command_says_where_its_work_runs(
     if "--check-certificates" in arguments:
         monkeypatch.setattr("dpdist.cli.audit._tables_to_attack", lambda *_: [Path("table")])
     monkeypatch.setattr(pipeline, "open_executor", refuse)
-    done = command(monkeypatch, capsys, own, *arguments, *([option] if option else []))
-    asked = option.removeprefix("--") if option else None
+    monkeypatch.setenv("DPDIST_EXECUTOR", asked or "")
+    done = command(monkeypatch, capsys, own, *arguments)
     assert done.code == 2 and done.err.endswith(f"dpdist: asked for {asked}\n"), done.err

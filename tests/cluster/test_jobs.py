@@ -171,17 +171,18 @@ def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatc
     for path in (tmp_path / "outside.yaml", here / "data" / "inside.yaml", here / "my.yaml"):
         path.write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(here)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.address)
     for name, expected in (
         ("../outside.yaml", "must lie in the current directory"),
         ("data/inside.yaml", "lies in a folder that is never sent"),
         ("none.yaml", "no such recipe"),
     ):
-        done = CliRunner().invoke(app, ["cluster", "submit", name, "--address", server.address])
+        done = CliRunner().invoke(app, ["cluster", "submit", name])
         assert isinstance(done.exception, UserError) and expected in str(done.exception)
     assert server.submitted == []
     done = CliRunner().invoke(
         app,
-        ["cluster", "submit", "digits", "--no-follow", "--address", server.address,
+        ["cluster", "submit", "digits", "--no-follow",
          "--set", "training.epochs=5", "--set", "data.labels=[3, 5]"],
     )  # fmt: skip
     assert done.exit_code == 0, done.exception
@@ -192,8 +193,6 @@ def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatc
         ("my.yaml", "data", "that may be sent; data, budgets"),
         ("digits", "my.yaml", "--send: must be left out with digits"),
     ):
-        done = CliRunner().invoke(
-            app, ["cluster", "submit", name, "--send", named, "--address", server.address]
-        )
+        done = CliRunner().invoke(app, ["cluster", "submit", name, "--send", named])
         assert done.exit_code != 0 and expected in str(done.exception)
     assert len(server.submitted) == 1

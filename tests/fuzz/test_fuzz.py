@@ -93,7 +93,7 @@ READERS = [
     ["report", "x"], ["release", "x", "--not-private"], ["report", "x", "x"],
     ["certify", "runs/x/certificates/sigma-0.5-fixed-n-100", "--set", "certify.alpha=0.01"],
     ["predict", "x", "i.npy", "--set", "certify.n=50"], ["cluster", "export", "x"],
-    ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
+    ["budget"], ["attack", "x", "--set", "attack.sigma=0.5"], ["certify", "x"],
     ["attack", "x", "--check-certificates"],
     ["import", "y", "--run", "x", "--classifier", "runs/x/private/model", "--pretraining-data",
     "s"],

@@ -29,8 +29,8 @@ from dpdist.cluster import job_folder
 from dpdist.poisoning import certificates as votes
 from dpdist.privacy.budget import DataBudget
 from dpdist.privacy.ledger import Ledger
-from dpdist.release.bundle import compute_checksums
 from dpdist.release.bundle import load as load_release
+from dpdist.release.files import compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.archive import Archive
 

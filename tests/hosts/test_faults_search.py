@@ -125,7 +125,7 @@ def test_search_survives(cluster, undisturbed, fault):
     cluster.wait_for(lambda: deepest(run) >= 60)
     with getattr(Faults(cluster, TRIAL), fault)(job):
         assert not (run / "private" / "trained.json").exists(), "over before the fault"
-    _, again = run_through(cluster, job, lambda: start(cluster, name, "--resume"))
+    _, again = run_through(cluster, job, lambda: start(cluster, name))
     same(run, undisturbed)
     no_orphans(cluster)
     print(f"{name}: submitted again {again} times; the same trials, ledgers and winner")
@@ -145,5 +145,5 @@ def test_full_storage_stops_the_search_with_a_clear_error(cluster, undisturbed):
     assert "No space left on device" in log and "Traceback" not in log, log
     no_orphans(cluster)
     filler.unlink()
-    assert cluster.end_of(start(cluster, name, *there, "--resume")) == "SUCCEEDED"
+    assert cluster.end_of(start(cluster, name, *there)) == "SUCCEEDED"
     same(run, undisturbed)

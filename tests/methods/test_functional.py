@@ -377,7 +377,7 @@ def test_all_commands(
         assert done.code == code, done.err
         return done.out + done.err
 
-    out = dpdist("run", "digits-functional", "--name", "f", "--workers", 2)
+    out = dpdist("run", "digits-functional", "--name", "f", "--set", "resources.workers=2")
     assert "epsilon = 0.99" in out
     run = tmp_path / "runs" / "f"
     assert json.loads((run / "evaluation.json").read_text())["accuracy"] > 0.87
@@ -386,7 +386,7 @@ def test_all_commands(
     dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
     few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
     dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)
-    dpdist("attack", "f", "--set", "attacks=[pgd]", "--set", "steps=2", *few)
+    dpdist("attack", "f", "--set", "attack.attacks=[pgd]", "--set", "attack.steps=2", *few)
     assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
     dpdist("release", "f")
     card = (run / "release" / "privacy_card.md").read_text()

@@ -32,7 +32,7 @@ from dpdist.models.factory_code import code_digest_of
 from dpdist.models.transformers import read_tokens
 from dpdist.publishing import write_release
 from dpdist.release import generation
-from dpdist.release.bundle import CHECKSUMS, compute_checksums
+from dpdist.release.files import CHECKSUMS, compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
@@ -630,7 +630,7 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
         assert _base_perplexity(test, before) == {}
     summary = dict(load_results(folder).summary())
     assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
-    assert f"{measured['next_tokens']} next tokens of 8 documents (" in summary["clean accuracy"]
+    assert f"{measured['next_tokens']} next tokens of 8 documents" in summary["test accuracy"]
     write_release(folder)
     check_page_of_adapter(folder.release_folder, measured)
     released = models.load(folder.release_folder)

@@ -211,7 +211,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     facts = load_results(folder)
     told = dict(facts.summary())
     assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
-    assert "next tokens" in told["clean accuracy"]
+    assert "next tokens" in told["test accuracy"]
     assert facts.privacy_card()["unit"].startswith("one document")
     assert any("list of words" in line for line in facts.assumptions)
     assert "perplexity" in folder.report_file.read_text()

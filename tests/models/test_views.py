@@ -23,9 +23,9 @@ from dpdist.core.fields import list_shifts
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
 from dpdist.models.outputs import ViewAverage
+from dpdist.privacy.card import PRIVACY_CARD
 from dpdist.publishing import write_release
 from dpdist.randomness.keys import AesWords, StreamKeys
-from dpdist.release.bundle import PRIVACY_CARD
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker

@@ -259,7 +259,7 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         "x.yaml",
         "--kind",
         "poison",
-        *sets("partitions=true", "models=4", "every=20", f"seed={SEED}"),
+        *sets("poison", "partitions=true", "models=4", "every=20", f"seed={SEED}"),
     )
     assert done.code == 0 and "data.max_train is a share of it" in done.out
 
@@ -284,27 +284,27 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
         "x.yaml",
         "--kind",
         "poison",
-        *sets("models=6", "select=2", "alpha=0.3", "every=40"),
+        *sets("poison", "models=6", "select=2", "alpha=0.3", "every=40"),
     )
-    done = dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv")
+    done = dpdist_without_ray(*asked, "--set", "poison.changes=[0,1]")
     assert done.code == 0, done.err
-    for said in ("changed records withstood", "% at 1", "these votes, if published", "zero-out"):
+    for said in ("Changed records withstood", "% at 1", "These votes, if published", "blanked"):
         assert said in done.out, said
-    assert len((tmp_path / "out.csv").read_text().splitlines()) == 10
     files = [p.relative_to(tmp_path / "runs/x") for p in (tmp_path / "runs/x").rglob("*.*")]
     outside = {str(path) for path in files if path.parts[0] != "private"}
     assert outside == {"recipe.yaml", "run.json"}
     home = tmp_path / "runs/x/private/attacks/poisoning-models-6-every-40"
+    assert len((home / "inputs.csv").read_text().splitlines()) == 10
     table = (home / "votes.parquet").read_bytes()
     # Interrupted and continued: the same bytes.
     (home / "votes.parquet").unlink()
     lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
     (home / "journal.jsonl").write_text("".join(lines[:3]))
     shutil.rmtree(home / "models/0004")
-    assert dpdist_without_ray(*asked, "--set", "changes=[0,1]", "--csv", "out.csv").out == done.out
+    assert dpdist_without_ray(*asked, "--set", "poison.changes=[0,1]").out == done.out
     assert (home / "votes.parquet").read_bytes() == table
     # Of another seed: said without the secret one.
-    done = dpdist_without_ray(*asked, "--set", f"seed={SEED}")
+    done = dpdist_without_ray(*asked, "--set", f"poison.seed={SEED}")
     secret = json.loads((home / "settings.json").read_text())["seed"]
     assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
 
@@ -319,9 +319,9 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         "x.yaml",
         "--kind",
         "poison",
-        *sets("bag=30", "models=8", "select=2", "every=40"),
+        *sets("poison", "bag=30", "models=8", "select=2", "every=40"),
     )
-    done = dpdist_without_ray(*asked, *sets("alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
+    done = dpdist_without_ray(*asked, *sets("poison", "alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
     assert done.code == 0, done.err
     for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
         assert said in done.out, said

@@ -92,7 +92,8 @@ def test_every_page_prints_the_same_certified_accuracy(
     certify._print_table("run", table_reader.read(path), [], False)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
-    assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
+    for norm, sign in (("L2", "ℓ2"), ("Linf", "ℓ∞")):
+        assert f"{norm} exact 75.0 % at r=0 75.0 % at r=0.01 ({sign}, σ=1)" in shown, shown
     facts = run_of(tmp_path / "run", [found])
     for norm in ("l2", "linf"):
         rows = {

@@ -11,7 +11,6 @@ import pytest
 from support.training import make, train
 
 from dpdist.core.errors import UserError
-from dpdist.reports import tracking
 from dpdist.reports.results import load_results
 from dpdist.reports.tracking import Tracker, iter_metrics, open_tracker
 
@@ -116,14 +115,3 @@ def test_wandb_s_own_files_hold_the_figures_and_nothing_of_this_machine(
     for secret in ("a-secret-argument", socket.gethostname() + "\n", getpass.getuser() + "@"):
         assert secret.encode() not in raw
     assert not list(tmp_path.rglob("requirements.txt")) and not list(tmp_path.rglob("*meta*"))
-
-
-def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsys):
-    """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
-    pytest.importorskip("tensorboardX")
-    searched = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
-    monkeypatch.setattr("dpdist.reports.results.load_results", lambda folder: searched)
-    tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
-    assert not list(tmp_path.iterdir()) and "dpdist report" in capsys.readouterr().err
-    tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"])
-    assert list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
-def sets(*assignments: str) -> list[str]:
-    """Return the words `--set KEY=VALUE` of each assignment."""
-    return [word for each in assignments for word in ("--set", each)]
+def sets(section: str, *assignments: str) -> list[str]:
+    """Return the words `--set SECTION.KEY=VALUE` of each assignment; the name has no section."""
+    named = [each if each.startswith("name=") else f"{section}.{each}" for each in assignments]
+    return [word for each in named for word in ("--set", each)]

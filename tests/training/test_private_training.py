@@ -239,7 +239,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     for words_ in (
         ("report", "own", *runs),
         ("certify", "own", *runs),
-        ("audit", "own", *runs, "--set", "releases=300"),
+        ("audit", "own", *runs, "--set", "audit.releases=300"),
         ("release", "own", *runs),
         ("verify", t.run.release_folder, "--trust-factory", "nets_of_a_test:net"),
     ):

@@ -17,7 +17,7 @@ from dpdist import models, publishing
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.publishing import write_release
-from dpdist.release.bundle import REQUIRED_FILES
+from dpdist.release.files import REQUIRED_FILES
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole

@@ -70,9 +70,9 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     kill(process, list(descendants(process.pid)))
     manifest = folder.manifest.read_bytes()
     assert not run.training_summary.exists() and len(read_trials(folder)) == 3
-    done = request.getfixturevalue("tune")(path, "--resume")
+    done = request.getfixturevalue("tune")(path)
     assert folder.manifest.read_bytes() == manifest
-    assert "NOT PRIVATE: fixed run key" in done.out and "private search" in done.out
+    assert "NOT PRIVATE: fixed run key" in done.out and "Chosen" in done.out
     assert "Traceback" not in done.err and "score" not in done.err
 
     here = begin(asked.model_copy(update={"name": "here"}))

@@ -65,7 +65,7 @@ def stated(folder: RunFolder) -> list[float]:
     facts = load_results(folder)
     line = dict(facts.summary())["privacy"]
     write_report(folder)
-    assert line.partition(" at delta")[0] in folder.report_file.read_text()
+    assert line.partition(" at δ")[0] in folder.report_file.read_text()
     return [facts.guarantee.epsilon, float(line.split()[2])]
 
 
@@ -239,7 +239,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     told = json.loads(folder.evaluation.read_text())
     assert (told["correct"], told["inputs"]) == (right, len(dataset))
     assert told["accuracy"] == right / len(dataset)
-    said = dict(load_results(folder).summary())["clean accuracy"]
-    assert said.startswith(f"{10_000 * right // len(dataset) / 100:.2f} %")  # rounded down
+    said = dict(load_results(folder).summary())["test accuracy"]
+    assert said.startswith(f"{1_000 * right // len(dataset) / 10:.1f} %")  # rounded down
     step = dict(load_results(folder).summary())["training"]
     assert step.startswith("12 steps, expected batch 12, noise multiplier 3, clip 1")
