@@ -34,7 +34,7 @@ from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
 __all__ = ["call", "copied", "made", "work"]
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 TABLE = table_name(1)
 
 

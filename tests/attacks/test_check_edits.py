@@ -28,8 +28,6 @@ from dpdist.certification.subject import Subject
 from dpdist.cluster.resumable_job import run_job
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
 CERTIFY = Cohen(sigma=0.25, n0=50, n=500, batch=250, seed="1")
 ATTACK = AttackSettings(attacks=("fgsm",), samples=2, seed="2", batch=20)
 POINTS = Points(8, count=12, near=0.05, far=0.6)
@@ -106,7 +104,7 @@ def believed(place: Path, table: pa.Table, output: Path) -> bool:
     return True
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
     table = certificates.read(place / "certificates" / job.TABLE)
     about, rows = certificates.read_job_record(table), table.to_pylist()

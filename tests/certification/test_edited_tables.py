@@ -25,8 +25,6 @@ from dpdist.certification.table_reader import recertify
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"sigma": 0.5},
@@ -159,7 +157,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "name"), [(change, name) for change, names in IMPOSSIBLE.items() for name in names]
 )
@@ -177,7 +175,7 @@ def test_counts_that_no_draws_can_have_are_refused(
         table_reader.read(follows(made[name], target, place, **change(rows[place])))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_VOTES)
 def test_other_counts_that_draws_can_have_are_read(
     made: dict[str, Path], tmp_path: Path, name: str
@@ -190,7 +188,7 @@ def test_other_counts_that_draws_can_have_are_read(
     table_reader.read(follows(made[name], tmp_path / "x.parquet", 0, **changed))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
 def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
     found = table_reader.read(made[name])
@@ -203,7 +201,7 @@ def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name:
     assert recertify(found.table, 0.05).to_pylist() == found.table.to_pylist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counts_of_target_radii_are_kept_at_each_look(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

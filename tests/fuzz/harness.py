@@ -14,8 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from dpdist import pipeline
 from dpdist.cli.main import main
@@ -171,15 +173,10 @@ def without_ray(patch: Any) -> None:
     patch.setattr(pipeline, "run_session", no_ray)
 
 
-def cases(count: int, *drawn: Callable[[Random], Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a test that is called with so many generated cases, each with its own generator."""
-
-    def decorate(test: Callable[..., Any]) -> Callable[[], None]:
-        def run() -> None:
-            for number in range(count):
-                random = Random(f"{SEED}/{test.__qualname__}/{number}")
-                test(*(each(random) for each in drawn))
-
-        return run
-
-    return decorate
+def cases(count: int, *drawn: SearchStrategy[Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a test that is called with so many generated cases."""
+    chosen = settings(
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    return lambda test: seed(SEED)(chosen(given(*drawn)(test)))

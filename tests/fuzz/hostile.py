@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import draws as st
+from hypothesis import strategies as st
 
 BASE: dict[str, Any] = {
     "name": "x",

@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-import draws as st
 from harness import cases
 from hostile import BASE, damage, options, put, restored, values
+from hypothesis import strategies as st
 
 from dpdist.runs.recipe import Recipe
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FIELDS = sorted(set(options(Recipe.model_json_schema())))
 TUNED = {

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-import draws as st
 from harness import Fuzz, cases, listing
 from hostile import BASE, damage, restored
+from hypothesis import strategies as st
 from support.local_execution import run_without_ray as executed_here
 
 from dpdist import pipeline
@@ -34,7 +34,7 @@ from dpdist.release.bundle import load as load_release
 from dpdist.release.verify import verify_release
 from dpdist.runs.archive import Archive
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _votes(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:

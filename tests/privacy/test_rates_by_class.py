@@ -12,8 +12,6 @@ from scipy.stats import norm
 from dpdist.privacy.phases import ClassRates, GaussianSteps, phase_from_dict
 from dpdist.privacy.plan import PrivacyPlan, UserUnit, parse_plan
 
-pytestmark = pytest.mark.guarantee
-
 RARE = ClassRates.for_batch([1.0, 4.0], [900, 100], 0.13)  # 0.1 and 0.4
 
 

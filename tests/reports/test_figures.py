@@ -9,7 +9,7 @@ from dpdist.reports.figures import plot_search_costs
 CURVES = {"fixed": [(10.0, 9.0), (5.0, 6.0), (5.0, 6.0)], "poisson": [(5.0, 3.0), (10.0, 4.0)]}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
 def test_a_figure_has_the_same_bytes_each_time(tmp_path, monkeypatch, kind):
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)

@@ -18,8 +18,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.training import estimate as module
 from dpdist.training.estimate import examples_per_second
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 INPUTS, LABELS = torch.randn(200, 6), torch.randint(2, (200,))
 PRIVATE = {"epsilon": 3.0, "delta": 1e-3}
 
@@ -105,7 +103,7 @@ def test_the_model_stays_as_it_is():
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_counts_what_an_optimizer_keeps():
     size = sum(parameter.numel() for parameter in net().parameters())
     momentum = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731

@@ -15,15 +15,13 @@ from support.local_execution import run_without_ray
 from dpdist.cluster import session
 from dpdist.runs.recipe import load_recipe
 
-pytestmark = pytest.mark.whole
-
 
 @pytest.fixture
 def flagship(monkeypatch):
     return load_benchmark("papers/dp-cert/run", monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_row_changes_what_it_says(flagship, tmp_path):
     bench = flagship.Bench(tmp_path, None, quick=False)
     names = [name for row in flagship.ROWS for name in row.runs()]
@@ -52,7 +50,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
