@@ -13,16 +13,16 @@ EXPERIMENTS := scaling/bulk gpu/gpu speed/speed quality/canary_audits quality/gr
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-search check quick test test-all nightly lint audit-zoo matrix bench bench-all docs notebook clean install
+.PHONY: demo demo-search check test test-slow test-e2e test-all nightly lint audit-zoo matrix bench bench-all docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make demo    train privately, certify and report on built-in data (under a minute after the install)"
 	@echo "make demo-search  the same with a private search of the noise (two minutes)"
-	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
-	@echo "make test    every test but the long and nightly ones (six minutes on two cores)"
-	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
+	@echo "make check   lint and types, then make test"
+	@echo "make test    the quick tests: neither slow ones nor other processes (minutes on two cores)"
+	@echo "make test-all  every test but the nightly ones (Ray's jobs, kills, whole commands, generated input)"
 	@echo "make lint    ruff, import-linter and mypy"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
@@ -65,15 +65,16 @@ lint: install
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
-# mypy reads what changed in one process, while two run the tests.
-check: install
-	@$(MAKE) --no-print-directory -j 2 lint quick
-
-quick: bytecode
-	@$(TESTS) -m "not (whole or slow or long)" $(PYTEST_ARGS)
+check: lint test
 
 test: bytecode
-	@$(TESTS) -m "not long" $(PYTEST_ARGS)
+	@$(TESTS) -m "not slow and not e2e" $(PYTEST_ARGS)
+
+test-slow: bytecode
+	@$(TESTS) -m "slow and not e2e" $(PYTEST_ARGS)
+
+test-e2e: bytecode
+	@$(TESTS) -m e2e $(PYTEST_ARGS)
 
 test-all: bytecode
 	@$(TESTS) $(PYTEST_ARGS)

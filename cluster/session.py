@@ -132,7 +132,8 @@ class _NodeWatch:
         if self in _open_watches:
             _open_watches.remove(self)
         if not self.lost and self._thread is not None:
-            self._thread.join(_WATCH_SECONDS)  # it must not ask a session that is shut down
+            # Its last look; and it must not ask a session that is shut down.
+            self._thread.join(_WATCH_SECONDS)
             with contextlib.suppress(ValueError):  # left in another thread
                 signal.signal(_WAKE, self._before)
         if self.lost:  # whatever it ended as: an executor closes a session without an error
@@ -141,7 +142,10 @@ class _NodeWatch:
     def _watch(self, own: str) -> None:
         import ray
 
-        while not self._ended.wait(_WATCH_SECONDS):
+        ended = False
+        while not ended:
+            # Once more at the end: work that fails with the node may be faster than this.
+            ended = self._ended.wait(_WATCH_SECONDS)
             if not self.lost:
                 with contextlib.suppress(Exception):
                     dead = [node["NodeID"] for node in ray.nodes() if not node["Alive"]]

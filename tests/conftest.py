@@ -19,15 +19,17 @@ from support import hypothesis_settings
 if TYPE_CHECKING:
     from support.local_execution import Done
 
+    from dpdist.runs.folder import RunFolder
+
 TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
 SECONDS: Counter[str] = Counter()
-COST = {"long": 200, "whole": 20, "slow": 10}  # about, in twentieths of a second; of others 1
+COST = {"e2e": 100, "slow": 20}  # about, in fifths of a second; of others 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["COLUMNS"] = "10000"  # no line is wrapped, but in test_rows.py
-    if "not long" not in config.option.markexpr and "slow or long" not in config.option.markexpr:
-        os.environ[hypothesis_settings.RUN_LONG_TESTS] = "1"
+    if "not slow" not in config.option.markexpr:
+        os.environ[hypothesis_settings.RUN_SLOW_TESTS] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -125,6 +127,14 @@ def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         run_without_ray(patch)
         yield
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], RunFolder]:
+    """`golden(KIND, RUNS)`: a copy, in RUNS, of a run that the session makes once."""
+    from support.golden import copy_run, session_folder
+
+    return lambda kind, runs: copy_run(kind, runs, session_folder(tmp_path_factory))
 
 
 @pytest.fixture

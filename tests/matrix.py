@@ -1,8 +1,8 @@
 """`make matrix`: the other Pythons, both ends of the range of torch, and the older Ray.
 
 Each gets an environment of its own under .venv/ (some GB each). It runs the tests that start no
-Ray, then a whole run on built-in data, which does; the older Ray runs all that `make test` runs,
-which runs them under the newer one. tests/matrix.txt keeps what came out.
+Ray, then a whole run on built-in data, which does; the older Ray runs the tests
+that start Ray too. tests/matrix.txt keeps what came out.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ WITHOUT_RAY = (
     "tests/cluster/test_storage.py", "tests/test_cli.py", "tests/test_vision.py",
     "tests/test_wheel.py",
 )  # fmt: skip
+ALL_BUT_SLOW = ("-m", "not slow", "-n", "2", "--dist", "loadfile", "tests")
 # name -> (interpreter, what pip is told besides the project, what pytest runs)
 CELLS = {
     "3.12": ("python3.12", PINNED, WITHOUT_RAY),
     "3.13": ("python3.13", PINNED, WITHOUT_RAY),
     "lowest": ("python3.11", LOWEST, WITHOUT_RAY),
     "highest": ("python3.11", HIGHEST, WITHOUT_RAY),
-    "ray-2.59": ("python3.11", PINNED_BUT_RAY, ("-n", "2", "--dist", "loadfile", "tests")),
+    "ray-2.59": (
+        "python3.11",
+        PINNED_BUT_RAY,
+        ("-m", "not slow", "-n", "2", "--dist", "loadfile", "tests"),
+    ),
 }
 
 
@@ -71,7 +76,7 @@ def judge(python: Path, chosen: tuple[str, ...]) -> str:
          "print('Python', p.python_version(), *(f'{n} {v(n)}' for n in ('torch', 'ray')))"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    tests = [python, "-m", "pytest", "-q", "-m", "not long", *chosen]
+    tests = [python, "-m", "pytest", "-q", "-m", "not slow and not e2e", *chosen]
     done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout[-3000:], file=sys.stderr)
     found = re.search(r"(\d+ (?:passed|failed|error).*?) in ", done.stdout.splitlines()[-1])

@@ -41,8 +41,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import s3_guard
 import s3_server
 
-pytestmark = pytest.mark.whole
-
 SECRET = "wJalrXUtnFEMI-secret"
 STEPS = 200
 
@@ -168,7 +166,7 @@ def lose(recipe: Recipe, folder: RunFolder, steps: int) -> RunFolder:
     return RunFolder(lost)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     with training(recipe, folder) as thread:
@@ -182,7 +180,7 @@ def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
         assert max(released(folder)) < archives.read_permit(folder.permit).steps < STEPS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     lost = lose(recipe, folder, 60)
@@ -242,7 +240,7 @@ def folder_url(folder: RunFolder) -> str:
     return read_json(RunFolder(folder.path.with_name("lost")).archive)["url"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torn_and_damaged_archives_are_refused(archived) -> None:
     folder, store = archived
     good = store.get("00000001/manifest.json")
@@ -283,7 +281,7 @@ def replace(store: ObjectStore, path: str, content: bytes) -> None:
     forge_manifest(store, change)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     """Cut at a line, so that its chain holds, and with digests that fit: header and attempt."""
     folder, store = archived
@@ -296,7 +294,7 @@ def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     refused(folder, "ledger.jsonl lacks releases that the checkpoint of step")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:
     recipe, folder = make(tmp_path, archive=url)
     prepare(recipe, folder, "test")
@@ -329,7 +327,7 @@ def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch)
     assert len(reports) == 2 and len(set(reports) & kept) == 1  # the torn one is left over
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, steps=3, archive=url)
     with training(recipe, folder) as thread:
@@ -361,7 +359,7 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
         Archive.claim(folder, None, False)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys) -> None:
     def dpdist(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
@@ -412,7 +410,7 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     assert code == 2 and "claimed by another run folder" in said
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_archive_that_everybody_can_read_gets_no_private_state(
     tmp_path, server, monkeypatch
 ) -> None:
@@ -427,7 +425,7 @@ def test_an_archive_that_everybody_can_read_gets_no_private_state(
     assert Archive.claim(folder, "s3://bucket/open", False) is not None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     first, second = (make(tmp_path, name)[1] for name in ("first", "second"))
     for name in ("first", "second"):
@@ -452,7 +450,7 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     assert not second.archive.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
     """Somebody's claim comes between the look at the claims and the own one."""
     folder, store = archived
@@ -471,7 +469,7 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     folder = make(tmp_path)[1]
     folder.private.mkdir(parents=True)
@@ -546,7 +544,7 @@ def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, 
     assert "archive" in said.err or "must be s3" in said.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_objects_are_whole(url, tmp_path) -> None:
     store = ObjectStore(url)
     (tmp_path / "in").write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB: in several parts
@@ -615,7 +613,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
     tmp_path, monkeypatch
 ) -> None:
@@ -732,7 +730,7 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
         owner.update()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch) -> None:
     """The check above can fail: a gate that lets everything pass loses releases."""
     recipe, folder = make(tmp_path, steps=5_000, archive=url, archive_private=True)

@@ -18,8 +18,6 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.whole
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> RunFolder:
@@ -56,7 +54,7 @@ def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
         assert not [p for p in (tmp_path / "inside").rglob("*") if p.is_file()]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OUTSIDE, "x/y", "-x", "x" * 101, None, 3, ["x"]])
 def test_the_runs_name_cannot_lead_out(archived, tmp_path, name):
     forge_manifest(archived, lambda manifest: manifest.update(run=name))

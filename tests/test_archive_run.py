@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import s3_guard
 import s3_server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SECRET = "wJalrXUtnFEMI-secret"
 STEPS = 150
 

@@ -53,7 +53,7 @@ def before() -> dict[Path, int]:
     return files()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCRIPTS)

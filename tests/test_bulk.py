@@ -183,7 +183,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 400])
 def test_the_time_left_does_not_count_what_an_earlier_session_did(before: int) -> None:
     shown = Terminal()

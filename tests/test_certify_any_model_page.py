@@ -12,13 +12,11 @@ import pytest
 import torch
 from support.local_execution import call
 
-pytestmark = [pytest.mark.whole, pytest.mark.slow]
-
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/certify-any-model.md"
 SNIPPETS = re.findall(r"^```([^\n]*)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_snippet_runs(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

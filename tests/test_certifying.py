@@ -19,13 +19,10 @@ import dpdist
 from dpdist import data, models
 from dpdist.certification.inference import ExecutedClassifier
 from dpdist.certifying import certify
-from dpdist.certifying import test_inputs as inputs_of
 from dpdist.core.errors import UserError
 from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.outputs import Answers
 from dpdist.runs.folder import RunFolder
-
-pytestmark = pytest.mark.guarantee
 
 SETTINGS = dpdist.Cohen(sigma=0.2, n=600, n0=50, seed="a", max_inputs=6)
 SPEC = models.ModelSpec("linear", (4,), 3)
@@ -67,7 +64,7 @@ def test_radii_are_those_of_cohens_own_formula() -> None:
     assert table.to_arrow().num_rows == 6 and isinstance(table, dpdist.CertificateTable)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_callable_counts_as_the_module_in_it() -> None:
     module = network()
     by_module = dpdist.certify(module, points(), SETTINGS, executor="local")
@@ -94,14 +91,6 @@ def test_data_of_every_kind_are_the_same_inputs(tmp_path: Path) -> None:
     assert [table["label"].to_pylist() for table in tables] == 4 * [y[:6].tolist()]
 
 
-def test_pictures_of_bytes_lie_between_0_and_1() -> None:
-    x = np.array([[[[255, 0], [51, 255]]]], dtype=np.uint8)
-    assert inputs_of((x, np.zeros(1, dtype=int))).batch(slice(0, 1)).tolist() == [
-        [[[1.0, 0.0], [pytest.approx(0.2), 1.0]]]
-    ]
-
-
-@pytest.mark.slow
 def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it_was() -> None:
     module = foreign.Net().train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -114,7 +103,7 @@ def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
     torch.save(foreign.trained().state_dict(), tmp_path / "net.pt")
     folder = RunFolder(tmp_path / "mine")
@@ -191,7 +180,6 @@ def scripted(kind: str, module: nn.Module) -> object:
             "closure": lambda x: script(x)}[kind]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trace", "script", "freeze", "part", "closure"])
 def test_torchscript_is_certified_as_the_module_it_was_made_from(kind: str) -> None:
     few = SETTINGS.model_copy(update={"sigma": 1e-4, "n": 100})
@@ -201,7 +189,6 @@ def test_torchscript_is_certified_as_the_module_it_was_made_from(kind: str) -> N
     assert table.radius.min() > 0 and table.to_arrow()["k"].to_pylist() == [100] * 6
 
 
-@pytest.mark.slow
 def test_a_script_that_draws_is_refused() -> None:
     """A trace of dropout in training mode keeps the draws: its eval() changes nothing."""
     module = nn.Sequential(network(), nn.Dropout(0.5)).train()
@@ -336,7 +323,6 @@ class Scaled(nn.Module):
         return self.scale * self.inner(x)
 
 
-@pytest.mark.slow
 def test_another_attribute_or_forward_is_another_classifier(tmp_path: Path) -> None:
     """The same weights and the same words of the module: what it does was not in its digest."""
     given, folder = points(), tmp_path / "certs"
@@ -363,7 +349,7 @@ def test_a_classifier_with_a_hidden_state_is_never_taken_for_another(tmp_path: P
         dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", executor="local")
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_script_s_own_function_is_continued_by_another_process(tmp_path: Path) -> None:
     """The order of a set in its code was in the digest: each process had another."""
     script = tmp_path / "script.py"

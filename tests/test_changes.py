@@ -13,8 +13,6 @@ from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_changes, resolve_recipe
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "data": {"name": "digits"},
     "model": "linear",

@@ -15,8 +15,6 @@ from support.recipes import write_recipe
 from dpdist.cli.main import main
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
 COMMANDS = [
     "run", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "recipes", "data",
@@ -117,7 +115,7 @@ def test_calculators_answer_in_json(dpdist):
     assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_calculators_import_neither_torch_nor_ray():
     code = (
         "import sys; sys.argv = ['dpdist', 'account', '--records', '1000', "

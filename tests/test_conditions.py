@@ -146,7 +146,7 @@ def sections() -> list[type[Section]]:
     return [each for each in found if each.__module__.startswith("dpdist.")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [*built_in_recipes(), *paper_recipes()], ids=lambda path: path.stem
 )
@@ -167,7 +167,6 @@ RAW = {
 }  # fmt: skip
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from support import foreign
 from support.benchmarks import load as load_benchmark
 from support.datasets import png, write_images
@@ -31,8 +29,6 @@ from dpdist.training import provenance
 from dpdist.training.job import prepare
 from dpdist.training.provenance import write_provenance
 from dpdist.training.records import data_source
-
-pytestmark = pytest.mark.guarantee
 
 FEATURES = load_benchmark("papers/dplis/features")
 make_features = FEATURES.make_features
@@ -220,10 +216,6 @@ def patients(folder: Path, count: int = 12, size: tuple[int, int] = (6, 6)) -> P
     return folder
 
 
-def pixels(image: dict[str, Any]) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(image["bytes"])))
-
-
 def test_each_patient_is_in_one_split_whoever_else_is_there(tmp_path: Path) -> None:
     source = patients(tmp_path / "idc")
     made = convert_patients(source, tmp_path / "made", size=(6, 6), test_fraction=0.4)
@@ -244,33 +236,6 @@ def test_each_patient_is_in_one_split_whoever_else_is_there(tmp_path: Path) -> N
         assert members <= set(rows(more, split)["patient"])
     loaded = data.load(data.DataSource("made", 2, tmp_path), "train")
     assert loaded.input_shape == (3, 6, 6)
-
-
-def test_other_sizes_are_refused_padded_or_resized(tmp_path: Path) -> None:
-    source = patients(tmp_path / "idc")
-    odd = np.full((4, 5, 3), 200, np.uint8)
-    (source / "9000" / "0" / "odd.png").write_bytes(png(odd))
-    with pytest.raises(UserError, match=r"odd.png: must be 6 x 6 pixels, got 4 x 5; --fit pad"):
-        convert_patients(source, tmp_path / "data" / "made", size=(6, 6), test_fraction=0.4)
-    assert not (tmp_path / "data").exists()
-    fitted = {}
-    for fit in ("pad", "resize"):
-        made = convert_patients(
-            source,
-            tmp_path / fit,
-            size=(6, 6),
-            fit=fit,
-            test_fraction=0.4,  # type: ignore[arg-type]
-        )
-        for split in ("train", "test"):
-            for image in rows(made, split)["image"]:
-                if image["path"] == "odd.png":
-                    fitted[fit] = pixels(image)
-    assert (fitted["pad"][1:5, 0:5] == 200).all() and fitted["pad"].sum() == 4 * 5 * 3 * 200
-    assert fitted["resize"].shape == (6, 6, 3) and (fitted["resize"] == 200).all()
-    big = patients(tmp_path / "big", size=(8, 8))
-    with pytest.raises(UserError, match="--fit pad is for smaller ones"):
-        convert_patients(big, tmp_path / "x", size=(6, 6), fit="pad", test_fraction=0.4)
 
 
 def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(

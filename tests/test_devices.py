@@ -14,19 +14,17 @@ from pathlib import Path
 import pytest
 from support import hypothesis_settings
 
-pytestmark = pytest.mark.whole
-
 HERE = Path(__file__).parent
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_all_that_runs_on_a_device() -> None:
     files = sorted(
         str(path) for path in HERE.rglob(f"test_*{hypothesis_settings.DEVICE_TEST_SUFFIX}")
     )
     assert len(files) >= 2
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    chosen = [] if os.environ.get(hypothesis_settings.RUN_LONG_TESTS) else ["-m", "not long"]
+    chosen = [] if os.environ.get(hypothesis_settings.RUN_SLOW_TESTS) else ["-m", "not slow"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *files],
         cwd=HERE.parent, env=environment, capture_output=True, text=True,

@@ -14,7 +14,7 @@ import pytest
 
 import dpdist
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("here")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]
 
 # Examples read the run that the first of these makes, and its release: they run first, whichever
 # tests a process has.
@@ -50,7 +50,7 @@ def sections_missing(function: Callable[..., object]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(each, marks=pytest.mark.long) for each in ON_RAY)]
+    "name", [*NAMES, *(pytest.param(each, marks=pytest.mark.e2e) for each in ON_RAY)]
 )
 def test_a_public_docstring_is_complete_and_its_example_runs(
     name: str, _found: dict[str, str]
@@ -89,18 +89,3 @@ def _other_examples() -> Iterator[tuple[str, str]]:
 def test_other_examples_run(module: str, name: str) -> None:
     within = vars(importlib.import_module(module))
     assert failures(inspect.getdoc(within[name]) or "", name, within) == ""
-
-
-def test_a_wrong_example_and_a_missing_section_are_found() -> None:
-    assert "Expected:\n    3\nGot:\n    2" in failures(">>> 1 + 1\n3\n", "wrong")
-    with pytest.raises(AssertionError, match="no example"):
-        failures("Nothing to run.", "empty")
-
-    def documented(x: int) -> None:
-        """Do it.
-
-        Args:
-            x: a number.
-        """
-
-    assert sections_missing(documented) == ["Returns|Yields", "Raises"]

@@ -23,8 +23,6 @@ from dpdist.tuning import search as preparing
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.trial import prepare_trial
 
-pytestmark = pytest.mark.whole
-
 BASE = {
     "name": "r",
     "data": {"name": "digits"},
@@ -78,7 +76,7 @@ def executed(recipe: Recipe, runs) -> tuple[PrivacyPlan, int, str]:
     return job.folder.read_plan(), records, stated
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_printed_is_what_runs(case, tmp_path):
     recipe = parse_recipe(BASE | CASES[case], "r.yaml")
@@ -95,7 +93,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [("plain", "private_eval_fraction"), ("search",
 "plain"),
                                              ("plain", "search")])  # fmt: skip

@@ -38,7 +38,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.monitoring import read_users
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(900)
 
 
 def recipe(folder: Path, **sections) -> Path:
@@ -69,7 +69,7 @@ def dpdist(monkeypatch, capsys):
         yield run
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_run_report_release_and_ports(tmp_path, dpdist):
     """One command does all, on loopback ports, quietly, with a method of one's own from the working
     directory; a second call does nothing."""
@@ -136,7 +136,7 @@ FAULTY = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
     """kill -9 a worker and the driver, Ctrl-C and SIGTERM: same parameters, same ledger as
@@ -182,7 +182,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     assert ours.num_superseded == 0
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, number):
     """A small training of one worker is the command's own process: killed or interrupted, the same
@@ -217,7 +217,7 @@ def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, numbe
     assert ours.num_superseded == 0
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     """It is as clean as Ctrl-C: exit code 130, one line, no processes left behind, and the
     same command continues. After kill -9 nothing stays either."""
@@ -241,7 +241,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert pq.read_table(next(place.rglob("certificates.parquet"))).num_rows == 10
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
     """StoBatch as its paper means it, trained and certified on Ray: each worker attacks its share

@@ -15,7 +15,6 @@ from support.extension_examples import EXAMPLES
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.settings import sets
-from support.training import make, train
 
 import dpdist
 from dpdist import data
@@ -26,8 +25,6 @@ from dpdist.certification.cohen import Cohen
 from dpdist.core import fields
 from dpdist.core.errors import UserError
 from dpdist.training.records import data_source
-
-pytestmark = pytest.mark.whole
 
 
 @pytest.fixture
@@ -43,12 +40,7 @@ def beside(tmp_path, monkeypatch) -> Path:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def test_there_is_one_of_each_and_they_are_short():
-    assert sorted(EXAMPLES) == ["chernoff.py", "mine.py", "settling.py", "varied.py"]
-    assert max(text.count("\n") for text in EXAMPLES.values()) < 60
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_method_and_a_model(beside, monkeypatch, capsys):
     recipe = {
         "name": "own",
@@ -68,13 +60,13 @@ def test_a_method_and_a_model(beside, monkeypatch, capsys):
     assert "Varied, Theorem 0" in done.out
 
 
-@pytest.mark.long
-def test_a_certificate(beside, monkeypatch):
+@pytest.mark.slow
+def test_a_certificate(golden, beside, monkeypatch):
     monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
     from chernoff import Chernoff
 
-    recipe, folder = make(beside / "runs", "x", model="linear")
-    train(recipe, folder)
+    folder = golden("digits", beside / "runs")
+    recipe = folder.read_recipe()
     run_without_ray(monkeypatch)
     test = data.load(data_source(recipe), "test")
     tables = {}
@@ -153,10 +145,9 @@ def test_a_registered_kind_writes_and_reads_its_own_table(monkeypatch, tmp_path)
         assert (found.radius == whole.radius / 2).all() and found.radius.max() > 0
 
 
-@pytest.mark.long
-def test_an_attack(beside, monkeypatch, capsys):
-    recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
-    train(recipe, folder)
+@pytest.mark.slow
+def test_an_attack(golden, beside, monkeypatch, capsys):
+    golden("digits", beside / "runs")
     # gone again afterwards
     monkeypatch.setitem(gradient_attacks.ATTACKS_FROM_CENTER, "settling", None)
     import settling  # noqa: F401

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpdist
 
-pytestmark = pytest.mark.whole
-
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "from-opacus.md"
 SCRIPTS = dict(re.findall(r"(?s)```python file=(\S+)\n(.*?)```", PAGE.read_text()))
 
@@ -33,7 +31,7 @@ def execute(name: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_our_script_runs_as_printed(tmp_path):
     guarantee, accuracy = execute("after.py", tmp_path)
     facts = dpdist.load_results(tmp_path / "runs" / "digits")
@@ -42,7 +40,7 @@ def test_our_script_runs_as_printed(tmp_path):
     assert any("RandomSampler" in note for note in facts.privacy_card()["notes"])
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_the_script_for_opacus_runs_as_printed(tmp_path):
     pytest.importorskip("opacus")
     epsilon, accuracy = execute("before.py", tmp_path)

@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.benchmarks import BENCHMARKS, load
-from support.threads import new_settings_after
+from support.benchmarks import BENCHMARKS
 
 GPU = BENCHMARKS / "gpu"
 # What the wheels of the head bring along, torch's own included, by module.
@@ -56,7 +54,7 @@ gpu.main(["--quick", "--device", "simulated:0", "--results", results, "--only", 
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
     results = tmp_path / "gpu.jsonl"
@@ -75,7 +73,7 @@ def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
     assert set(lines["step-cnn"]["found"]["ms"]) == {"ours", "ordinary", "ordinary channels-last"}
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
     results = tmp_path / "gpu.jsonl"
@@ -93,38 +91,3 @@ def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
     assert len(lines) == 24 and len(ended) == 12
     assert {line["state"] for line in ended.values()} == {"passed", "measured"}
     assert {line["device"] for line in ended.values()} == {"Simulated 1"}
-
-
-@pytest.mark.long
-def test_a_part_that_fails_or_hangs_ends_alone(tmp_path, monkeypatch, capsys) -> None:
-    script = load("benchmarks/gpu/gpu", monkeypatch)
-
-    def hang(device: object, quick: bool) -> dict[str, int]:
-        while True:
-            try:
-                time.sleep(0.01)
-            except Exception:  # which swallows no time limit
-                continue
-
-    def fail(device: object, quick: bool) -> dict[str, int]:
-        raise ZeroDivisionError("one over nothing")
-
-    works = {"one": fail, "two": hang, "three": lambda device, quick: {"three": 3}}
-    monkeypatch.setattr(script, "FIGURES", works)
-    monkeypatch.setattr(script, "PARTS", dict.fromkeys(works, 1))
-    monkeypatch.setattr(script, "set_one_thread", lambda: None)
-    results = tmp_path / "results.jsonl"
-    for turn in (1, 2):
-        with pytest.raises(SystemExit) as stopped, new_settings_after():
-            script.main(["--quick", "--results", str(results), "--only", *works])
-        assert stopped.value.code == 1
-        written = [json.loads(line)["state"] for line in results.read_text().splitlines()]
-        states = [state for state in written if state != "begun"]
-        ended = ["failed", "out of time"]
-        assert states == (ended + ["measured"] + ended * (turn - 1))
-    assert "one over nothing" in capsys.readouterr().out
-    with results.open("a") as file:
-        file.write(json.dumps({"part": "one", "state": "begun", "seconds": 0.0}) + "\n")
-    with pytest.raises(SystemExit), new_settings_after():
-        script.main(["--quick", "--results", str(results), "--only", "one", "three"])
-    assert "the process died in it" in capsys.readouterr().out

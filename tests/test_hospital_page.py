@@ -14,7 +14,7 @@ from support.local_execution import command
 import dpdist
 from dpdist.tuning.manifest import SearchFolder, read_terms
 
-pytestmark = [pytest.mark.whole, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/tutorials/hospital.md").read_text()

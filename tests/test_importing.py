@@ -32,8 +32,6 @@ from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.training.records import data_source
 
-pytestmark = pytest.mark.guarantee
-
 FACTORY = "support.foreign:net"
 ARGUMENTS = ("--model", FACTORY, "--normalize", "0.3/0.4", "--data", "digits")
 
@@ -79,7 +77,6 @@ def test_the_run_answers_as_the_network_that_was_trained(weights: Path, tmp_path
     assert not torch.equal(fresh(x), wanted)
 
 
-@pytest.mark.slow
 def test_a_certificate_counts_the_votes_of_that_network(
     here: None, weights: Path, tmp_path: Path
 ) -> None:
@@ -185,7 +182,7 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
         find_test_inputs(tmp_path / "p", tmp_path / "other", (3, 24, 24), 20)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--resize", "40")])
 def test_predict_brings_a_picture_to_the_input_as_certify_does(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
@@ -285,7 +282,7 @@ def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
     good("certify", "mine", "--runs", runs, "--n", "500", "--set", "certify.every=60")
     good(

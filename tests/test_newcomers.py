@@ -1,24 +1,16 @@
-"""The first words that somebody new reads: help, near misses, a release printed, room for workers,
-and one statement of a table on every page."""
+"""What somebody new meets first: near misses of keys, and room for workers."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from support.local_execution import run_without_ray
-from typer.testing import CliRunner
 
-import dpdist
 from dpdist import pipeline
-from dpdist.certification.statistics import population_row
-from dpdist.cli.main import app
 from dpdist.cluster import session
 from dpdist.core.errors import UserError
 from dpdist.runs.recipe import parse_recipe, resolve_recipe
 
-pytestmark = pytest.mark.whole
 BASE = {
     "name": "small",
     "data": {"name": "digits", "max_train": 200},
@@ -27,9 +19,6 @@ BASE = {
     "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
     "certify": {"sigma": 0.25, "n": 200, "max_inputs": 20},
 }
-
-
-# --- near misses ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,9 +44,6 @@ def test_an_unknown_key_is_answered_with_the_near_one(key, meant):
     assert f"recipe: {key}: unknown key; did you mean {meant}?" in str(refused.value).splitlines()
 
 
-# --- room for workers -------------------------------------------------------------------------
-
-
 def test_workers_that_the_machine_cannot_hold_are_refused_with_the_sum(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     have = session.count_local_cpus()
@@ -72,32 +58,3 @@ def test_workers_that_the_machine_cannot_hold_are_refused_with_the_sum(monkeypat
     assert rows["not on this machine"] == said and "guarantee" in rows
     share = float(re.search(r"cpus_per_worker: (\S+) would", said).group(1))
     session.require_workers(have + 6, share)  # as it says, they fit
-
-
-# --- one statement ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        run_without_ray(patch)
-        folder = pipeline.run(parse_recipe(BASE, "test"), runs=tmp_path_factory.mktemp("runs"))
-    dpdist.write_release(folder)
-    return folder.path
-
-
-@pytest.mark.long
-def test_a_table_has_one_population_statement_whoever_prints_it(run):
-    (table,) = dpdist.load_results(run).tables
-    name, stated = population_row(table)[:2]
-    again = {"report": ["report", run], "several": ["report", run, run],
-             "release": ["release", run], "verify": ["verify", run / "release"]}  # fmt: skip
-    for what, arguments in again.items():
-        done = CliRunner().invoke(app, list(map(str, arguments)))
-        assert done.exception is None, (what, done.exception)
-        assert name in done.stdout and stated in done.stdout, what
-    assert stated in (run / "report" / "index.html").read_text()
-    with pytest.MonkeyPatch.context() as patch:
-        run_without_ray(patch)
-        done = CliRunner().invoke(app, ["certify", str(run)])
-    assert done.exception is None and stated in done.stdout

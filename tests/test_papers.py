@@ -52,7 +52,7 @@ def test_the_pictures_are_what_the_generator_draws():
     )  # each mean is there
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_recipe_named_loads_and_makes_a_plan():
     """With the change beside it; with epsilon as given, so noise is not sought here."""
     sizes = RECORDS | {
@@ -72,7 +72,7 @@ def test_every_recipe_named_loads_and_makes_a_plan():
         papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_heads_of_recipes_say_what_is_proved():
     """The epsilon that a recipe asks for, or that of its noise, to the last digit that is told."""
     proved: dict[Any, float] = {}
@@ -108,7 +108,7 @@ def spent(rate: float, noise: float, steps: int, delta: float = 1e-5) -> float:
     return best
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_steps_of_each_budget_spend_what_is_printed():
     recipes = {
         (recipe.data.name, recipe.privacy.noise_multiplier, recipe.training.batch_size)
@@ -138,7 +138,6 @@ def test_recipes_have_the_published_settings():
             assert [fields[section][name] for section, name in sections] == row["published"], row
 
 
-@pytest.mark.slow
 def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
     """With a name of its own; with epsilon as given, so noise is not sought here."""
     script = vars(load_benchmark("papers/run_small"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import time
@@ -12,11 +13,8 @@ import pytest
 from support.processes import LOOPBACK, descendants, listening_addresses, start
 from support.recipes import write_recipe
 from support.settings import sets
-from support.training import make, train
 
-from dpdist.publishing import write_release
-
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SEARCH = {
     "space": {"training.learning_rate": {"choice": [0.2, 0.5]}},
@@ -26,15 +24,12 @@ SEARCH = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A working directory with recipes, and runs/x, trained and released."""
+def place(golden, tmp_path_factory) -> Path:
+    """A working directory with recipes, and runs/x, trained and not certified."""
     place = tmp_path_factory.mktemp("ports")
-    recipe, folder = make(
-        place / "runs", "x", model="linear", certify={"sigma": 0.25, "n": 100},
-        privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, folder)
-    write_release(folder)
+    folder = golden("release", place / "runs")
+    shutil.rmtree(folder.certificates)
+    recipe = folder.read_recipe()
     raw = recipe.model_dump(mode="json", exclude_none=True)
     for name, more in (("new", {}), ("searched", {"tune": SEARCH})):
         write_recipe(place, raw | more | {"name": name}, f"{name}.yaml")

@@ -163,7 +163,7 @@ def check(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_script(words, monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PRINTED)
 def test_every_command_that_is_printed_is_one_that_its_parser_takes(page, monkeypatch):
     wrong = []
@@ -181,7 +181,7 @@ BUILT_IN = sorted(
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("line", BUILT_IN)
 def test_a_training_on_built_in_data_makes_its_plan(line, dpdist):
     done = dpdist(*shlex.split(line)[1:], "--dry-run")

@@ -31,8 +31,6 @@ from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 PUBLIC, HELD = 0.4, 0.3  # shares: public, held out of the others
 
 
@@ -137,7 +135,7 @@ def before(work) -> tuple[dict[str, bytes], str]:
     return published(work, images(0, 100))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["held", "trained"])
 def test_a_private_record_changes_nothing_that_is_published(work, before, part):
     (first, fingerprint), (second, other) = before, published(work, changed_in(part))

@@ -22,8 +22,6 @@ from dpdist.training.pretraining import pretrain
 from dpdist.training.trainer import fit
 from dpdist.training.worker import run_training
 
-pytestmark = pytest.mark.whole
-
 RECORDS = 48
 SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "idc": (50, 50, 3)}
 SIDES["svhn"] = SIDES["cifar10"]
@@ -131,7 +129,7 @@ def small_changes(path, root, monkeypatch):
     return small
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_recipe_trains(path, tmp_path, monkeypatch):
     recipe = load_recipe(path, small_changes(path, tmp_path, monkeypatch))

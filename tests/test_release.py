@@ -79,7 +79,6 @@ RECIPE = {
     },
 }
 PUBLIC = "public.pem"
-pytestmark = pytest.mark.slow  # the first that asks for the run trains and certifies it
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def name_model(folder: Path, digest: str) -> None:
     changed_table(folder, about=at("model", to=digest))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_in_it(made):
     assert {path.name for path in made.iterdir()} == {*REQUIRED_FILES, SIGNATURE, table_name(1)}
     for line in (made / CHECKSUMS).read_text().splitlines():
@@ -270,7 +269,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
@@ -342,7 +341,7 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
     fails(call, copied, "not finite")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
     """What it says in words may be worded otherwise now; each number must be there."""
     monkeypatch.setattr(verifying, "__version__", "9.9")
@@ -452,7 +451,7 @@ def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
     return Guarantee(1.0, plan.delta, plan.adjacency, "proved", "nobody", plan.assumptions)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [PRIVACY_CARD, DESCRIPTION, "model.json"])
 def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
     """Any value of any field: the release still holds, or is refused in one line."""
@@ -612,7 +611,7 @@ def test_half_a_table_is_noticed(copied, call):
     assert call("verify", copied).code == 0  # a smaller certification, and it says so
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch):
     assert "not re-drawn" in call("verify", copied).out
     done = call("verify", copied, "--redraw", 3)
@@ -664,7 +663,7 @@ def test_what_differs_by_rounding_is_said_and_little(copied):
         assert count_difference(row | more | {"alpha": 0.5}, row, stated.schema) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_small_file_that_names_more_than_memory_holds_is_not_read(copied, call):
     """Ten million rows that are all alike are a few kilobytes."""
     numbers = pa.array(np.zeros(10**7, dtype=np.int64))

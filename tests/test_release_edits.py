@@ -32,7 +32,7 @@ from dpdist.release.files import DESCRIPTION, table_name
 from dpdist.release.verify import UNVERIFIABLE_FIELDS, verify_release
 
 __all__ = ["call", "copied", "made", "work"]
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 TABLE = table_name(1)
 
 

@@ -14,21 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.training import make, train
 
 import dpdist
-from dpdist.publishing import write_release
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_release.py"
 
 
-def test_a_release_is_served(tmp_path):
+def test_a_release_is_served(golden, tmp_path):
     pytest.importorskip("starlette", reason='Ray Serve is missing: pip install "ray[serve]"')
-    recipe, folder = make(tmp_path, "x", model="linear", privacy__run_key=None,
-                          certify={"sigma": 0.25})  # fmt: skip
-    train(recipe, folder)
-    write_release(folder)
+    folder = golden("release", tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.whole
-
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import contextlib, io, os, sys
@@ -41,7 +39,7 @@ for number, arguments in enumerate([*LIGHT, NO_LAW, *CASES]):
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_no_refusal_loads_torch_or_ray(tmp_path):
     """One after the other in one process: the first that loads them is named."""
     done = subprocess.run(

@@ -31,23 +31,19 @@ from dpdist.release.files import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compu
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.whole
 WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
 LENGTH = 8
 
 
-def made(
-    tmp: Path, name: str, predict: str, text: dict[str, Any], model: Any, evaluate: bool = False
-) -> RunFolder:
+def made(tmp: Path, name: str, text: dict[str, Any], evaluate: bool = False) -> RunFolder:
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
         texts = [f"{split} {k} " + " ".join(rng.choice(WORDS_OF, 5)) for k in range(40)]
         write_split(tmp / "data" / "own", split, text=texts, label=np.arange(40) % 2)
     (tmp / "data" / "own" / "words.txt").write_text("".join(f"{word}\n" for word in WORDS_OF))
     data: dict[str, Any] = {"name": "own", "root": str(tmp / "data")}
-    data["text"] = {"length": LENGTH, "predict": predict, **text}
-    if predict == "label":
-        data |= {"classes": 2, "names": ["good", "bad"]}
+    data["text"] = {"length": LENGTH, "predict": "next", **text}
+    model = {"name": "next-word-mlp", "options": {}}
     recipe, folder = make(tmp / "runs", name, data=data, model=model, training__steps=3)
     train(recipe, folder)
     if evaluate:
@@ -58,20 +54,13 @@ def made(
 
 @pytest.fixture(scope="module")
 def following(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    model = {"name": "next-word-mlp", "options": {}}
-    return made(tmp_path_factory.mktemp("next"), "next", "next", {"words": 4}, model)
+    return made(tmp_path_factory.mktemp("next"), "next", {"words": 4})
 
 
 @pytest.fixture(scope="module")
-def labeled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def labeled(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     pytest.importorskip("transformers")
-    config = {
-        "model_type": "bert", "vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64,
-    }  # fmt: skip
-    adapter = {"kind": "lora", "r": 2, "lora_alpha": 4, "target_modules": ["query", "value"]}
-    model = {"name": "transformer", "options": {"config": config, "adapter": adapter}}
-    return made(tmp_path_factory.mktemp("label"), "label", "label", {}, model)
+    return golden("text", tmp_path_factory.mktemp("label"))
 
 
 def said(*arguments: object) -> str:
@@ -81,7 +70,7 @@ def said(*arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     recipe = following.read_recipe()
     row = torch.full((1, LENGTH), -1.0)
@@ -102,7 +91,7 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     assert shares == pytest.approx([float(wanted[place]) for place in order])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_label_is_that_of_the_bytes(labeled):
     answer = json.loads(said("predict", labeled.release_folder, "--text", "cat", "--json"))
     row = torch.full((1, LENGTH), -1.0)
@@ -126,10 +115,9 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert "`words.txt`, 4 words" in page
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_of_a_language_model_names_no_classes(tmp_path):
-    model = {"name": "next-word-mlp", "options": {}}
-    folder = made(tmp_path, "next", "next", {"words": 4}, model, evaluate=True)
+    folder = made(tmp_path, "next", {"words": 4}, evaluate=True)
     release, measured = (
         dpdist.load(folder.release_folder),
         json.loads(folder.evaluation.read_text()),
@@ -264,10 +252,10 @@ def test_a_document_has_one_begin_and_one_end(tmp_path, names, own, short, empty
         assert other.content_description == plain.content_description
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
     text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
-    run = made(tmp_path, "marks", "next", text, {"name": "next-word-mlp", "options": {}})
+    run = made(tmp_path, "marks", text)
     assert "bos_eos: true" in (run.path / "recipe.yaml").read_text()
     release = dpdist.load(run.release_folder)
     record = json.loads((run.release_folder / DESCRIPTION).read_text())
@@ -296,7 +284,7 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
 # --- sampled texts
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     answerer = dpdist.load(following.release_folder).text_answerer
     scores = answerer.next_scores(np.array([BEGIN, 3, 4])).clone()  # begin, the, cat

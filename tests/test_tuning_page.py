@@ -12,7 +12,7 @@ import pytest
 
 import dpdist
 
-pytestmark = [pytest.mark.whole, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/how-to/tuning.md").read_text()

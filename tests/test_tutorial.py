@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.whole
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tutorials" / "first-private-model.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
@@ -57,7 +55,7 @@ def test_the_page_goes_from_the_install_to_an_answer():
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_plan_is_the_one_printed(dpdist, tmp_path):
     (tmp_path / "first.yaml").write_text(FILES["first.yaml"])
     ((command, printed),) = [each for each in COMMANDS if "--dry-run" in each[0]]
@@ -66,7 +64,7 @@ def test_the_plan_is_the_one_printed(dpdist, tmp_path):
     assert lines(done.out)[: len(lines(printed))] == lines(printed)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_every_command_does_what_is_printed(tmp_path):
     """In one shell with the environment's `dpdist` and `python`, in a new folder."""

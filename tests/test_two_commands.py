@@ -21,8 +21,6 @@ from support.settings import sets
 
 from dpdist.privacy.budget import BUDGET_SUFFIX, read_budgets
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "name": "small",
     "data": {"name": "digits", "max_train": 400},
@@ -139,17 +137,17 @@ RELEASE = ["release", "runs/small", "--not-private"]
 BOTH, ALWAYS = {"well", "refused"}, {"well"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "first", "second", "outcomes"),
     [
-        pytest.param([], RUN, REPORT, BOTH, id="run-report", marks=pytest.mark.long),
+        pytest.param([], RUN, REPORT, BOTH, id="run-report", marks=pytest.mark.slow),
         pytest.param([], TRAIN, REPORT, BOTH, id="train-report"),
-        pytest.param([], TRAIN, POISON, ALWAYS, id="train-poison", marks=pytest.mark.long),
-        pytest.param([], POISON, TRAIN, ALWAYS, id="poison-train", marks=pytest.mark.long),
+        pytest.param([], TRAIN, POISON, ALWAYS, id="train-poison", marks=pytest.mark.slow),
+        pytest.param([], POISON, TRAIN, ALWAYS, id="poison-train", marks=pytest.mark.slow),
         pytest.param([RUN], CERTIFY, REPORT, ALWAYS, id="certify-report"),
-        pytest.param([RUN], REPORT, CERTIFY, ALWAYS, id="report-certify", marks=pytest.mark.long),
-        pytest.param([RUN], CERTIFY, RELEASE, ALWAYS, id="certify-release", marks=pytest.mark.long),
+        pytest.param([RUN], REPORT, CERTIFY, ALWAYS, id="report-certify", marks=pytest.mark.slow),
+        pytest.param([RUN], CERTIFY, RELEASE, ALWAYS, id="certify-release", marks=pytest.mark.slow),
         pytest.param([RUN], RELEASE, CERTIFY, ALWAYS, id="release-certify"),
     ],
 )
@@ -183,12 +181,12 @@ SEARCH = {
 
 BUDGETED = [  # a run costs 0.60, two 0.81, a search 0.91, it and a run 1.09
     pytest.param("run", "run", 0.7, id="run-run"),
-    pytest.param("run", "tune", 1.0, id="run-tune", marks=pytest.mark.long),
-    pytest.param("tune", "run", 1.0, id="tune-run", marks=pytest.mark.long),
+    pytest.param("run", "tune", 1.0, id="run-tune", marks=pytest.mark.slow),
+    pytest.param("tune", "run", 1.0, id="tune-run", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("earlier", ["first", "second"])
 @pytest.mark.parametrize(("first", "second", "ceiling"), BUDGETED)
 def test_a_budget_with_room_for_one_lets_one_in(

@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.whole
 
-
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "code",
     [

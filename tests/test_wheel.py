@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from support.wheel import INSTALL, build, build_wheel
 
-pytestmark = pytest.mark.whole
-
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
 import cluster, tuning
@@ -47,7 +45,7 @@ def wheel(tmp_path_factory) -> Path:
 
 PLACES = [
     "checkout",
-    *(pytest.param(way, marks=pytest.mark.long) for way in ("--target", "--user")),
+    *(pytest.param(way, marks=pytest.mark.e2e) for way in ("--target", "--user")),
 ]
 
 
@@ -108,7 +106,7 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dpdist"}
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_the_command_line(run):
     """Recipes and packages are found, and none of them is the user's."""
     assert len(run("-m", "dpdist", "recipes").splitlines()) == len(
@@ -122,7 +120,7 @@ def test_a_script_beside_a_user_s_own_files(run, place, tmp_path):
     assert run("script.py").startswith(str(place[1]))
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_workers_of_ray_beside_a_user_s_own_files(run, place, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.format(runs=True))
@@ -130,7 +128,7 @@ def test_workers_of_ray_beside_a_user_s_own_files(run, place, tmp_path):
     assert where.startswith(str(place[1])) and name == "small"
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_no_module_is_loaded_under_two_names():
     """Also when everything is imported, in a checkout, where links lead to two folders."""
     code = (
@@ -151,7 +149,7 @@ def test_no_module_is_loaded_under_two_names():
     )
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_an_sdist_is_whole_and_passes_its_own_tests(tmp_path):
     """With the links of the checkout; its wheel is the checkout's."""
     source = tmp_path / "source"

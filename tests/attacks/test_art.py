@@ -12,7 +12,6 @@ from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack, 
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.randomness.keys import StreamKeys
 
-pytestmark = pytest.mark.slow  # the toolbox takes seconds to import
 STEPS = 10
 SIZES = {"linf": (0.05, 0.1, 0.2), "l2": (0.3, 0.6, 1.2)}
 
@@ -61,7 +60,7 @@ def theirs(model: nn.Module, name: str, norm: str, size: float, x: Tensor, y: Te
     return it.generate(x.numpy(), y.numpy())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("name", ["fgsm", "i-fgsm", "mim", "pgd"])
 def test_success_rates_are_arts(name: str, norm: str, model, digits) -> None:

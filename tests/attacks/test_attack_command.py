@@ -25,8 +25,6 @@ from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
 from dpdist.training.monitoring import write_summary
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "name": "small",
     "data": {"name": "digits"},
@@ -80,7 +78,7 @@ def attacked(here: None, runs: Path) -> tuple[Path, str]:
     return runs / "small", output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) -> None:
     folder, output = attacked
     path = folder / "attacks/l2-sigma-0.3-steps-4-first-20/attacks.parquet"
@@ -105,7 +103,7 @@ def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) 
     assert shown.notes == ["certified sigma-0.3-fixed-n-1000: 20 of these inputs"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> None:
     table = read_attack(next((attacked[0] / "attacks").glob("l2-*/attacks.parquet")))
     for size in table.sizes:
@@ -138,7 +136,7 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     assert page.count("Not refuted under attack, against its size") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(
         "attack",

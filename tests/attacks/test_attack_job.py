@@ -23,9 +23,6 @@ from dpdist.certification import inference, score_bounds
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
-
 FakeData = partial(Data, count=12)
 
 
@@ -69,7 +66,7 @@ def references(
     return outputs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_attack_size_and_input_is_there(references, kind: str, model_folder: Path) -> None:
     settings, output = KINDS[kind], references[kind]
@@ -97,7 +94,7 @@ def test_every_attack_size_and_input_is_there(references, kind: str, model_folde
     assert accuracy["pgd", 1.0] <= accuracy["pgd", 0.2] <= accuracy["none", 0.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_path: Path) -> None:
     settings, output = KINDS[kind], references[kind]
@@ -105,7 +102,7 @@ def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_pa
     assert raw(tmp_path) == raw(output)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_attack_computes_only_what_is_missing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -132,7 +129,7 @@ def test_an_interrupted_attack_computes_only_what_is_missing(
     assert raw(tmp_path) == raw(output)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sizes_and_attacks_can_be_added_and_change_nothing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -149,23 +146,6 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
     assert raw(tmp_path) == raw(output)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 4}, "steps was 3, now 4"),
-        ({"norm": "linf"}, "norm was 'l2', now 'linf'"),
-        ({"seed": "6"}, "seed was '5', now '6'"),
-        ({"sigma": 0.5}, "noise was"),
-    ],
-)
-def test_results_of_other_settings_are_not_mixed(
-    references, model_folder: Path, change: dict, message: str
-) -> None:
-    settings, output = KINDS["deterministic"], references["deterministic"]
-    with pytest.raises(UserError, match=message):
-        certificates.attack_model(model_folder, FakeData(), replace(settings, **change), output)
-
-
 def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_path: Path) -> None:
     settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match="data was 'fake', now 'other'"):
@@ -175,23 +155,7 @@ def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_p
         certificates.attack_model(tmp_path, FakeData(), settings, output)
 
 
-def test_without_its_settings_an_attack_is_not_continued(
-    references, model_folder: Path, tmp_path: Path
-) -> None:
-    settings = replace(KINDS["deterministic"], seed=None)
-    output, other = tmp_path / "out", tmp_path / "other"
-    one = replace(settings, sizes=(1.0,), attacks=("fgsm",))
-    certificates.attack_model(model_folder, FakeData(), one, output, actors=1)
-    before = raw(output)
-    (output / "settings.json").unlink()
-    save_small_cnn(other, 4)
-    for folder in (other, model_folder):
-        with pytest.raises(UserError, match="remove the folder, or choose another"):
-            certificates.attack_model(folder, FakeData(), settings, output, actors=1)
-    assert raw(output) == before
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model", noise=0.5)
     for folder, actors in (("1", 1), ("2", 2)):
@@ -208,7 +172,7 @@ def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Pat
 POINTS = Points(4, count=16)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None:
     """As its certificates do: most draws say another class."""
     vote_score_disagreement.save(tmp_path / "model", POINTS.size)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from support.local_execution import command, run_without_ray
-from support.training import make, train
 
 from dpdist.attacks.attacked_copies import DISCLAIMER, AttackedCopies, AttackedCopiesSpec
 from dpdist.attacks.gradient_attacks import distance
@@ -19,17 +18,15 @@ from dpdist.evaluation import load_model
 from dpdist.reports.results import load_results
 from dpdist.training.records import data_source, load_test_records
 
-pytestmark = pytest.mark.whole
-
 SETTINGS = {"sigma": 0.25, "n": 200, "n0": 20, "max_inputs": 20, "alpha": 0.01}
 
 
-@pytest.mark.long
-def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeypatch, capsys):
-    recipe, folder = make(
-        tmp_path / "runs", "x", model="linear", training__steps=30, certify=SETTINGS
-    )
-    train(recipe, folder)
+@pytest.mark.slow
+def test_copies_are_certified_and_never_taken_for_certificates(
+    golden, tmp_path, monkeypatch, capsys
+):
+    folder = golden("digits", tmp_path / "runs")
+    recipe = folder.read_recipe()
     run_without_ray(monkeypatch)
 
     def shown(*more: str) -> str:

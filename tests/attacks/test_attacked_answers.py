@@ -28,8 +28,6 @@ from dpdist.certification.registry import settings_of
 from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.models import find_batch_dependence
 
-pytestmark = pytest.mark.slow
-
 SETTINGS = AttackSettings(
     norm="l2",
     sizes=(0.2,),
@@ -55,7 +53,7 @@ def attack(kind: str, settings: AttackSettings, tmp_path: Path, name: str = "out
 # ---- no class
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, SMOOTHED], ids=["deterministic", "smoothed"])
 @pytest.mark.parametrize("labels", ["true", "predicted"])
 def test_an_input_without_a_class_is_neither_right_nor_wrong(
@@ -110,7 +108,7 @@ def test_a_point_without_an_answer_is_no_success() -> None:
 # ---- batches
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("EarlyExit", SETTINGS), ("LargeBatches", replace(SETTINGS, batch=24)),
@@ -126,7 +124,7 @@ def test_answers_that_depend_on_the_batch_stop_an_attack(
         assert not (tmp_path / "out" / TABLE).exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, SMOOTHED], ids=["deterministic", "smoothed"])
 def test_no_byte_of_an_honest_attack_depends_on_it(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: AttackSettings

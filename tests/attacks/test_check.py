@@ -22,8 +22,6 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
 CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
 ATTACK = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=20)
 
@@ -68,7 +66,7 @@ def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_pa
     assert stored["plausible"] and stored["certified"] == len(rows)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.3, 3.0])
 def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: float) -> None:
     # Counted where the points lie so many times as far from the plane.
@@ -124,7 +122,7 @@ def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
 def test_certificates_of_expected_scores_are_checked_too(
     noisy, tmp_path: Path, norm: str, factor: float
@@ -139,7 +137,7 @@ def test_certificates_of_expected_scores_are_checked_too(
     assert (verdict.contradictions == 0) == (factor == 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Path) -> None:
     model, table = noisy["l2"]
     # A column far too large beside a radius that holds.
@@ -172,7 +170,7 @@ def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", ["hoeffding", "counts"])
 @pytest.mark.parametrize("claim", [None, "exact_l2", "cohen_l2", "as_printed_linf"])
 def test_a_claim_is_held_against_its_own_classifier(
@@ -189,7 +187,7 @@ def test_a_claim_is_held_against_its_own_classifier(
     assert ("answers" in about) == other
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "claim"), [("hoeffding", "cohen_l2"), ("counts", "exact_l2")])
 def test_false_claims_of_votes_are_caught(
     split: Path, tmp_path: Path, bound: str, claim: str

@@ -22,8 +22,6 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.subject import Subject
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
 CERTIFY = Cohen(sigma=0.25, n0=50, n=500, batch=250, seed="1")
 ATTACK = AttackSettings(attacks=("fgsm",), samples=2, seed="2", batch=20)
 POINTS = Points(8, count=12, near=0.05, far=0.6)

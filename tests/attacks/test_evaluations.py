@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
-from support.training import make, train
 
 from dpdist import pipeline
 from dpdist.audits import registry
@@ -23,8 +22,6 @@ from dpdist.reports.results import load_results
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
-
-pytestmark = pytest.mark.whole
 
 SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64())])
 
@@ -94,13 +91,12 @@ class Membership(Toy):
 
 
 @pytest.fixture(scope="module")
-def run(here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, RunFolder]]:
+def run(
+    here: None, golden: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, RunFolder]]:
     """A trained run with a result of each, by the same job as attacks."""
-    recipe, folder = make(
-        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=40,
-        training__steps=1, model="linear", privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, folder)
+    folder = golden("release", tmp_path_factory.mktemp("runs"))
+    recipe = folder.read_recipe()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "EVALUATIONS", (*registry.EVALUATIONS, Toy, Membership))
         for kind in (Toy, Membership):
@@ -156,9 +152,3 @@ def test_private_results_are_not_written_where_they_may_be_published(
     assert Toy().output_folder(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
     for place in (folder.private / "mine", tmp_path / "elsewhere"):
         assert Membership(2).output_folder(folder, place) == place
-
-
-def test_evaluations_of_other_settings_are_not_mixed(run: tuple[Any, RunFolder]) -> None:
-    recipe, folder = run
-    with pytest.raises(UserError, match=r"holds another toy .factor was 3, now 5"):
-        pipeline.evaluation_stage(recipe, folder, Toy(5), folder.path / "attacks/toy-3")

@@ -174,30 +174,6 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
         assert abs(angle(plain[row]) - want) > 0.1
 
 
-def test_hidden_noise_leaves_no_hook_behind() -> None:
-    model = Curved()
-    classifier = RandomizedClassifier(model, HiddenNoise("first", torch.ones(2)))
-    x = torch.rand(4, 2)
-    before = model(x)
-    classifier.logits(x, torch.randn(4, 2))
-    assert classifier.noise_shape((2,)) == (2,)
-    assert torch.equal(model(x), before)
-
-
-def test_eot_beats_the_noise_free_gradient_on_a_randomized_model() -> None:
-    # A narrow bump of the opposite slope at the input: without noise the gradient points the wrong
-    # way, under the noise it hardly counts.
-    class Bump(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            score = x[:, :1] - 0.5 - 0.1 * torch.tanh(60 * (x[:, :1] - 0.6))
-            return torch.cat([-score, score], 1) * 5
-
-    x, targets = torch.tensor([[0.6]]), torch.tensor([1])
-    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), samples=200)
-    plain = run("fgsm", Bump(), x, 0.2, targets, "linf")
-    assert float(with_noise) < 0.45 and float(plain) > 0.7
-
-
 def test_restarts_keep_the_best_of_each_input() -> None:
     # sin(8 pi x) has several valleys inside the ball; one start finds its own.
     class Waves(nn.Module):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.training import make, train
 
 from dpdist.audits import mechanism
 from dpdist.audits.target import Target
@@ -20,8 +19,6 @@ from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
 from dpdist.training.private_step import PrivateStep
-
-pytestmark = pytest.mark.whole
 
 FEW = ("--set", "audit.releases=400", "--set", "audit.workers=1")
 
@@ -37,16 +34,11 @@ def one_scene(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path: Path):
-    recipe, folder = make(
-        tmp_path / "runs", "x", model="linear", data__max_train=60, training__batch_size=20,
-        training__steps=2, privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, folder)
-    return folder
+def run(golden, tmp_path: Path):
+    return golden("release", tmp_path / "runs")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_a_run(run, dpdist, monkeypatch):
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW)
     assert done.code == 0, done.err
@@ -71,7 +63,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
     def searched(folder: RunFolder) -> RunResults:
         found = load_results(folder)
@@ -101,7 +93,7 @@ def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypa
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_a_recipe(dpdist, tmp_path):
     done = dpdist("audit", "digits", "--runs", tmp_path, *FEW)
     assert done.code == 0, done.err
@@ -110,7 +102,7 @@ def test_of_a_recipe(dpdist, tmp_path):
     assert AuditFinding.read(path).model is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_stays_private_is_not_written_among_public_files(dpdist, tmp_path):
     """Nor into another run's folder, whatever is audited."""
     other = tmp_path / "other"

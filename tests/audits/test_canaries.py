@@ -33,8 +33,6 @@ from dpdist.training.canaries import SLOT, DatasetWithCanaries, canary_coordinat
 from dpdist.training.job import TrainJob
 from dpdist.training.records import training_records
 
-pytestmark = pytest.mark.whole
-
 STEPS, CANARIES, CLIP, NOISE_STD = 4, 300, 0.5, 1.5
 PRIVACY = {
     "noise_multiplier": NOISE_STD / CLIP, "clip_norm": CLIP, "delta": 1e-5, "run_key": "5a" * 32,
@@ -104,7 +102,7 @@ def scores_of(job: TrainJob) -> np.ndarray:
     return state.slots[SLOT].numpy()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, adjacency):
@@ -135,7 +133,7 @@ def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, ad
     assert joined > 200
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("canary", ["mislabeled", "blank"])
 def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
     """Those that are in train the model; those that are out are dropped once sampled."""
@@ -185,7 +183,7 @@ def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
     assert 100 < (other != draw_coins(b"\x5a" * 32, CANARIES)).sum() < 200
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_restart_counts_every_step_once(tmp_path, monkeypatch, at):
     whole = job_of(tmp_path, "whole")
@@ -246,7 +244,7 @@ def write(tmp_path: Path, **more: Any) -> str:
     return str(write_recipe(tmp_path, {**RECIPE, **more}, "small.yaml"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     recipe = write(tmp_path)
     words = (
@@ -291,7 +289,7 @@ def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
             assert done.code == 2 and "audit: was changed since canaries" in done.err, done.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypatch):
     real = private_step.add_noise
     monkeypatch.setattr(
@@ -303,7 +301,7 @@ def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypa
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
     """Trained on for long, and hardly noised: many coins are seen in the model's answers."""
     recipe, folder = make(

@@ -31,8 +31,6 @@ from dpdist.training.canaries import (
 )
 from dpdist.training.records import data_source, records_with_canaries
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
-
 ERROR, RELEASES = 1e-6, 2_000
 
 
@@ -118,7 +116,7 @@ class DividesByJoined(StepHarness):
         return None if seen is None else seen / max(1, len(coordinates))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pieces", "by"),
     [
@@ -130,7 +128,7 @@ def test_every_fault_is_found(pieces, by):
     assert found(pieces, [by]) == [by]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_sound_pieces_are_not_accused(clipping):
     scenes = ["canaries", "neighbor", "witness", "alone"]
@@ -149,7 +147,7 @@ def scans(root: Path) -> Path:
     return root
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), audit=FEW.model_dump(mode="json"))
     target = target_of_recipe(recipe, "test")
@@ -161,7 +159,7 @@ def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
     assert 0 < audited.epsilon < audited.proved == target.proved.epsilon
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_large_group_is_audited_by_a_small_one(tmp_path):
     recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_user=500)
     target = target_of_recipe(recipe, "test")
@@ -170,8 +168,7 @@ def test_a_large_group_is_audited_by_a_small_one(tmp_path):
     assert audited.details["records_of_a_user"] == 4
 
 
-@pytest.mark.long
-@pytest.mark.whole
+@pytest.mark.slow
 def test_of_a_run(tmp_path, dpdist, monkeypatch):
     run = RunFolder(tmp_path / "runs" / "x")
     train(recipe_of(scans(tmp_path / "data"), privacy__run_key=None), run)

@@ -37,12 +37,10 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 from dpdist.training.records import data_source, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 SEED = "5b" * 32
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> None:
     """The same keys give the same batches and noise; gradients agree up to rounding."""
@@ -76,7 +74,7 @@ def quiet(done: int, total: int) -> None:
     pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +126,7 @@ def test_the_records_part_of_a_sum_is_known(
     assert times == pytest.approx(np.round(times), abs=1e-6) and 4 < times.sum() < 13
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_thousands_of_trainings_show_most_of_epsilon() -> None:
     """Sampled sums of a canary: more than four fifths of epsilon, and never more than it."""
     plan = PrivacyPlan.dp_sgd(
@@ -178,7 +176,7 @@ def test_what_is_more_than_gradients_and_noise_is_refused(
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,8 +27,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training import job, records
 
-pytestmark = pytest.mark.whole
-
 SEED = "5b" * 32
 HOME = "runs/x/private/attacks"
 
@@ -44,7 +42,7 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
     return recipe
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path)
     asked = (
@@ -74,7 +72,7 @@ def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path:
     assert contents(tmp_path / HOME) == before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -91,7 +89,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     assert plan.records == free.records == 27 and not plan.nominal
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_shadow_is_the_recipes_own_training(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +122,7 @@ def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_bank_continues_to_the_same_bytes(
     dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +160,7 @@ def test_an_interrupted_bank_continues_to_the_same_bytes(
         pipeline.evaluation_stage(recipe, folder, settings, broken)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     folder = _begun(recipe, tmp_path)
@@ -183,7 +181,7 @@ def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Pat
     assert not any(b"membership" in content for content in contents(tmp_path / "archive").values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:

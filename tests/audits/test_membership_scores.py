@@ -123,18 +123,6 @@ def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
         assert np.mean(aucs) == pytest.approx(0.5, abs=0.03)
 
 
-def test_a_model_that_saw_neither_half_tells_nothing() -> None:
-    phi, member, strangers = remembered()
-    found = []
-    for stranger, coin in zip(strangers, np.random.default_rng(5).random(phi.shape) < 0.5,
-                              strict=True):  # fmt: skip
-        both, bits = np.vstack([stranger, phi]), np.vstack([coin, member])
-        found.append(
-            Roc.from_scores(membership_statistics.lira_online(both, bits, 0), coin).auc.value
-        )
-    assert np.mean(found) == pytest.approx(0.5, abs=0.02)  # 2.4 standard deviations
-
-
 def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     rng = np.random.default_rng(2)
     game = Quarters()

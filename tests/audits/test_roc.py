@@ -46,7 +46,6 @@ def test_auc_counts_pairs_and_ties_by_half(decimals: int) -> None:
     assert roc.auc.high - roc.auc.low == pytest.approx(2 * 1.959964 * math.sqrt(variance))
 
 
-@pytest.mark.slow
 def test_auc_interval_covers_the_closed_form() -> None:
     # 400 at 95 %: below 366 or above 394 with probability 1e-3 in all (binomial), and DeLong is
     # asymptotic: one more for either side.

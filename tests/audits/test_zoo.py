@@ -10,8 +10,6 @@ from zoo import FAULTS, SOUND, Fault, depends_on_records
 
 from dpdist.audits.mechanism import SCENARIOS
 
-pytestmark = pytest.mark.slow
-
 # The scene by which each is found: the others, which find nothing, would only take time.
 BY = {
     "noise x 0.9": "canaries",
@@ -27,7 +25,7 @@ BY = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_found(fault: Fault) -> None:
     if fault.replay is not None:
@@ -38,7 +36,7 @@ def test_every_fault_is_found(fault: Fault) -> None:
     assert few.find([BY[fault.name]]) == [BY[fault.name]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", SOUND, ids=lambda fault: fault.name)
 def test_sound_pieces_are_not_accused(fault: Fault) -> None:
     scenes = SCENARIOS if fault.workers > 1 else SCENARIOS[:1]

@@ -8,8 +8,6 @@ from scipy import stats
 from dpdist.certification import score_bounds
 from dpdist.core import binomial
 
-pytestmark = pytest.mark.guarantee
-
 
 def exact_upper_tail(hits: int, draws: int, p: float) -> mp.mpf:
     """Pr[Binomial(draws, p) >= hits] by summation from the mode's side with 50 digits."""

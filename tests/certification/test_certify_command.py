@@ -21,8 +21,6 @@ from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "name": "small",
     "data": {"name": "digits"},
@@ -71,7 +69,7 @@ def good(*arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_certify_and_certify_again_at_another_error(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs)
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"

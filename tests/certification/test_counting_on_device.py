@@ -198,10 +198,10 @@ MODES = ({}, {"mode": "target-radius", "radii": (0.1, 0.3)}, {"mode": "anytime",
         *((noise, MODES[0]) for noise in NOISY if noise not in ("laplace", "uniform")),
         ("gaussian", MODES[1]),
         *(
-            pytest.param(noise, MODES[0], marks=pytest.mark.long)
+            pytest.param(noise, MODES[0], marks=pytest.mark.slow)
             for noise in ("laplace", "uniform")
         ),
-        pytest.param("gaussian", MODES[2], marks=pytest.mark.long),
+        pytest.param("gaussian", MODES[2], marks=pytest.mark.slow),
     ],
 )
 def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def test_predictions_never_take_the_generator_of_a_table() -> None:
 
 
 PAIRS = [
-    pytest.param(name, norm, marks=[pytest.mark.long] * (place % 2 == (norm == "linf")))
+    pytest.param(name, norm, marks=[pytest.mark.slow] * (place % 2 == (norm == "linf")))
     for place, name in enumerate(ATTACKS)
     for norm in ("linf", "l2")
 ]

@@ -19,8 +19,6 @@ from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import HITS
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"sigma": 0.5},
@@ -153,7 +151,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "name"), [(change, name) for change, names in IMPOSSIBLE.items() for name in names]
 )
@@ -171,7 +169,7 @@ def test_counts_that_no_draws_can_have_are_refused(
         table_reader.read(follows(made[name], target, place, **change(rows[place])))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counts_of_target_radii_are_kept_at_each_look(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

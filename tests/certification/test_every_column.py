@@ -20,7 +20,6 @@ from dpdist.certification.registry import CERTIFICATES
 from dpdist.core.errors import UserError
 
 __all__ = ["made"]
-pytestmark = pytest.mark.slow
 LIKE_OTHERS = {"bernstein", "betting", "one-sided", "scores"}  # dear, and tried by night
 DOCS = Path(__file__).parents[2] / "benchmarks/results/releases.md"
 
@@ -72,7 +71,7 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
     return True
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=[pytest.mark.nightly] * (each in LIKE_OTHERS)) for each in SECTIONS],
@@ -95,7 +94,7 @@ def test_an_edit_of_any_column_is_refused_or_listed(
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
 def test_rows_stand_in_the_order_of_their_inputs(
     made: dict[str, Path], tmp_path: Path, name: str
@@ -114,7 +113,7 @@ def test_the_docs_list_what_was_drawn() -> None:
         assert f"| `{kind.mode_name()}` | {names} |" in lines
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_listed_column_is_one_that_an_edit_passes(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -8,8 +8,6 @@ from dpdist.certification import score_bounds
 from dpdist.certification.score_bounds import ScoreBounds
 from dpdist.privacy import mechanisms
 
-pytestmark = pytest.mark.guarantee
-
 
 def of(p_a: float, p_b: float) -> ScoreBounds:
     return ScoreBounds(np.array([p_a, 0.0, 0.0]), np.array([1.0, p_b, p_b / 2]))
@@ -93,7 +91,6 @@ def test_bounds_pay_for_all_classes_and_both_sides() -> None:
         score_bounds.score_bounds_counts(np.array([5, 5]), 1.0)
 
 
-@pytest.mark.slow
 def test_all_count_bounds_hold_together() -> None:
     # 2,000 seeded multinomials at confidence 0.9: more than 246 misses (3.4 standard deviations
     # above 10 %) has probability 4e-4 at worst.

@@ -23,8 +23,6 @@ from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 
-pytestmark = pytest.mark.guarantee
-
 ALPHAS = (0.3, 0.05, 0.001, 1e-12)
 COUNTS = [(k, n) for n in (1, 7, 100, 12_345, 10**8) for k in {0, n // 2, n - n // 10, n - 1, n}]
 

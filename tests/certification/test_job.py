@@ -24,9 +24,6 @@ from dpdist.cluster.executor import LocalExecutor, use_executor
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import StreamKeys
 
-pytestmark = pytest.mark.guarantee
-
-
 FakeData = partial(Data, count=12)
 
 
@@ -49,7 +46,6 @@ def reference(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathF
     return output
 
 
-@pytest.mark.slow
 def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> None:
     rows = table.read(reference / job.TABLE).to_pylist()
     assert [row["index"] for row in rows] == list(range(12))
@@ -66,7 +62,6 @@ def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> N
             assert (row["prediction"], row["radius"]) == (-1, 0.0)
 
 
-@pytest.mark.slow
 def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> None:
     # Independent noise (torch's) and the original model. Each of 12 two-sample tests on the
     # selected class has false failure 1e-5.
@@ -81,7 +76,6 @@ def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> 
         assert stats.fisher_exact(pair).pvalue > 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("actors", "seconds"), [(2, 1e-3), (4, 0.02)])
 def test_workers_and_chunks_change_no_byte(
     reference: Path, model_folder: Path, tmp_path: Path, actors: int, seconds: float
@@ -92,7 +86,6 @@ def test_workers_and_chunks_change_no_byte(
     assert raw(tmp_path) == raw(reference)
 
 
-@pytest.mark.slow
 def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Path) -> None:
     chunk_counts = []
 
@@ -130,7 +123,6 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
     assert seen[0].stall_seconds >= 60
 
 
-@pytest.mark.slow
 def test_an_interrupted_job_computes_only_what_is_missing(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -158,7 +150,6 @@ def test_an_interrupted_job_computes_only_what_is_missing(
     assert raw(tmp_path) == raw(reference)
 
 
-@pytest.mark.slow
 def test_a_secret_seed_is_stored_and_kept(here: None, model_folder: Path, tmp_path: Path) -> None:
     settings = with_changes(SETTINGS, seed=None, max_inputs=2)
     first = certificates.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
@@ -197,7 +188,7 @@ def test_other_data_and_models_are_not_mixed(
         certificates.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_certifications_of_one_folder_are_refused(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -217,7 +208,6 @@ def test_two_certifications_of_one_folder_are_refused(
     assert raw(tmp_path) == raw(reference)
 
 
-@pytest.mark.slow
 def test_many_chunks_need_little_memory() -> None:
     """Chunks are a stream, and what is counted of a half-done input is kept joined."""
     inputs, blocks = 10, 200
@@ -254,7 +244,6 @@ def test_many_chunks_need_little_memory() -> None:
     assert streamed < 0.5e6 and kept > 1e6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["target-radius", "anytime"])
 def test_sequential_modes_are_independent_of_workers_too(
     here: None, model_folder: Path, tmp_path: Path, mode: str

@@ -52,7 +52,7 @@ def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
 # ---- tables
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [{}, {"mode": "two-class"}, {"mode": "anytime", "radii": (0.01,)},
@@ -111,7 +111,7 @@ def undefined(tmp_path: Path, mode: dict[str, Any]) -> list[dict[str, Any]]:
     return table_reader.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_draw_without_a_class_is_a_draw_of_no_class(here: None, tmp_path: Path) -> None:
     for row in undefined(tmp_path, {}):
         k = row["k"]
@@ -128,7 +128,7 @@ def test_nor_does_it_make_an_early_test_certain(here: None, tmp_path: Path) -> N
         assert row["p_lower"] < 0.75 and row["n"] < 2000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_runner_up_has_it(here: None, tmp_path: Path) -> None:
     for row in undefined(tmp_path, {"mode": "two-class"}):
         others = clopper_pearson_upper(2000 - row["k"], 2000, 0.0001)
@@ -149,7 +149,7 @@ def test_the_runner_up_has_it(here: None, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_certificate_is_false_more_often_than_stated() -> None:
     """Exact, over all outcomes of 25 draws of two classes and none, whatever their shares."""
     n, alpha, noise = 25, 0.1, Gaussian(0.5)

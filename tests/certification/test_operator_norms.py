@@ -8,8 +8,6 @@ from torch import nn
 
 from dpdist.certification import operator_norms as norms
 
-pytestmark = pytest.mark.guarantee
-
 CASES = [
     (nn.Conv2d(1, 3, 3, stride=2, padding=1), (1, 4, 4)),
     (nn.Conv2d(2, 4, 2, stride=1, padding=0), (2, 2, 3)),

@@ -55,7 +55,7 @@ def test_ceiling_of_a_small_set() -> None:
     assert certified_accuracy_ceiling(inputs, labels, 10.0, "l2") == 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_mnist_refuses_impossible_curves(mnist: tuple[np.ndarray, np.ndarray]) -> None:
     images, labels = mnist
     share = np.bincount(labels).max() / len(labels)

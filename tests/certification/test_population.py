@@ -12,8 +12,6 @@ from dpdist.certification.statistics import population_bounds, population_row
 from dpdist.certification.table_reader import recertify
 from dpdist.core.console import format_percent
 
-pytestmark = pytest.mark.guarantee
-
 ALPHA = 0.1
 
 
@@ -45,7 +43,6 @@ def test_nothing_certified_states_nothing() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("robust", [0.0, 0.5])
 def test_a_known_population_is_covered(robust: float) -> None:
     # Half of the population is robust for certain; the rest lies a hair below what 0.5 needs, where
@@ -63,7 +60,6 @@ def test_a_known_population_is_covered(robust: float) -> None:
     assert unfolded > missed
 
 
-@pytest.mark.slow
 def test_what_cannot_be_certified_is_covered() -> None:
     # All a hair above what 0.5 needs: every input is certifiable, and none may be said not to be
     # more often than the error allows, though each upper bound is too small in 9 % of cases.

@@ -20,8 +20,6 @@ from dpdist.core.errors import UserError
 from dpdist.randomness.keys import StreamKeys
 from dpdist.randomness.noise_location import NoNoise
 
-pytestmark = pytest.mark.guarantee
-
 
 class Threshold(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,6 @@ from dpdist.randomness.noise_location import (
     find_noise_location,
 )
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
-
 SIGMA = 0.25
 
 # What wrong rules take both noises for: of sigma, the hidden noise, and the layer's true norm.
@@ -216,7 +214,6 @@ def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) ->
     assert any("kappa + phi (does not hold)" in row.name for row in certified_rows(found))
 
 
-@pytest.mark.slow
 def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> None:
     def contradictions(claim: str | None) -> int:
         attack = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=30)

@@ -10,8 +10,6 @@ from scipy import stats
 from dpdist.certification import noise as radii
 from dpdist.core import binomial
 
-pytestmark = pytest.mark.guarantee
-
 
 def exact_gaussian_radius(p: float, sigma: float) -> mp.mpf:
     mp.mp.dps = 40

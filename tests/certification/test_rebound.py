@@ -17,8 +17,6 @@ from dpdist.certification.table_reader import (
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.guarantee
-
 CLASSIFIER = {"backend": "frozen", "batch": 100, "check": "c", "notes": []}
 
 

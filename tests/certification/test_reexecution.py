@@ -98,7 +98,7 @@ def test_a_model_with_experts_is_not_certified(here: None, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["input", "hidden"])
 def test_copies_have_the_noise_that_is_executed(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
@@ -130,7 +130,7 @@ def test_copies_have_the_noise_that_is_executed(
 # ---- while it is counted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [*((kind, "fixed") for kind in LOOKS), ("Merged", "target-radius"), ("EarlyExit", "anytime"),
@@ -150,7 +150,7 @@ def test_what_no_check_input_shows_stops_the_counting(
     assert not (tmp_path / "out" / job.TABLE).exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_it_each_of_them_is_certified(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ def test_without_it_each_of_them_is_certified(
         assert (certify(kind, tmp_path / kind) / job.TABLE).exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "frozen", "bf16"])
 def test_no_byte_depends_on_the_rows_that_are_executed_again(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
@@ -245,7 +245,7 @@ def test_the_chosen_rows_follow_from_the_key_alone_and_from_nothing_that_a_model
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_are_chosen_alike_from_all_blocks_and_as_many_as_are_stated() -> None:
     # 100 keys: the mean of a sum of independent roundings, variance at most LEAST_ROWS; 5 standard
     # deviations are wrong with probability 6e-7. Each place: Poisson, 5 of its deviations, 1e-4 for
@@ -286,7 +286,7 @@ class Changes(nn.Module):
         return torch.cat([score, -score], 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_that_changes_a_twentieth_of_its_answers_is_found_as_often_as_stated() -> None:
     # 300 jobs: stated 1 - exp(-3.3) = 0.963. Fewer than 270 are found with probability 5e-7.
     generator, found = torch.Generator().manual_seed(0), 0

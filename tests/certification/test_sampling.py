@@ -30,8 +30,6 @@ from dpdist.core.errors import UserError
 from dpdist.randomness import keys as units
 from dpdist.randomness.keys import AesWords, StreamKeys
 
-pytestmark = pytest.mark.guarantee
-
 SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 DISTRIBUTIONS = {
     "gaussian": lambda s: stats.norm(scale=s),
@@ -46,7 +44,6 @@ def draw(noise: Noise, count: int, key: bytes = b"k" * 32) -> np.ndarray:
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NOISES)
 def test_noise_has_its_distribution_and_no_other(name: str) -> None:
     # Kolmogorov-Smirnov on 400,000 seeded draws: false failure 1e-4; scales 2/3 and 3/2 rejected.

@@ -27,8 +27,6 @@ from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.worker import run_training
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "data": {"name": "digits", "public": 0.2},
     "model": {
@@ -75,7 +73,7 @@ def call(*arguments: object) -> Result:
     return result
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> None:
     shown = call("certify", "noisy", "--runs", runs).output
     assert "as printed (claimed, does not hold)" in shown and "L2 exact" in shown
@@ -106,7 +104,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     assert "draws of its noise" in summary["test data"] and "no clip" in summary["training"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
     call(
         "certify",
@@ -141,7 +139,7 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
         call("report", "noisy", "private", "--runs", runs, "--l2", "0")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
@@ -162,7 +160,7 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     assert answer["abstain"] or answer["radius"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> None:
     with pytest.raises(UserError, match="not private"):
         write_release(RunFolder(runs / "noisy"))

@@ -33,8 +33,6 @@ from dpdist.models import ModelSpec
 from dpdist.randomness import keys
 from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
-pytestmark = pytest.mark.guarantee
-
 SPEC = ModelSpec(
     "hgm-cnn",
     (1, 6, 6),
@@ -167,7 +165,6 @@ def test_as_printed_exceeds_the_truth() -> None:
     assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
 
 
-@pytest.mark.slow
 def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
     split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
@@ -191,7 +188,6 @@ def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
 # ---- in bulk
 
 
-@pytest.mark.slow
 def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     reference: Path, model_folder: Path
 ) -> None:
@@ -230,7 +226,6 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         table_reader.from_arrow(got).size_if_correct("magic", "l2")
 
 
-@pytest.mark.slow
 def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -255,7 +250,6 @@ def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     assert other["sums"] != table.read(reference / job.TABLE)["sums"]
 
 
-@pytest.mark.slow
 def test_another_certification_in_the_folder_is_refused(
     reference: Path, model_folder: Path
 ) -> None:

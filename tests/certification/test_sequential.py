@@ -8,8 +8,6 @@ from dpdist.certification import sequential
 from dpdist.certification.sequential import TargetTest, compute_thresholds, planned_looks
 from dpdist.core.binomial import clopper_pearson_lower
 
-pytestmark = pytest.mark.guarantee
-
 ALPHA = 0.01
 
 
@@ -55,7 +53,6 @@ def test_clopper_pearson_at_the_same_looks_would_err_too_often() -> None:
     assert error_by_walking(naive, 0.8413) > 3 * ALPHA
 
 
-@pytest.mark.slow
 def test_spending_follows_the_square_root() -> None:
     looks = planned_looks(5000, 100)
     test = compute_thresholds(0.9, ALPHA, looks)
@@ -84,7 +81,6 @@ def paths(rng: np.random.Generator, p: float, looks: tuple[int, ...], size: int)
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_several_radii_are_falsely_certified_at_most_alpha_often() -> None:
     # p lies between the second and the third hypothesis, right at the third: certifying three is
     # the error. 3,000 seeded runs: more than 52 (4 standard deviations) has probability below 1e-4.
@@ -127,7 +123,6 @@ def mixture_error(p: float, p0: float, alpha: float, cap: int) -> float:
     return float(rejected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("p0", [0.5, 0.9, 0.97725])
 def test_anytime_error_is_exact_and_below_alpha(p0: float) -> None:
     error = mixture_error(p0, p0, ALPHA, 600)
@@ -137,7 +132,7 @@ def test_anytime_error_is_exact_and_below_alpha(p0: float) -> None:
     assert mixture_error(p0, p0, 2 * ALPHA, 600) > error
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_anytime_simulated() -> None:
     # 4,000 seeded walks of 500 draws watched after every draw. At most alpha = 1 % may ever
     # exclude the truth: more than 66 (4 standard deviations) has probability below 1e-4.

@@ -38,7 +38,7 @@ class Coin:
         return np.array([hits, draws - hits])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("true", [0, 1, 2])
 def test_three_targets_share_one_error(true: int) -> None:
     # The probability is that of one of three radii, which is then false and so are all larger ones.
@@ -73,7 +73,7 @@ def test_a_confidence_sequence_ends_where_the_evidence_is_one_over_alpha() -> No
     assert bound == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.001, 0.03, 0.2])
 def test_predict_is_a_two_sided_test_at_alpha(alpha: float) -> None:
     answered = 0

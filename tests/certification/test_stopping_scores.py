@@ -26,8 +26,6 @@ from dpdist.core.errors import UserError
 from dpdist.randomness import keys
 from dpdist.randomness.noise_location import find_noise_location
 
-pytestmark = pytest.mark.guarantee
-
 ALPHA = 0.05
 
 
@@ -76,7 +74,6 @@ def test_the_error_over_all_looks_by_dynamic_programming(p0: float, middle: floa
         assert wrong > ALPHA / 10
 
 
-@pytest.mark.slow
 def test_no_class_pays_for_another() -> None:
     """Three classes, one of the others too close or both: 300 walks of 15 looks of 10 draws each;
     more than 34 wrong ones of an error of 5 % have probability below 1e-5."""
@@ -145,7 +142,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_cnn(tmp_path_factory.mktemp("noisy"), noise=0.3, times=2)
 
 
-@pytest.mark.slow
 def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> None:
     settings = settings_of({**SECTION, "mode": "target-scores", "radii": (0.001, 0.03, 0.4)})
     assert type(settings) is TargetScores

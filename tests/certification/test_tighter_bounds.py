@@ -30,8 +30,6 @@ from dpdist.certification.score_bounds import (
 from dpdist.certification.table_reader import recertify
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.guarantee
-
 
 def test_betting_errs_no_more_often_than_allowed() -> None:
     """Exact: scores 0, 1/2 and 1, every outcome of 14 draws, at many means."""
@@ -105,7 +103,6 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}

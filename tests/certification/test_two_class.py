@@ -23,8 +23,6 @@ from dpdist.certification.variants import TwoClass
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.guarantee
-
 NOISE = Gaussian(0.5)
 
 
@@ -89,7 +87,6 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
     )  # of one class
 
 
-@pytest.mark.slow
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model")
     section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "backend": "eager"}

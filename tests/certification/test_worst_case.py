@@ -39,8 +39,6 @@ from dpdist.certification.worker import (
 from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness import keys as units
 
-pytestmark = pytest.mark.guarantee
-
 SIGMA = 0.5
 
 
@@ -87,7 +85,6 @@ def test_anytime_certifies_the_distance_and_no_more(noise: str) -> None:
 
 # A radius of 1.02 times the distance is tested with p below p0: it passes with probability 1e-6
 # at most. 0.92 times is missed only when the count is 5 standard deviations low.
-@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 def test_target_certifies_radii_up_to_the_distance(noise: str) -> None:
     radii = (0.25, 0.46, 0.51, 0.6)

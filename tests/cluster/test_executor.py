@@ -18,7 +18,6 @@ import torch
 from support.local_execution import command
 from support.recipes import write_recipe
 from support.threads import new_settings_after
-from support.training import make, train
 from support.training import prepare_job as job_of
 
 from dpdist import pipeline
@@ -36,7 +35,6 @@ from dpdist.cluster.session import Session
 from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
 from dpdist.core.errors import ClusterError, DiskFullError, UserError
 from dpdist.privacy.ledger import LedgerError
-from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
@@ -246,7 +244,7 @@ def test_the_only_worker_of_a_group_is_this_process(tmp_path: Path) -> None:
             LocalExecutor().run_workers(group_of(lambda *_: None, tmp_path, workers=workers))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_work_is_polled_meanwhile_and_after_it() -> None:
     main, threads = threading.current_thread(), []
     polled = threading.Event()
@@ -267,7 +265,7 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
         LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
     """As on Ray: a training would wait half an hour for the permit of an archive that is gone. A
@@ -364,7 +362,7 @@ def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
     assert small.place(False) is auto.ray()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_small_trainings_of_one_worker_stay_here(
     auto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,7 +501,7 @@ def test_a_training_in_this_process_has_the_threads_of_its_recipe(
     assert seen == [1, 3, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["model.name", "method.name", "training.loss"])
 def test_own_code_that_was_edited_since_its_import_is_not_executed(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -572,7 +570,7 @@ def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
     assert "RuntimeError: secret 1" in RunFolder(tmp_path / "run").errors.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_goes_through_and_the_same_command_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,15 +586,10 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with runs/x, trained and released, and a recipe."""
     place = tmp_path_factory.mktemp("commands")
-    recipe, folder = make(
-        place / "runs", "x", model="linear", certify={"sigma": 0.25, "n": 100},
-        privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, folder)
-    write_release(folder)
+    recipe = golden("release", place / "runs").read_recipe()
     raw = recipe.model_dump(mode="json", exclude_none=True) | {"name": "new"}
     write_recipe(place, raw, "new.yaml")
     search = {
@@ -607,7 +600,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

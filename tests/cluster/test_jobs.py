@@ -15,8 +15,6 @@ from dpdist.cluster.session import reload_ray_environment
 from dpdist.cluster.submission import JobClient
 from dpdist.core.errors import ClusterError
 
-pytestmark = pytest.mark.whole
-
 TOKEN = "a" * 64
 PARTS = ["training: begins\n", "training: 10 of 20 steps\n", "certified\n"]
 
@@ -117,7 +115,7 @@ def server(monkeypatch):
     reload_ray_environment()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     server.drop = 2
     said: list[str] = []
@@ -126,7 +124,7 @@ def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     assert ended.done and ended.state == "SUCCEEDED" and ended.metadata == {"run": "my"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
     monkeypatch.setattr(submission, "_MAX_SILENCE_SECONDS", 0.1)
     server.drop = 1000
@@ -134,7 +132,7 @@ def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
         JobClient(server.address).follow("run-1", lambda text: None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_submit_list_and_stop(server):
     jobs = JobClient(server.address)
     jobs.submit("run-1", "dpdist run digits", metadata={"run": "digits"})
@@ -147,14 +145,14 @@ def test_submit_list_and_stop(server):
         jobs.stop("none")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_wrong_token_is_refused(server, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
     with pytest.raises(ClusterError, match="refuses this machine's token"):
         JobClient(server.address)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
     """A recipe outside of what is sent, or in a folder that is never sent."""
     from dpdist.cli.main import app

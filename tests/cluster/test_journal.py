@@ -9,8 +9,6 @@ import pytest
 
 from dpdist.cluster.job_folder import Journal, JournalInUseError
 
-pytestmark = pytest.mark.whole
-
 
 def test_entries_come_back_in_order(tmp_path: Path) -> None:
     with Journal(tmp_path / "a" / "journal") as journal:
@@ -34,7 +32,7 @@ def test_damage_ends_the_journal_and_is_overwritten(tmp_path: Path, damage: str)
     assert read(path) == [1, 3]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     script = (
@@ -55,7 +53,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert read(path) == [1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_entries_are_read_one_by_one(tmp_path: Path) -> None:
     """A journal of 5,000 entries (1.3 MB) passes through a tenth of that."""
     path = tmp_path / "journal"

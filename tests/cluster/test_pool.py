@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import tempfile
@@ -16,8 +15,6 @@ from dpdist.cluster.session import connect
 from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
-pytestmark = pytest.mark.whole
-
 
 @pytest.fixture(scope="module", autouse=True)
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -27,17 +24,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("RAY_ADDRESS", raising=False)
         with connect(log, cpus=2):
             yield log
-
-
-@pytest.mark.long
-def test_what_ray_says_goes_to_the_file_and_nowhere_else(
-    session: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`ray.init` takes all handlers away; more in test_session."""
-    logging.getLogger("ray.tune").error("Trial task failed for trial 7")
-    assert "ray.tune ERROR Trial task failed for trial 7" in session.read_text()
-    said = capfd.readouterr()
-    assert "Trial task" not in said.out + said.err
 
 
 def collect(factory: Any, shared: Any, chunks: list[Chunk], **settings: Any) -> dict[str, Any]:
@@ -55,21 +41,7 @@ def chunks_of(count: int) -> list[Chunk]:
     return [Chunk(f"c{i}", i, i) for i in range(count)]
 
 
-@pytest.mark.long
-def test_every_chunk_once_with_the_shared_value() -> None:
-    def factory(shared: int) -> Any:
-        return lambda payload: payload * shared
-
-    got = collect(factory, 7, chunks_of(50), actors=2)
-    assert got == {f"c{i}": 7 * i for i in range(50)}
-
-
-@pytest.mark.long
-def test_no_chunks_need_no_actor() -> None:
-    assert collect(None, None, []) == {}
-
-
-@pytest.mark.long
+@pytest.mark.e2e
 def test_lower_priority_goes_first(tmp_path: Path) -> None:
     def factory(log: Path) -> Any:
         def work(payload: int) -> None:
@@ -83,7 +55,7 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_stream_of_chunks_is_read_only_a_little_ahead() -> None:
     """A million chunks would not fit in memory with their inputs."""
 
@@ -128,7 +100,7 @@ def test_a_call_stops_at_its_time_and_before_an_error() -> None:
     assert runner.run([1, 2], 0.0)[0] == [1]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_failure_among_thousands_is_blamed_on_its_own_chunk() -> None:
     def factory(_: None) -> Any:
         def work(payload: int) -> int:
@@ -142,7 +114,7 @@ def test_a_failure_among_thousands_is_blamed_on_its_own_chunk() -> None:
         collect(factory, None, chunks_of(3000), actors=2)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_an_actor_killed_among_thousands_loses_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -159,7 +131,7 @@ def test_an_actor_killed_among_thousands_loses_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("killed-*"))) == 2
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_chunks_that_grow_long_are_shared_out() -> None:
     """A call filled by the pace of short chunks does not keep fifty long ones from the others."""
 
@@ -175,7 +147,7 @@ def test_chunks_that_grow_long_are_shared_out() -> None:
     assert len(shares) == 2 and min(shares) >= 4
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_chunk_waits_for_the_actor_that_has_yet_to_start(tmp_path: Path) -> None:
     """Two long chunks are worked on by two actors, though one of these starts late."""
 
@@ -227,24 +199,7 @@ def test_an_interrupt_drops_nothing_that_is_finished(tmp_path: Path) -> None:
     assert results[0] == "interrupted" and sorted(results[1:]) == ["c0", "c1"]
 
 
-@pytest.mark.long
-def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
-    def factory(folder: Path) -> Any:
-        def work(payload: int) -> int:
-            mark = folder / f"killed-{payload}"
-            if payload % 10 == 5 and not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return payload
-
-        return work
-
-    got = collect(factory, tmp_path, chunks_of(20), actors=2)
-    assert got == {f"c{i}": i for i in range(20)}
-    assert len(list(tmp_path.glob("killed-*"))) == 2
-
-
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -262,7 +217,7 @@ def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
     assert time.monotonic() - start < 300, "it waited for the one that hangs"
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -278,21 +233,7 @@ def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
     assert got == {f"c{i}": i for i in range(6)}
 
 
-@pytest.mark.long
-def test_a_chunk_that_always_fails_is_named() -> None:
-    def factory(_: None) -> Any:
-        def work(payload: int) -> int:
-            if payload == 2:
-                raise ValueError("no such pixel")
-            return payload
-
-        return work
-
-    with pytest.raises(ClusterError, match=r"c2 failed 5 times: no such pixel"):
-        collect(factory, None, chunks_of(4), actors=1)
-
-
-@pytest.mark.long
+@pytest.mark.e2e
 def test_results_that_do_not_hold_are_not_tried_again() -> None:
     """Whoever tried once more might be lucky, and the results would pass for sound ones."""
     tried: list[int] = []
@@ -324,7 +265,7 @@ def test_results_that_do_not_hold_are_not_tried_again() -> None:
         assert (Path(folder) / "77").exists()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("paused", [False, True])
 def test_no_actor_is_blamed_for_a_pause_of_this_process(paused: bool) -> None:
     """After a laptop's sleep the clock has gone on, and no actor had a chance to answer."""

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.processes import wait_for
 
 from dpdist.cluster.reaper import find_processes_using, reap_on_exit
-
-pytestmark = pytest.mark.whole
 
 # A command in a session of its own, which says when its reaper is there and waits to be killed.
 COMMAND = """

@@ -43,7 +43,7 @@ def results_of(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> None:
     local = dpdist.run(RECIPE, runs=tmp_path / "local", executor="local")
     ray = dpdist.run(RECIPE, runs=tmp_path / "ray", executor="ray")
@@ -54,7 +54,7 @@ def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> N
     assert ray.log.exists() and not local.log.exists() and not free.log.exists()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None:
     """As an exact replay: the executor is no part of a run's identity."""
@@ -67,7 +67,7 @@ def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None
     assert results_of(found) == results_of(whole)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path) -> None:
     recipe = {
         **{key: value for key, value in RECIPE.items() if key != "certify"},
@@ -84,7 +84,7 @@ def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path)
     assert found[0] == found[1]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path: Path) -> None:
     """Training and certificates: Ray is not even imported."""
     (tmp_path / "recipe.yaml").write_text(dpdist.Recipe.model_validate(RECIPE).to_yaml())

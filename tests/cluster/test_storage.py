@@ -57,7 +57,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tm
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["file"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
     """Whole all the same. Of a training or search that is its progress and nothing else."""
     write_json(tmp_path / "file", {"done": 1}, durable=False)
@@ -193,7 +193,6 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     assert link.is_symlink() and path.read_text() == "after"
 
 
-@pytest.mark.whole
 def test_a_result_goes_into_a_pipe_and_makes_no_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reading = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)

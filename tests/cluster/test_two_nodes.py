@@ -34,8 +34,6 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.training.monitoring import read_users
 
-pytestmark = pytest.mark.whole
-
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -129,7 +127,7 @@ def tell(nodes: subprocess.Popen, word: str) -> None:
     assert nodes.stdout.readline() == "done\n"
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
@@ -213,7 +211,7 @@ def gated(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("gated", None)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_lost_workers_and_a_lost_node_change_nothing(nodes, gated, tmp_path, monkeypatch, capsys):
     """First a worker is killed, then a node, and a worker with
@@ -252,7 +250,7 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
     assert done.code == 0, done.err
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_an_announced_preemption_costs_no_step(nodes, gated, tmp_path, monkeypatch, capsys):
@@ -296,7 +294,7 @@ main()
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, capsys):

@@ -14,8 +14,6 @@ import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.data.overlap import count_common
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 COUNT, SIDE = 24, 4
 PIXELS = np.random.default_rng(0).integers(0, 256, (COUNT, SIDE, SIDE, 3), dtype=np.uint8)
 OTHERS = np.random.default_rng(1).integers(0, 256, (COUNT, SIDE, SIDE, 3), dtype=np.uint8)

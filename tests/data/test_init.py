@@ -17,8 +17,6 @@ from dpdist.core.errors import UserError
 from dpdist.runs.recipe import load_recipe
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> None:

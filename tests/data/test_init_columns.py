@@ -26,7 +26,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, resolve_recipe
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
 ROWS = 200
 
 
@@ -154,7 +153,7 @@ def trained(recipe: str, **more: Any) -> RunFolder:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_texts_without_a_label_become_a_recipe_of_next_tokens():
     write_jsonl("notes", text=LINES, source=["web"] * 48, page_id=list(range(48)))
     out = said("notes")
@@ -166,7 +165,7 @@ def test_texts_without_a_label_become_a_recipe_of_next_tokens():
     assert trained("notes.yaml").model_folder.is_dir()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_chats_become_adapters_on_a_model_of_ones_own():
     needs_hf()
     write_jsonl("chats", messages=TALK, who=[f"SPLIT {n // 2}" for n in range(48)])
@@ -198,7 +197,7 @@ def test_chats_become_adapters_on_a_model_of_ones_own():
     assert trained("chats.yaml").model_folder.is_dir()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("question", "answer"), ("instruction", "output")])
 def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     needs_hf()
@@ -221,7 +220,7 @@ def test_prompts_and_answers_become_adapters_that_learn_the_answers(names):
     assert learned == "a 0<|im_end|>\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_predict_and_a_release_take_raw_features():
     write_csv()
     said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pulse=40,180")

@@ -15,7 +15,7 @@ from dpdist.data.registry import SYNTHETIC
 BOTH = pytest.mark.parametrize("name", sorted(SYNTHETIC))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @BOTH
 def test_they_follow_from_the_seed_alone(name, monkeypatch):
     made = SYNTHETIC[name]
@@ -39,10 +39,8 @@ def test_they_follow_from_the_seed_alone(name, monkeypatch):
     assert set(labels) == set(range(made.classes))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12)])
 def test_the_classes_are_the_same_for_every_seed(name, least):
     invented = SYNTHETIC[name].draw
     first, labels = invented(2000, seed=0, classes=20)
@@ -52,7 +50,7 @@ def test_the_classes_are_the_same_for_every_seed(name, least):
     assert (distances.argmin(1) == labels[:400]).mean() > least  # chance: 0.05
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @BOTH
 def test_they_are_a_data_set_by_name(name, monkeypatch, tmp_path):
     made = SYNTHETIC[name]

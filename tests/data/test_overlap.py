@@ -27,8 +27,6 @@ from dpdist.training.pretraining import pretrain
 from dpdist.training.records import data_source, private_records, records_with_canaries
 from dpdist.tuning.search import prepare_search as prepare_search
 
-pytestmark = pytest.mark.whole
-
 
 def pixels(seed: int, count: int, side: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, side, side), dtype=np.uint8)
@@ -180,7 +178,7 @@ def test_records_of_a_pretraining_must_not_be_private(root):
         pretrain(pretraining(root, name="other"), "test")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_could_not_be_compared_is_assumed_on_the_card(root):
     write_images(root / "other", "train", pixels(0, 80, side=5))
     described = pretraining(root, name="other")
@@ -203,7 +201,7 @@ def beginning_with(folder: Path, root: Path, **data: Any) -> Recipe:
     return recipe(root, model={"name": "linear", "initial": {"folder": str(folder)}}, data=data)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["release", "private/model"])
 def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place):
     first = RunFolder(root / "first")
@@ -225,7 +223,7 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
         assert not any("no private record is among" in line for line in card["assumptions"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     first = RunFolder(root / "first")
     trained(recipe(root), first.path)

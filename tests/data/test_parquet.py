@@ -11,8 +11,6 @@ from support.datasets import png, write_split
 from dpdist.core.errors import UserError
 from dpdist.data import DataSource, load, split_by_id
 
-pytestmark = pytest.mark.whole
-
 
 def images(count: int = 6, side: int = 5) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
@@ -91,7 +89,7 @@ def test_split_by_id_never_moves_other_records():
     assert 200 < sides.sum() < 400
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_real_mnist(data_root):
     test = load(DataSource("mnist", 10, data_root), "test")
     assert len(test) == 10_000 and test.input_shape == (1, 28, 28)

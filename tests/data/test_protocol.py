@@ -30,8 +30,6 @@ from dpdist.data import DataSource, load, protocol
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, canonical, find_generators
 
-pytestmark = pytest.mark.guarantee
-
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 Y = np.array([0, 1, 2, 0, 1, 2])
 SECRET = 91370  # a label that must not be printed

@@ -9,14 +9,12 @@ import torch
 
 from dpdist.data.adapters import as_records
 
-pytestmark = pytest.mark.whole
-
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 Y = np.array([0, 1, 2, 0, 1, 2])
 KEY = bytes(range(32))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ray_data_are_materialized_in_one_order():
     # "local": a cluster that another test started at the same time is not joined.
     ray.init("local", num_cpus=1, include_dashboard=False, ignore_reinit_error=True)

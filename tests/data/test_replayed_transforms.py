@@ -24,8 +24,6 @@ import dpdist
 from dpdist.privacy.ledger import Ledger
 from dpdist.training import private_step
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.whole]
-
 RECORDS, STEPS, AT = 60, 4, 2
 OWN = np.random.default_rng(0)
 
@@ -103,7 +101,7 @@ def went_on(folder: Path, draw, patch: pytest.MonkeyPatch) -> tuple[dpdist.RunFo
     return run, keys
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDED)
 def test_what_is_seeded_is_replayed_and_charged_once(tmp_path, monkeypatch, name):
     before, _ = killed(tmp_path / "run", SEEDED[name], monkeypatch)
@@ -114,7 +112,7 @@ def test_what_is_seeded_is_replayed_and_charged_once(tmp_path, monkeypatch, name
     assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNSEEDED)
 def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name):
     before, early = killed(tmp_path / "run", UNSEEDED[name], monkeypatch)

@@ -29,8 +29,6 @@ from dpdist.data.record_hashes import hash_inputs, hash_users
 from dpdist.data.tables import open_table
 from dpdist.runs.recipe import load_recipe
 
-pytestmark = pytest.mark.guarantee
-
 MARK = "91370"  # a value that no message may hold
 GOOD = ["age,label", "1.5,0", "2.5,1", "3.5,0", "4.5,1"]
 

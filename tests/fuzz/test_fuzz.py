@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from dpdist.runs.recipe import Recipe
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FIELDS = sorted(set(options(Recipe.model_json_schema())))
 TUNED = {

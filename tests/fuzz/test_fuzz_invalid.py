@@ -34,7 +34,7 @@ from dpdist.release.files import compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.archive import Archive
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _votes(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:

@@ -24,8 +24,6 @@ from dpdist.gradients.passes import iter_passes, rows_per_batch, rows_per_pass
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
-pytestmark = pytest.mark.guarantee
-
 KEY = bytes(range(32))
 
 
@@ -331,7 +329,6 @@ def sum_of(gradients: Tensor, blocks: Blocks | None) -> Tensor:
     return engine.clipped_sum(zeros, gradients, draw_key=KEY, record_ids=ids).flat.double()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("records", "width", "up", "down"),
     [
@@ -363,7 +360,6 @@ def test_one_record_changes_the_executed_sum_by_at_most_c(records, width, up, do
     assert 0.9999 - 2 * sum_slack(torch.float32) <= change <= 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("records", [2048, 8192, 65_500])
 def test_positions_that_cancel_add_no_rounding(records):
     """A record's positions are 400 C each and cancel to C: the sum over positions and records is
@@ -392,7 +388,7 @@ def test_positions_that_cancel_add_no_rounding(records):
     assert float(total(inputs, 1).norm()) <= 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_positions_that_cancel_in_float64_add_no_rounding_beyond_the_slack():
     """With a slack of 2^-38 for float64 models, a change was above C by 2e-11 C."""
     model = nn.Linear(2, 2, bias=False).double()

@@ -23,8 +23,6 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.hooks import find_layers, run_pass
 
-pytestmark = pytest.mark.guarantee
-
 EXAMPLES = hypothesis_settings(25)
 RTOL = 1e-6
 
@@ -76,7 +74,6 @@ def check(model: nn.Module, inputs: Tensor, fallback: list[str] | None = None) -
         torch.testing.assert_close(result.flat, expected, rtol=RTOL, atol=RTOL * scale)
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 5), st.lists(st.integers(1, 4), max_size=2), st.integers(1, 6),
@@ -90,7 +87,6 @@ def test_linear(batch, leading, width_in, width_out, bias, seed):
     check(model, torch.randn(batch, *leading, width_in))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
@@ -113,7 +109,6 @@ def test_conv2d(
     check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
@@ -138,7 +133,6 @@ def test_conv_transpose2d(
     check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 2), channels=st.integers(1, 2),
@@ -158,7 +152,6 @@ def test_conv1d(batch, groups, channels, length, kernel, stride, dilation, paddi
     check(model, torch.randn(batch, groups * channels, length))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.integers(2, 4),
@@ -187,7 +180,6 @@ def test_a_norm_of_many_examples_is_made_in_pieces(at_once, monkeypatch):
     check(model, torch.randn(7, 1, 3, 3))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 4), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.integers(0, 10**6)
@@ -218,7 +210,6 @@ class _Recurrent(nn.Module):
         return torch.cat([sequence.flatten(1), finals.transpose(0, 1).flatten(1)], dim=1)
 
 
-@pytest.mark.slow
 @hypothesis_settings(20)
 @given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),
@@ -279,7 +270,6 @@ class _CalledAtTwoSizes(nn.Module):
         return torch.cat([self.conv(inputs).flatten(1), small.flatten(1)], dim=1)
 
 
-@pytest.mark.slow
 def test_shared_parameters_have_their_cross_terms():
     torch.manual_seed(0)
     check(_Tied(), torch.randint(0, 6, (4, 5)))
@@ -311,7 +301,6 @@ class _OwnScale(nn.Module):
         return inputs * self.scale.exp()
 
 
-@pytest.mark.slow
 def test_other_layers_fall_back_to_torch_func_and_are_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), _OwnScale(), nn.PReLU())
@@ -395,7 +384,6 @@ def test_parameters_in_a_dictionary_are_those_of_its_module():
     check(nn.Sequential(_ScaledBy(), nn.Tanh(), nn.Linear(4, 3)), torch.randn(5, 4), ["0"])
 
 
-@pytest.mark.slow
 def test_attention_falls_back_with_its_submodules():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)

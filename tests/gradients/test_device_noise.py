@@ -20,8 +20,6 @@ from dpdist.gradients.noise import (
 from dpdist.randomness import device_generators
 from dpdist.randomness.keys import stream_words
 
-pytestmark = pytest.mark.guarantee
-
 KEY, CPU = bytes(range(32)), torch.device("cpu")
 
 
@@ -54,7 +52,6 @@ def test_words_are_chacha20_s():
     )
 
 
-@pytest.mark.slow
 def test_every_bit_of_the_key_and_every_block_counts():
     keys = {KEY} | {
         bytes(b ^ (1 << (bit % 8)) * (place == bit // 8) for place, b in enumerate(KEY))
@@ -93,7 +90,6 @@ def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
 # ---- noise
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("piece", "size"), [(16, 2_501), (1 << 12, 40_101)])
 def test_noise_is_the_cpu_s_to_the_bit_for_any_start_and_count(monkeypatch, piece, size):
     """Also across the pieces in which it is made, 128 entries each or 32,768."""

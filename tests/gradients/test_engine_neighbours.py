@@ -24,8 +24,6 @@ from dpdist.gradients.perturbations import (
 )
 from dpdist.randomness.noise_location import ModuleNoise
 
-pytestmark = pytest.mark.guarantee
-
 C = 0.2
 KEY = bytes(range(32))
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,7 +76,6 @@ DRAWS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_record_changes_the_sum_by_at_most_c(name):
     engine = GradientEngine(

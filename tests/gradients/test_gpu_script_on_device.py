@@ -9,7 +9,7 @@ from support.simulated_device import simulated_device
 
 from dpdist.gradients import noise
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 def test_a_device_that_is_wrong_is_seen(monkeypatch) -> None:

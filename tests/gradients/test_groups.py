@@ -35,8 +35,6 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.randomness.noise_location import ModuleNoise
 from dpdist.training.private_step import PrivateStep, build_shards
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 KEY, CLIP, MOST = bytes(range(32)), 0.7, 3
 SIZES = [1, 2, 3, 9, 1, 4, 30, 2, 1, 5, 7, 1, 3, 2, 6, 1, 1, 12, 2, 3]  # records of each user
 RATE = 0.5

@@ -16,8 +16,6 @@ from dpdist.gradients.noise import add_noise, extend_rare_word, standard_normal
 from dpdist.gradients.sampling import poisson_sample, worker_range
 from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, stream_words
 
-pytestmark = pytest.mark.guarantee
-
 KEY = bytes(range(32))
 FIRST = [-0.30008795403628297, 1.2928748160919075, -0.6054132183873209, -0.2889656753624945]
 
@@ -171,7 +169,6 @@ def _accepts(noise: np.ndarray, std: float) -> bool:
     return stats.kstest(noise, "norm", args=(0, std)).pvalue > 1e-6
 
 
-@pytest.mark.slow
 def test_noise_has_its_standard_deviation_and_no_other():
     """200,000 draws at std 1.7: accepted (false failure 1e-6), while 2/3 and 3/2 of it, and
     1/sqrt(2) of it (one of two ranks' shares missing), are rejected."""

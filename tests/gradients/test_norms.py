@@ -27,8 +27,6 @@ from dpdist.gradients.per_example import (
 )
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
-pytestmark = pytest.mark.guarantee
-
 KEY = bytes(range(32))
 SLACK = rounding_slack(torch.float32)
 
@@ -137,7 +135,6 @@ class ReadOut(nn.Module):
         return torch.stack([logit, -logit], dim=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1024, 4096, 16_384])
 def test_one_record_moves_the_engines_sum_by_at_most_the_clip_norm(width):
     """An ordinary model and loss: the sum moved by 1.53, 3.00 and 5.67 C at these widths."""

@@ -20,8 +20,6 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.objective import LOSSES, objective_of
 from dpdist.gradients.sampling import Blocks
 
-pytestmark = pytest.mark.guarantee
-
 B, CLIP, KEY = 21, 0.3, bytes(range(32))
 
 

@@ -322,7 +322,7 @@ def _engine(case: Case) -> GradientEngine:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in ALL],
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in ALL],
 )
 def test_an_ordinary_network_trains_and_its_sum_is_that_of_one_by_one(name):
     case = ALL[name]

@@ -89,7 +89,7 @@ def test_large_batches_without_ids_are_not_added_up_in_float32(key, blocks):
     assert float((found - exact).abs().max()) <= 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 16, 200, 256, 600, MAX_BLOCK_RECORDS])
 def test_the_rounding_of_a_block_s_sum_is_below_its_slack(capacity, monkeypatch):
     """By the bound of `sum_slack`, at the runs that are executed: 2 (r + 2) u n of the float32
@@ -146,7 +146,7 @@ def test_no_record_exceeds_the_clip_under_autocast():
             assert float(one.norm()) <= 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_no_float32_product_is_made_where_torch_rounds_its_factors(precision, monkeypatch):
     """TF32 on a GPU and bfloat16 on some CPUs, which a script may allow."""

@@ -29,8 +29,6 @@ from dpdist.gradients.perturbations import (
 from dpdist.papers.secure_sgd.shares import FixedHiddenPerturbation
 from dpdist.randomness.noise_location import ModuleNoise
 
-pytestmark = pytest.mark.guarantee
-
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS = torch.tensor([17, 4, 901, 33, 250])
 

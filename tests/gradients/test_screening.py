@@ -173,7 +173,7 @@ def outcome(make: Callable[[], nn.Module], batch: Batch) -> int | None:
     return engine.micro_batch
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_of_a_neighboring_pair_are_trained_alike(name: str) -> None:
     make, one, other = PAIRS[name]()

@@ -22,10 +22,8 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.models.zoo import tf_cnn
 
-pytestmark = pytest.mark.whole
 
-
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.nightly
 def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
@@ -39,7 +37,7 @@ def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     assert ratio is not None and float(ratio[1]) <= 2.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_step_costs_no_more_than_three_ordinary_ones():
     """Processor time, one thread; near 1 in the benchmark."""
     torch.manual_seed(0)

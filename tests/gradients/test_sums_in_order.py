@@ -17,8 +17,6 @@ from dpdist.gradients.per_example import EmbeddingGradient
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.gradients.sampling import Blocks
 
-pytestmark = pytest.mark.guarantee
-
 KEY = bytes(range(32))
 
 

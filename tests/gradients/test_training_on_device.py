@@ -89,7 +89,7 @@ NETWORKS = {
 
 def few(names: Iterable[str], *quick: str) -> list[Any]:
     """The quick ones; the others with the long tests."""
-    return [pytest.param(n, marks=[pytest.mark.long] * (n not in quick)) for n in names]
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n not in quick)) for n in names]
 
 
 def built(network: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -251,7 +251,7 @@ def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked)
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("between", [nn.Tanh, pytest.param(nn.ReLU, marks=pytest.mark.long)])
+@pytest.mark.parametrize("between", [nn.Tanh, pytest.param(nn.ReLU, marks=pytest.mark.slow)])
 def test_a_denoisers_noise_is_split_where_it_lies(between: type[nn.Module]) -> None:
     method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
     x, noise = torch.rand(9, 1, 4, 4), torch.randn(9, 1, 4, 4)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(900)
 
 RECIPE = {
     "name": "job",

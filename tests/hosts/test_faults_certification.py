@@ -13,7 +13,7 @@ from faults import Faults, asked_for, fill, no_orphans, run_through, train_here
 from over_ssh import Cluster
 from rooms import SHARED, SMALL, Host
 
-pytestmark = [pytest.mark.timeout(1800), asked_for, pytest.mark.whole]
+pytestmark = [pytest.mark.timeout(1800), asked_for]
 
 RUNNER = "ray::Runner"
 FULL = "full"

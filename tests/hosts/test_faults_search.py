@@ -23,7 +23,7 @@ from over_ssh import Cluster
 from rooms import SHARED, SMALL
 from support.processes import parameters
 
-pytestmark = [pytest.mark.timeout(1800), asked_for, pytest.mark.whole]
+pytestmark = [pytest.mark.timeout(1800), asked_for]
 
 TRIAL = "ray::ImplicitFunc"
 STEPS = 1000

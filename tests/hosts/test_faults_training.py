@@ -26,7 +26,7 @@ from faults import (
 from safetensors.torch import load_file, save_file
 from support.processes import parameters
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(1800)
 
 STEPS, LONG = 400, 2500
 RECIPE = {

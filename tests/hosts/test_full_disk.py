@@ -21,8 +21,6 @@ from dpdist.core.files import write_json
 from dpdist.runs.folder import RunFolder
 from dpdist.training.trainer import _worker_error
 
-pytestmark = pytest.mark.whole
-
 needs_a_small_disk = pytest.mark.skipif(
     os.geteuid() != 0
     or shutil.which("unshare") is None
@@ -146,7 +144,7 @@ print(json.dumps(errors))
 """  # noqa: E501
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @needs_a_small_disk
 @pytest.mark.parametrize("script, least", [(_SCRIPT, 3), (_SEARCH, 2)], ids=["training", "search"])
 def test_a_full_disk_changes_nothing(tmp_path, script, least):

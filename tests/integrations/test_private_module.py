@@ -23,8 +23,6 @@ tuner = import_extra("lightning.pytorch.tuner", "lightning", "tests")
 PrivateModule = integration.PrivateModule
 
 pytestmark = [
-    pytest.mark.whole,
-    pytest.mark.guarantee,
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
@@ -114,7 +112,7 @@ def weights(model: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "every"), [(None, 0), ("step", 1), ("epoch", 5)])
 def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
     private = module(tmp_path / "run", Net(schedule))
@@ -126,7 +124,7 @@ def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
     assert private.guarantee == wanted.guarantee and private.guarantee.kind == "proved"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_records_of_a_class_join_at_its_rate_as_in_the_own_loop(tmp_path):
     ones = int(records()[1].sum())
     given = {"rates": {0: 1, 1: 2}, "class_counts": {0: RECORDS - ones, 1: ones},
@@ -186,7 +184,7 @@ def test_what_is_logged_was_released(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_fit_goes_on_where_another_ended(tmp_path):
     resources = {"checkpoint_seconds": 1e-6}
     begun = module(tmp_path / "run", resources=resources)
@@ -230,7 +228,7 @@ def documents() -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
     needs_hf()
     privacy = {**PRIVATE, "unit": "user", "max_records_per_user": 2}

@@ -32,7 +32,6 @@ peft = import_extra("peft", "hf", "tests")
 transformers = import_extra("transformers", "hf", "tests")
 ModelLoss, PrivateTrainer = integration.ModelLoss, integration.PrivateTrainer
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
 WORDS, LENGTH, SIZE = 24, 7, 300
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
@@ -118,7 +117,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> PrivateTrainer:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_releases_the_bits_of_the_own_loop(tmp_path, trained):
     model, rows = lora(), padded(texts())
     model.config.use_cache = False
@@ -172,7 +171,7 @@ def test_nothing_is_written_beside_the_run(trained):
     assert any("sampler and batches" in each for each in card["notes"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_have_no_way_around_the_clip(tmp_path):
     """Without noise a step's sum is no longer than one clip norm a record."""
     privacy = {"noise_multiplier": 0.0, "delta": 1e-3, "clip_norm": 0.25, "run_key": KEY}
@@ -206,7 +205,7 @@ print("done", t.state.global_step)
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_killed_training_goes_on(tmp_path, trained):
     tests = Path(__file__).resolve().parents[1]
     script = tmp_path / "script.py"
@@ -220,7 +219,7 @@ def test_a_killed_training_goes_on(tmp_path, trained):
     assert release_ids(run) == release_ids(trained.training.run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_goes_on_after_a_stop(tmp_path, trained):
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -294,7 +293,7 @@ BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_atte
         "intermediate_size": 8, "max_position_embeddings": 16}  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "label"),
     [
@@ -331,7 +330,7 @@ def test_a_classifier_is_trained(tmp_path):
     assert t.train().global_step == 4 and not torch.equal(before, weights(model))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_records_of_a_class_join_at_its_rate(tmp_path):
     torch.manual_seed(5)
     config = transformers.BertConfig(
@@ -481,7 +480,7 @@ def test_private_records_are_not_evaluated(tmp_path, trained):
         t.evaluate()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
     t = trainer(tmp_path / "run")
     held = t._records_of(texts(20, seed=9), "held out")
@@ -538,15 +537,6 @@ def test_causal_models_that_do_not_say_so_see_no_token_that_follows(name):
     assert loss.causal and found[0] == pytest.approx(found[1], abs=1e-6)
 
 
-def test_models_that_see_what_follows_do_not_learn_to_say_it():
-    config = transformers.RobertaConfig(
-        vocab_size=WORDS, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    with pytest.raises(UserError, match=r"model: must not see .*config.is_decoder=True"):
-        ModelLoss(transformers.RobertaForCausalLM(config))
-
-
 def test_a_digest_is_that_of_the_base_beside_trained_copies():
     base = llama()
     wanted = integration.base_digest(base)
@@ -562,15 +552,6 @@ def test_a_digest_is_that_of_the_base_beside_trained_copies():
     with torch.no_grad():
         model.get_base_model().lm_head.original_module.weight[0, 0] += 1.0
     assert integration.base_digest(model) != wanted
-
-
-def test_dropout_trains(tmp_path):
-    torch.manual_seed(5)
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT)).train()
-    rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
-    before = model.classifier.weight.clone()
-    trainer(tmp_path / "run", model, train_dataset=rows).train()
-    assert not torch.equal(before, model.classifier.weight)
 
 
 # --- adapters
@@ -633,7 +614,7 @@ def chat_trainer(folder: Path, tokenizer: Any, **given: Any) -> PrivateTrainer:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch):
     tokenizer = lm.chat_tokenizer()
     found = chat_trainer(tmp_path / "run", tokenizer)
@@ -679,7 +660,7 @@ def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
         Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["args", "model"])
 def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by):
     passes, model = [], lora().train()

@@ -15,7 +15,6 @@ import dpdist
 
 needs_hf(whole_file=True)
 needs_lightning()
-pytestmark = pytest.mark.whole
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "trainers.md"
 SCRIPTS = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text())
 FOLDERS = ["lora", "net"]
@@ -27,7 +26,7 @@ assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_script_runs_as_printed(tmp_path, place):
     """Nothing is imported before: where torchvision does not fit torch, dpdist mends it."""

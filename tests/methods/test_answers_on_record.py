@@ -49,7 +49,6 @@ def inputs(count: int) -> torch.Tensor:
     return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.slow
 def test_no_answer_is_given_on_a_ledger_that_lost_what_was_given(run: RunFolder) -> None:
     """Lost after the run was opened: made anew, it would pay for all answers again."""
     recipe = run.read_recipe()

@@ -27,8 +27,6 @@ from dpdist.runs.recipe import find_recipe, load_recipe, parse_recipe
 from dpdist.training.canaries import DatasetWithCanaries, draw_coins
 from dpdist.training.job import prepare
 
-pytestmark = pytest.mark.guarantee
-
 SHAPE, KEY = (1, 8, 8), b"k" * 32
 OPTIONS = {"filters": [4, 4], "dense": 16}
 METHOD: dict[str, Any] = {
@@ -88,16 +86,6 @@ def test_the_network_of_cifar_10_is_the_paper_s() -> None:
     gamma_x = 9504 / 1851  # printed: 5.13
     budget = (2 - 1) / (1 + 1 / gamma_x + 1 / (2 * gamma_x))
     assert method.noise_scale(1851) == pytest.approx(9504 / 1851 / budget)
-
-
-def test_only_the_center_of_an_image_is_read() -> None:
-    options = {"filters": [2, 3, 4], "kernels": [4, 5, 5], "side": 8, "dense": 6}
-    made = models.initialize(ModelSpec("dpal-cnn", (3, 12, 12), 10, options), 0)
-    x = torch.rand(2, 3, 12, 12, requires_grad=True)
-    (slope,) = torch.autograd.grad(made(x).square().sum(), x)
-    inside = torch.zeros(12, 12, dtype=torch.bool)
-    inside[2:10, 2:10] = True
-    assert bool((slope[..., inside] != 0).all()) and not bool(slope[..., ~inside].any())
 
 
 def test_both_losses_are_the_expansions_at_zero() -> None:
@@ -189,7 +177,6 @@ def noises(job: Any) -> list[Tensor]:
     return [found.input_noise, found.hidden_noise]
 
 
-@pytest.mark.slow
 def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(dpal_training, "_SAVED", 1)
     whole, folder = run(tmp_path, "whole")
@@ -207,7 +194,6 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     assert float(kept.max()) <= 1 + 1e-6
 
 
-@pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
     real = dpal_training.DPALSteps._batch_passes
@@ -229,21 +215,11 @@ def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     assert own == [own[step % count] for step in range(9)] and following[:-1] == own[1:]
 
 
-@pytest.mark.slow
 def test_workers_share_a_batch(tmp_path) -> None:
     alone = {"method": {**METHOD, "xi": 0}}
     one = train(*run(tmp_path, "one", **alone))
     two = train(*run(tmp_path, "two", **alone), 2)
     assert torch.allclose(one, two, atol=1e-4)
-
-
-def test_first_steps_train_the_auto_encoder_alone(tmp_path) -> None:
-    alone = {"method": {**METHOD, "pretraining": 5}}
-    recipe, folder = run(tmp_path, **alone)
-    train(recipe, folder)
-    after, before = models.load(folder.model_folder).network, network()
-    assert torch.equal(after.head.weight, before.head.weight)
-    assert not torch.equal(after.encoder.weight, before.encoder.weight)
 
 
 # ---- its epsilon
@@ -258,7 +234,6 @@ def test_the_claim_is_pure_and_nothing_is_proved(tmp_path) -> None:
     assert "fixed disjoint batches" in " ".join(job.plan.assumptions)
 
 
-@pytest.mark.slow
 def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> None:
     audit = {"kind": "canaries", "canary": "pair", "canaries": 40}
     recipe, folder = run(tmp_path, audit=audit, training__steps=6)
@@ -288,7 +263,6 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
         parse_recipe({**recipe.model_dump(mode="json"), "privacy": added}, "x")
 
 
-@pytest.mark.slow
 def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
     run_without_ray(monkeypatch)
     recipe, _ = run(tmp_path)
@@ -305,7 +279,6 @@ def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
     assert done.code == 2 and "its proved epsilon is infinite" in done.err
 
 
-@pytest.mark.slow
 def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     """The claim is pure 0.2; canaries of one training on built-in data say more at 95 %. By a fixed
     key: one training in seven does not (docs/explanation/adversarial.md)."""
@@ -318,25 +291,3 @@ def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     found = AuditFinding.read(path)
     assert found.proved == math.inf and found.claimed == pytest.approx(0.2)
     assert found.epsilon > 1 and found.assumptions == () and found.view == "the trained model"
-
-
-@pytest.mark.slow
-def test_one_run_refutes_three_convolutions_at_a_claim_of_two(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    """The form of the CIFAR-10 network, small, on built-in data; dpal-cifar10-audited is the whole
-    one. By a fixed key: another finds other labels."""
-    run_without_ray(monkeypatch)
-    change = {
-        "privacy.run_key": "5a" * 32,
-        "model.options": {"filters": [16, 16, 16], "kernels": [4, 5, 5], "dense": 64},
-        "method.epsilon": 2.0, "method.epsilon_2": 1.0, "training.batch_size": 240,
-        "method.encoder_sensitivity": 288, "audit.canaries": 100, "audit.guesses": 40,
-    }  # fmt: skip
-    recipe = load_recipe(find_recipe("digits-dpal-audited"), change)
-    (tmp_path / "x.yaml").write_text(recipe.to_yaml())
-    done = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
-    assert done.code == 1 and "refutes the claim" in done.out, done.out + done.err
-    (path,) = (tmp_path / "runs").rglob("audit.json")
-    found = AuditFinding.read(path)
-    assert found.claimed == pytest.approx(2.0) and found.epsilon > 2

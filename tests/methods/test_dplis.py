@@ -15,8 +15,6 @@ from dpdist.methods.base import Method, MethodState
 from dpdist.methods.dp_sgd import DPSGD, DPlis, dplis_smoothing_std
 from dpdist.privacy.plan import StepPlan
 
-pytestmark = pytest.mark.guarantee
-
 KEY = bytes(range(32))
 MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "clip_norm": 1.0}
 

@@ -23,9 +23,7 @@ from dpdist.papers.stobatch.functional import Functional
 from dpdist.papers.stobatch.functional_sums import (
     CoefficientSums,
     clip_rows,
-    pack_symmetric,
     rounding_slack,
-    unpack_symmetric,
 )
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
@@ -33,8 +31,6 @@ from dpdist.runs.folder import read_verified_ledger
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step
 from dpdist.training.checkpoint import load_latest
-
-pytestmark = pytest.mark.guarantee
 
 SHAPE, CLASSES, RECORDS = (1, 8, 8), 10, 24
 MODEL = {"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}}
@@ -151,13 +147,6 @@ def test_a_noisy_center_is_within_the_clip_of_the_features() -> None:
     assert torch.allclose(made.mean_features(beyond), noisy * (0.5 / noisy.norm()))
 
 
-def test_a_symmetric_matrix_keeps_its_norm() -> None:
-    a = torch.rand(5, 5, dtype=torch.float64)
-    a = a + a.T
-    assert float(pack_symmetric(a).norm()) == pytest.approx(float(a.norm()))
-    assert torch.allclose(unpack_symmetric(pack_symmetric(a), 5), a)
-
-
 def test_the_public_features_of_a_batch_of_any_size() -> None:
     """Traced as well, as a certification executes them; of norm 1, each record's own."""
     for shape in (SHAPE, (3, 8, 8)):
@@ -267,7 +256,6 @@ def test_what_it_costs_is_the_exact_gaussian(tmp_path: Path, rounds: int) -> Non
     assert exact <= plan.guarantee().epsilon <= exact + 1e-3
 
 
-@pytest.mark.slow
 def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(workers: int, **more: Any) -> tuple[Tensor, list[np.ndarray]]:
         with monkeypatch.context() as patch:
@@ -284,7 +272,7 @@ def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(run(1, **exactly)[0], run(3, **exactly)[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": MODEL, "method": {**METHOD, "sigma": 0.2, "draws": 2}}
     whole = train(*make(tmp_path, "whole", **given))
@@ -366,7 +354,7 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
         parse_recipe(raw, "test")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

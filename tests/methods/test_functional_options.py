@@ -33,8 +33,6 @@ from dpdist.randomness.keys import derive_key
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.canaries import Canaries
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 ROUND = 2  # the step of the first round
 MOVED = Adversarial(size=0.2, steps=2)
 PATCHES = {"filters": 6, "side": 3, "pool": 3}
@@ -194,7 +192,7 @@ def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
     assert 0.2 <= float(scales.square().min()) < 0.9 and float(scales.square().max()) > 1.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_options_train(tmp_path: Path) -> None:
     found = {}
     base = {"name": "functional", "rounds": 2}
@@ -288,7 +286,7 @@ def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
         job_of(tmp_path, "other", method=method)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monkeypatch) -> None:
     given = {
         "model": {"name": "patches", "options": PATCHES},

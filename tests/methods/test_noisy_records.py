@@ -25,8 +25,6 @@ from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.job import prepare
 
-pytestmark = pytest.mark.guarantee
-
 CLASSES = 4
 RAW: dict[str, Any] = {
     "name": "x",
@@ -154,7 +152,7 @@ def test_what_it_does_not_protect_is_refused() -> None:
 # ---- the whole
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_trained_on_them_and_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -174,7 +172,7 @@ def test_a_run_is_trained_on_them_and_released(
     assert audit.code == 2 and "noised before the steps" in audit.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are all but nothing, labels are coins: nothing else of a record reaches a step."""
     method = {"name": "noisy-records", "input_norm": 1e-6, "label_epsilon": 1e-9}
@@ -199,7 +197,7 @@ def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.allclose(found, two, atol=1e-5)  # the same noise on any worker
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_copies_of_a_run_noise_another_release_of_the_records_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,6 @@ from dpdist.privacy.phases import GaussianReleases, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import load_recipe, parse_recipe
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "name": "toy",
     "data": {"name": "digits"},
@@ -45,7 +43,7 @@ def beside(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("varied", None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, capsys):
     """Without Ray; on it: tests/test_end_to_end.py."""
     run_without_ray(monkeypatch)

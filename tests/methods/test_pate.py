@@ -33,8 +33,6 @@ from dpdist.training.ensembles import release_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
-pytestmark = pytest.mark.guarantee
-
 KEY = "5a" * 32
 METHOD = {
     "name": "pate", "teachers": 5, "public": {"data": "digits"}, "queries": 20, "answers": 12,
@@ -152,7 +150,7 @@ def votes_of(job: TrainJob) -> np.ndarray:
     return np.load(job.folder.private / VOTES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_record_is_one_vote_of_each_row(tmp_path: Path) -> None:
     every = job_of(tmp_path / "every")
     votes, private = votes_of(every), every.records_without_canaries()
@@ -258,7 +256,6 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_a_crash_replays_the_votes_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +289,6 @@ def test_a_crash_replays_the_votes_and_others_are_refused(
     assert Ledger.read(path).num_queries == 1
 
 
-@pytest.mark.slow
 def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
     """For the plan and for everything that it is drawn from, under one run key."""
 
@@ -346,7 +342,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
             release_once(job, about, lambda key: [1.0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
@@ -374,7 +370,6 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_student_tells_the_records_classes_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,7 +419,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return go
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
     smooth = {"smoothing": {"std": 0.01, "augmentations": 2}}
     training = {"batch_size": 20, "steps": 8, "learning_rate": 0.5}
@@ -458,7 +453,7 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
             assert path.is_dir() or votes not in path.read_bytes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
     raw = RAW | {
         "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none", "run_key": KEY},

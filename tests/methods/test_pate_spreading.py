@@ -15,7 +15,6 @@ import torch
 from methods.test_pate import METHOD, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
-from support.benchmarks import load as load_benchmark
 from support.local_execution import JobRecorder, run_without_ray
 from support.training import execute, parameters
 
@@ -32,8 +31,6 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
-
-pytestmark = pytest.mark.whole
 
 SPREADING = {"spreading": {"neighbors": 5}}
 
@@ -124,22 +121,6 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
     assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
 
 
-@pytest.mark.long
-def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_they_are_very() -> (
-    None
-):
-    bench = vars(load_benchmark("papers/pate/spreading"))
-    found = {
-        share: np.mean([bench["right"](share, 100, seed) for seed in range(4)], axis=0)
-        for share in (0.3, 0.1)
-    }
-    gain = {share: with_it - without for share, (without, with_it) in found.items()}
-    assert gain[0.3][0] > 0 and gain[0.1][0] < 0  # of all inputs
-    assert min(gain[0.3][1], gain[0.1][1]) > 0.15  # of the rare classes
-    head, *rows = bench["lines"](20, 2)
-    assert len(rows) == len(bench["SHARES"]) and {len(row) for row in rows} == {len(head)}
-
-
 # ---- what flows into it
 
 
@@ -149,7 +130,7 @@ def given_to(job: TrainJob) -> Any:
     return recorder.jobs[0].records()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +156,7 @@ def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     assert torch.isfinite(parameters(job.folder)).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_private_flows_into_it_but_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +190,7 @@ def test_nothing_private_flows_into_it_but_released_labels(
     assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_crash_before_they_spread_asks_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +216,7 @@ def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
     assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
     assert np.array_equal(votes_of(plain), votes_of(one))
@@ -264,6 +245,3 @@ def test_of_images_features_may_be_the_scattering_ones() -> None:
     assert np.allclose(
         inputs.toarray(), similarity_graph(images.flatten(1).double().numpy(), 4).toarray()
     )
-
-
-# ---- bad input

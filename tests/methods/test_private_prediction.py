@@ -36,8 +36,6 @@ from dpdist.runs.recipe import parse_recipe
 from dpdist.training.ensembles import QueryOracle
 from dpdist.training.records import data_source, load_test_records
 
-pytestmark = pytest.mark.guarantee
-
 METHOD = {"name": "private-prediction", "teachers": 5, "logit_bound": 2.0, "queries": 6}
 RAW: dict[str, Any] = {
     "name": "x",
@@ -215,7 +213,7 @@ def one_line(done: Done, said: str) -> None:
     assert done.code == 2 and said in done.err and len(lines) == 1, done.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     done = here("run", "x.yaml")
     assert done.code == 0, done.err
@@ -285,7 +283,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         require_model(folder.read_recipe(), folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_crash_counts_and_two_at_once_take_one(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +334,7 @@ def test_a_crash_counts_and_two_at_once_take_one(
         _one_too_many(folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) -> None:
     """A run alone pays for all its answers beforehand. Each copy gives as many, with fresh noise:
     the budget is charged for both, or refuses the second before it answers."""
@@ -367,7 +365,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe
 from dpdist.training.records import data_source, load_test_records
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 SHAPE, KEY = (1, 8, 8), b"k" * 32
 OPTIONS = {"width": 4, "groups": 2}
 
@@ -166,7 +164,7 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
     assert method.cost(private.phases[0]) == private.phases
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -214,7 +212,7 @@ RECIPE = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     tmp_path, monkeypatch, capsys
 ) -> None:
@@ -251,7 +249,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     assert "assumed by the claim, measured" in (run / "report/index.html").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, capsys) -> None:
     """Through all of its noise: certified at sigma = pi, predicted, attacked, released."""
     run_without_ray(monkeypatch)
@@ -301,7 +299,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     assert find_noise_location(released) == ModuleNoise(stds, input_std=0.25)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
     tmp_path, monkeypatch
 ) -> None:
@@ -324,7 +322,7 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
     """The figures of an independent prototype, to 1 dB."""
     sde = vars(load_benchmark("papers/residual/sde"))
@@ -344,7 +342,7 @@ def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
 # ---- counterexamples
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     """Theorem 2 is of one answer, "however we query" is not in it: noise that is drawn afresh
     averages away, and with it what hid the members."""

@@ -35,8 +35,6 @@ from dpdist.training.provenance import PROVENANCE_FILE, RECORDS_FILE
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.training.worker import run_training
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 KEY = "5a" * 32
 STEP_KEY = bytes(range(32))
 C = 0.1
@@ -232,7 +230,7 @@ def train(described: dict, folder: RunFolder) -> nn.Module:
     return models.load(folder.model_folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
     """Same key, other noise multiplier: other parameters; the same again: the same bits."""
     runs = [
@@ -270,7 +268,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     assert torch.equal(models.load(folder.release_folder)(x), model(x))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_dp_and_full_prove_nothing(public, tmp_path):
     no_dp = raw(
         public, method__variant="no-dp", privacy__noise_multiplier=0, privacy__clipping="none"
@@ -426,7 +424,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
         join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
     folder = RunFolder(tmp_path / "run")
     train(raw(public), folder)

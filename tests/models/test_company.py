@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.models import ModelSpec, find_batch_dependence
 
-pytestmark = pytest.mark.guarantee
-
 
 class Of(nn.Module):
     """A network behind a function of its batch of inputs."""

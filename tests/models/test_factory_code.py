@@ -21,7 +21,6 @@ from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.subject import Subject
-from dpdist.certification.table import read_job_record
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode, require_current_sources
 
@@ -117,19 +116,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def test_the_modules_beside_a_factory_are_covered_and_no_others(
-    tmp_path: Path, use: Callable[[Path], None]
-) -> None:
-    use(write(tmp_path / "code"))
-    before = {name for name in sys.modules if name.partition(".")[0] in TOPS}
-    code = FactoryCode.from_factories(("mine:net",))
-    after = {name for name in sys.modules if name.partition(".")[0] in TOPS}
-    assert list(code.modules) == COVERED and before == after == set()  # nothing was imported
-    models.initialize(SPEC, 1)
-    assert FactoryCode.from_factories(("mine:net",)) == code
-
-
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SOURCES if n.removesuffix(".py") != "unused"])
 def test_changed_code_is_another_model(
     tmp_path: Path, use: Callable[[Path], None], name: str
@@ -151,8 +138,7 @@ def test_changed_code_is_another_model(
     models.load(second, trusted_factory="mine:net")
 
 
-@pytest.mark.long
-@pytest.mark.whole
+@pytest.mark.e2e
 def test_the_same_code_is_the_same_wherever_it_lies(
     tmp_path: Path, use: Callable[[Path], None]
 ) -> None:
@@ -258,20 +244,6 @@ def test_a_finished_table_is_refused_for_changed_code(
     assert certified(model, tmp_path / "out").equals(table)
 
 
-def test_tables_of_two_functions_name_two_models(
-    tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_without_ray(monkeypatch)
-    parts = []
-    for start, scale in enumerate(("1.0", "-1.0")):
-        use(write(tmp_path / scale, **{"package/inner.py": f"scale = {scale}\n"}))
-        model = saved(tmp_path / f"model{scale}")
-        parts.append(certified(model, tmp_path / f"out{scale}", start=start, every=2))
-    weights = [(tmp_path / f"model{s}" / "model.safetensors").read_bytes() for s in ("1.0", "-1.0")]
-    assert weights[0] == weights[1]
-    assert len({read_job_record(part)["model"] for part in parts}) == 2
-
-
 def test_a_worker_with_other_code_does_nothing(
     tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,20 +309,3 @@ def test_modules_that_are_named_in_text_are_covered(tmp_path, use, sources, fact
         models.initialize(models.ModelSpec(factory, (1, 6, 6), 3), 1)
         digests.add(tuple(code.items()))
     assert len(digests) == 2
-
-
-def test_a_module_below_the_package_is_covered_by_its_own_name(tmp_path, use, monkeypatch):
-    """As `import far` finds it where a folder of the package stands in sys.path."""
-    for name, text in {
-        "helpers/layers.py": "from far import net\n",
-        "helpers/far.py": LAYERS,
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    use(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path / "helpers"))
-    assert set(FactoryCode.from_factories(("helpers.layers:net",)).modules) == {
-        "far",
-        "helpers",
-        "helpers.layers",
-    }

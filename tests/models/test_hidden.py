@@ -16,8 +16,6 @@ from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
-pytestmark = pytest.mark.guarantee
-
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 SPECS = [
     CNN,

@@ -40,8 +40,6 @@ from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 
-pytestmark = pytest.mark.whole
-
 needs_hf(whole_file=True)
 
 from dpdist.integrations import transformers as integration  # noqa: E402
@@ -54,7 +52,7 @@ BOTH = ("llama", "gpt2", "bert")  # the others are long: they are made of the sa
 
 def cases(*families: str) -> list:
     return [
-        pytest.param(family, marks=[] if family in BOTH else [pytest.mark.long])
+        pytest.param(family, marks=[] if family in BOTH else [pytest.mark.slow])
         for family in families
     ]
 
@@ -81,7 +79,7 @@ def defined(model: nn.Module, fields: dict[str, Tensor], clip: float = CLIP) -> 
 # --- gradients by document
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["adapters", "all"])
 @pytest.mark.parametrize("family", CASES)
 def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monkeypatch):
@@ -101,7 +99,7 @@ def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monke
         assert len(engine._shared) == int(family in ("gemma", "gpt2", "opt", "bert"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CASES)
 def test_single_precision(family):
     """But for the slack that the engine clips harder by (`rounding_slack`)."""
@@ -123,7 +121,7 @@ class _Roundings(TorchDispatchMode):
         return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CASES)
 def test_a_base_in_bfloat16(family):
     """Held against float64 on the same weights.
@@ -146,7 +144,7 @@ def test_a_base_in_bfloat16(family):
     assert float((found - alone).norm()) <= bound
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CASES)
 def test_the_own_head_of_a_recipe_s_model(family):
     """Rows as a data set has them, prompts among them, and SDPA's kernels."""
@@ -182,7 +180,7 @@ def test_the_own_head_of_a_recipe_s_model(family):
     assert float((engine.clipped_sum(rows, targets).flat - expected).norm()) <= 1e-9 * CLIP
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_classifier_of_documents():
     model = lm.make("bert", "BertForSequenceClassification", num_labels=3)
     model = lm.stirred(lm.with_lora(model)).double()
@@ -201,7 +199,7 @@ def test_isolated_documents(family):
     assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["adapters", "all"])
 def test_checkpoints_of_activations_change_nothing(trained):
     model = lm.make("llama")
@@ -220,7 +218,7 @@ def test_checkpoints_of_activations_change_nothing(trained):
 # --- records stay apart
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", cases("llama", "gpt2", "opt", "bert"))
 def test_one_document_moves_the_sum_by_its_own_clipped_gradient(family):
     model = lm.stirred(lm.with_lora(lm.make(family))).double()
@@ -294,7 +292,7 @@ def test_the_loss_is_a_mean_over_the_own_tokens():
 # --- what is refused
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_eval_mode_keeps_nothing_off(tmp_path):
     """`from_pretrained` gives eval mode, which peft's wrapper hides: opacus #820, opake #1121."""
     library = lm.transformers()
@@ -309,7 +307,7 @@ def test_eval_mode_keeps_nothing_off(tmp_path):
     assert bool(sums[0].any()) and torch.equal(*sums)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["scaled by 0", "switched off", "frozen"])
 def test_adapters_that_would_learn_nothing_are_refused(why):
     model = lm.with_lora(lm.make("llama"))
@@ -432,7 +430,7 @@ def test_texts_have_a_begin_and_an_end_where_they_are_asked_for():
         dpdist.documents(rows, tokenizer, length=16, bos_eos=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_script_s_own_loop_trains_adapters_of_a_folder_s_model(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     model = lm.with_lora(lm.transformers().AutoModelForCausalLM.from_pretrained(folder))
@@ -529,7 +527,7 @@ def test_code_of_ones_own_is_in_the_digest_of_a_library_s_model():
     assert code_digest_of(model) != before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_begin_and_an_end_of_documents_reach_the_release(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     (tmp_path / "marked.py").write_text(FACTORY.format(base=str(folder), rank=1))
@@ -589,8 +587,8 @@ def recipe_of(tmp_path: Path, base: Path, **sections):
     return parse_recipe(raw, "test")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family):
     """Tied or not: adapters move, and nothing else; what is released says what was trained."""
     write_chats(tmp_path / "data")
@@ -706,7 +704,7 @@ def check_adapter(release: Path, base: Path, whole: nn.Module, shown: Tensor, as
         integration.load_adapter(loaded(), copy)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_prompts_and_answers_of_a_table(tmp_path):
     write_chats(tmp_path / "data")
     base = lm.save_model(tmp_path / "base")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from torch import nn
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
-
-pytestmark = pytest.mark.whole
 
 
 def size(spec: ModelSpec) -> int:
@@ -90,13 +86,6 @@ def test_initial_weights_depend_on_the_seed_only():
     assert not torch.equal(first[1].weight, third[1].weight)
 
 
-def test_tempered_sigmoid_defaults_to_tanh():
-    from dpdist.models.zoo import TemperedSigmoid
-
-    x = torch.linspace(-3, 3, 50)
-    assert torch.allclose(TemperedSigmoid()(x), torch.tanh(x), atol=1e-6)
-
-
 def test_hash_names_weights_and_description(tmp_path):
     spec = ModelSpec("linear", (4,), 2)
     hashes = set()
@@ -167,22 +156,6 @@ def test_tied_weights_are_saved(tmp_path):
     loaded = models.load(tmp_path, trusted_factory=name)
     inputs = torch.rand(3, 6)
     assert torch.equal(loaded(inputs), module(inputs))
-
-
-@pytest.mark.long
-def test_a_network_is_made_without_torch_s_compiler():
-    """Which takes a second of processor time to load, in every process that makes one."""
-    code = (
-        "import sys; from dpdist import models; from dpdist.models import ModelSpec as S\n"
-        "of_images = 'tf-cnn', 'hgm-cnn', 'small-cnn', 'resnet-gn', 'scattering', 'patches'\n"
-        "for name in ('linear', 'mlp', 'dpal-cnn', *of_images):\n"
-        "    models.initialize(S(name, (3, 32, 32), 10), 0)\n"
-        "for name in ('next-word-mlp', 'next-word-lstm'):\n"
-        "    models.initialize(S(name, (8,), 50), 0)\n"
-        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
-    )
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("sides", [(28, 28), (32, 32), (17, 40), (16, 16)])

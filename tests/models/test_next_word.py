@@ -32,8 +32,6 @@ from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
 from dpdist.training.pretraining import pretrain
 
-pytestmark = pytest.mark.whole
-
 LENGTH, TOKENS, CLIP = 9, 14, 0.5
 GPT2 = {"model_type": "gpt2", "vocab_size": TOKENS, "n_embd": 8, "n_layer": 1, "n_head": 2,
         "n_positions": 32}  # fmt: skip
@@ -87,7 +85,7 @@ def by_definition(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Ten
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_document_s_mean_gradient_is_clipped_once(name):
     model, (inputs, targets) = make(name), documents()
@@ -101,7 +99,7 @@ def test_a_document_s_mean_gradient_is_clipped_once(name):
         assert summing.fallback_layers == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_document_moves_the_sum_by_no_more_than_the_clip(name):
     """And by nothing but its own gradient, with draws of the parameters too."""
@@ -176,7 +174,7 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     public = {
         "data": {

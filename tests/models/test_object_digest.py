@@ -20,8 +20,6 @@ from torch import nn
 
 from dpdist.models.factory_code import object_digest
 
-pytestmark = pytest.mark.guarantee
-
 SCRIPT = '''
 import numpy as np, torch
 from torch import nn
@@ -80,7 +78,7 @@ def test_every_change_of_a_script_s_objects_is_another_digest(change: tuple[str,
     assert digests_of("# moved\n" + SCRIPT.replace("Words.", "Other words.")) == before
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_every_process_has_the_same_digests(tmp_path: Path) -> None:
     found = set()
     for seed in ("0", "7", "8"):  # each another order of sets of texts

@@ -31,8 +31,6 @@ from dpdist.randomness.noise_location import (
 )
 from dpdist.randomness.noisy_modules import MODES
 
-pytestmark = pytest.mark.guarantee
-
 SHAPE, SOURCE = (1, 6, 6), StreamKeys("test", "1", "m", "d", "", 1.0)
 SPEC = ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
 STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run

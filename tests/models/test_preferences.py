@@ -22,14 +22,12 @@ from dpdist.gradients.hooks import OwnLoss, take
 from dpdist.gradients.objective import language_model_loss, preference_loss
 from dpdist.publishing import write_release
 
-pytestmark = pytest.mark.whole
-
 needs_hf(whole_file=True)
 
 CLIP, BETA = 0.005, 0.3
 LOSS = partial(preference_loss, beta=BETA)
 FAMILIES = [
-    pytest.param(family, marks=[] if family in ("llama", "gpt2") else [pytest.mark.long])
+    pytest.param(family, marks=[] if family in ("llama", "gpt2") else [pytest.mark.slow])
     for family in lm.FAMILIES
     if family not in ("bert", "mistral")
 ]
@@ -74,7 +72,7 @@ def clipped(model: nn.Module, fields: dict[str, Tensor], loss=LOSS) -> Tensor:
 # --- gradients by pair
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clipped_sums_are_those_of_one_pair_at_a_time(family):
     model = tiny(family)
@@ -125,7 +123,7 @@ def test_a_rejected_answer_that_sees_the_chosen_one_is_noticed(monkeypatch):
         assert len(make(rows_of(), reference=base)) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_prompts_and_padding_do_not_count():
     model = tiny()
     fields = fields_of(model)
@@ -147,7 +145,7 @@ def test_prompts_and_padding_do_not_count():
     assert clipped(model, nothing).norm() == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_pair_moves_the_sum_by_its_own_clipped_gradient():
     model = tiny()
     fields = fields_of(model)
@@ -310,7 +308,7 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
 # --- a run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     rows = [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8) for row in rows_of()]
@@ -373,7 +371,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
     """A process that only restores a checkpoint has weights of private pairs, too."""
 
@@ -411,7 +409,7 @@ def adapted():
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypatch):
     folder = lm.save_model(tmp_path / "base")
     base = partial(lm.transformers().AutoModelForCausalLM.from_pretrained, folder)
@@ -434,7 +432,7 @@ def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypa
             make(rows_of(), tokenizer=folder, reference=part)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     rows = [{**row, "rejected": f"no{n}"} for n in range(2) for row in rows_of()]

@@ -28,8 +28,6 @@ from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import data_source
 
-pytestmark = pytest.mark.whole
-
 needs_hf(whole_file=True)
 
 WORDS = {
@@ -96,12 +94,12 @@ def clipped(model: nn.Module, inputs: Tensor, targets: Tensor, clip: float, **mo
 
 RELATIVES = ("distilbert", "roberta", "qwen2")  # of bert and llama
 CASES = [
-    pytest.param(base, pool, marks=[pytest.mark.long] if base in RELATIVES else [])
+    pytest.param(base, pool, marks=[pytest.mark.slow] if base in RELATIVES else [])
     for base, pool in [*((base, "mean") for base in BASES), ("bert", "first"), ("gpt2", "last")]
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "pool"), CASES)
 def test_clipped_sums_are_those_of_one_example_at_a_time(base, pool):
     model = stirred(make(base, pool=pool)).double()
@@ -118,7 +116,7 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("base", TEXT)
 def test_how_far_a_document_is_filled_up_says_nothing(base):
     short, long = (stirred(make(base, length)).double() for length in (7, 12))
@@ -132,7 +130,7 @@ def test_how_far_a_document_is_filled_up_says_nothing(base):
 OTHERS = [("none", "bert"), ("ia3", "bert"), ("ia3", "gpt2"), ("alone", "bert"), ("alone", "llama")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "base"), OTHERS)
 def test_other_adapters(kind, base):
     adapter = {"none": None, "ia3": {"kind": "ia3"}, "alone": LORA}[kind]
@@ -145,7 +143,7 @@ def test_other_adapters(kind, base):
     assert (layers == {"head"}) == (kind == "none")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LORA, {"kind": "ia3"}])
 def test_a_base_in_bfloat16_with_adapters_in_float32(adapter):
     model = make("bert", dtype="bfloat16", adapter=adapter)
@@ -200,7 +198,7 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     text = {"length": 24, "tokenizer": str(tokenizer_in(tmp_path))}
     recipe, folder = recipe_of(root, data={"text": text}), RunFolder(tmp_path / "run")
@@ -232,7 +230,7 @@ def saved_base(folder, **more):
     return made.bert.state_dict()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_base_from_a_folder(root, tmp_path):
     weights = saved_base(tmp_path / "bert")
     asked = {"options": {"adapter": LORA}, "initial": {"folder": str(tmp_path / "bert")}}

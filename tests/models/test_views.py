@@ -35,8 +35,6 @@ from dpdist.training.model_setup import model_spec
 from dpdist.training.pretraining import join_parts, pretrain
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 SPEC = ModelSpec("small-cnn", (2, 6, 6), 3, {"width": 4}, mean=(0.4,), std=(0.5,), shifts=2)
 MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (2, 0), (-2, 0), (0, 2), (0, -2)]
 
@@ -172,7 +170,7 @@ def train(described: dict, path: Path) -> RunFolder:
 PLAIN = {"name": "small-cnn", "options": {"width": 4}}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     mine = train(raw(), tmp_path / "mine")
     plain = train(raw(model=PLAIN), tmp_path / "plain")
@@ -190,7 +188,7 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     assert [int(i) for i in wrong.split()] == np.flatnonzero(answers != test.labels).tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mirrored):
     """Every count again: the unit's stream, the noise from it, the network on each view."""
@@ -264,7 +262,7 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     assert models.read_spec(run.model_folder).shifts == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_answers_by_it_and_says_so(tmp_path):
     run = train(raw(privacy=raw()["privacy"] | {"run_key": None}), tmp_path / "run")
     evaluate_stage(run.read_recipe(), run)
@@ -281,7 +279,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("views", "said"),
     [

@@ -13,8 +13,6 @@ from scipy import stats
 
 from dpdist.poisoning.certificates import BaggingPoisoningBound, draw_subset
 
-pytestmark = pytest.mark.guarantee
-
 
 def kept(p: float, common: int, removed: int, inserted: int, size: int) -> float:
     """The least that an answer of probability p can have afterwards, over all answers: subsets are

@@ -49,8 +49,6 @@ from dpdist.training import ensembles, job
 from dpdist.training.ensembles import plan_of_shard, shards_by_hash
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 SEED = "5b" * 32
 PLAN = PrivacyPlan(1000, (GaussianSteps(1, 10.0, 1.0),), 1e-5)
 POISONED = PrivatePoisoningBound(PLAN)  # keeps what it worked out
@@ -274,7 +272,7 @@ def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
     return settings.job_spec(subject)._share(SEED)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -309,7 +307,7 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bag_is_trained_on_records_that_its_key_draws(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
@@ -391,7 +389,7 @@ def test_a_training_that_one_record_stops_withstands_nothing() -> None:
         Poisoning().training_plan(recipe, 1000)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_poisoned_records_do_not_change_a_certified_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +410,7 @@ def test_poisoned_records_do_not_change_a_certified_answer(
     assert attack.refutes(flipped, 120)[sure].any()  # so many changes do
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_poisoned_records_do_not_change_what_bags_certify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,7 +428,7 @@ def test_poisoned_records_do_not_change_what_bags_certify(
     assert attack.refutes(swapped, len(found.prediction))[sure].any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,23 +445,6 @@ def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_a
     attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
     assert not attack.refutes(flipped, changed, radius * 0.999)[sure].any()
     assert attack.refutes(flipped, changed, 40 * radius)[sure].any()  # so far a move does
-
-
-@pytest.mark.long  # of a whole poisoning what was shown above of one record and of moved votes
-def test_poisoned_records_move_no_more_partitions_than_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exact: these very models' vote stays, for every input at once."""
-    recipe = two_classes(tmp_path)
-    setup = setup_of(recipe, Poisoning(9, partitions=True, seed=SEED, every=2))
-    found = certify_partitioned_models(said_by(Voter(setup)))
-    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
-    sure = found.max_changes[0.0] >= 2
-    assert sure.sum() >= 5
-    for how, count in ((inserted, 2), (flipped, 1)):
-        assert (certify_partitioned_models(attack.said(how, count)).prediction == found.prediction)[
-            sure
-        ].all()
 
 
 def two_classes(tmp_path: Path, **more: Any) -> Recipe:

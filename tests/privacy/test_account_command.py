@@ -14,8 +14,6 @@ from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.papers import published
 
-pytestmark = pytest.mark.whole
-
 RUN = ["--records", "60000", "--batch-size", "256", "--delta", "1e-5"]
 KEYS = {
     "epsilon", "delta", "accountant", "adjacency", "noise_multiplier", "sample_rate", "steps",
@@ -44,7 +42,7 @@ def test_epsilon():
     assert "1.13392" in shown and "Poisson" in shown
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_steps_and_batch_meet_their_targets():
     noise = answer("--epsilon", "1", *RUN, "--steps", "3516")
     assert set(noise) >= KEYS
@@ -59,7 +57,7 @@ def test_noise_steps_and_batch_meet_their_targets():
         assert 0.99 * target <= found["epsilon"] <= target
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_relation_and_cap():
     setting = [*RUN, "--noise-multiplier", "1.1", "--steps", "1000"]
     plain = answer(*setting)
@@ -74,7 +72,7 @@ def test_no_noise_is_valid_json():
     assert found["epsilon"] == "inf"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_search():
     rows = answer(*RUN, "--noise-multiplier", "1.1", "--steps", "3516", "--trials", "10")
     cost = {row["num_trials"]: row["epsilon"] for row in rows}
@@ -96,7 +94,7 @@ def test_a_radius_is_that_of_exact_bounds():
     assert "ABSTAIN" in text(*even)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_claims(monkeypatch):
     monkeypatch.setattr(published, "published_claims", cache(published.published_claims))
     rows = answer("--claims")
@@ -132,7 +130,7 @@ def test_bad_values_are_one_clear_line(arguments):
     assert str(caught.value).startswith(("account: ", "--"))
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_epsilon_starts_fast_and_imports_neither_torch_nor_ray():
     """Imports included, within three times the processor time of importing what it stands on."""
     code = (

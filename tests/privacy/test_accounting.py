@@ -31,8 +31,6 @@ from dpdist.privacy.pld import (
     truncated_gaussian_pld,
 )
 
-pytestmark = pytest.mark.guarantee
-
 BOTH = ["add-or-remove-one", "replace-one"]
 GAUSS = dpa.GaussianDpEvent(1.1)
 SAMPLED = dpa.PoissonSampledDpEvent(0.02, dpa.GaussianDpEvent(0.9))
@@ -54,7 +52,6 @@ def test_one_gaussian_matches_the_exact_profile_in_both_relations(adjacency, sen
     assert smallest_delta(event, adjacency, exact) == pytest.approx(1e-5, rel=1e-2)
 
 
-@pytest.mark.slow
 def test_the_library_itself_mixes_two_sensitivities():
     """Why we normalize: RDP forgets the factor 2 that PLD applies under replace-one."""
     relation = dpa.NeighboringRelation.REPLACE_ONE
@@ -82,7 +79,6 @@ def test_composing_n_times_is_composing_one_by_one(event, adjacency):
         )
 
 
-@pytest.mark.slow
 @hypothesis_settings(20, derandomize=False)
 @given(
     kind=st.sampled_from(["gauss", "sampled", "laplace"]),
@@ -113,7 +109,6 @@ def test_the_library_ignores_a_count_that_we_apply():
     assert ours.get_epsilon_for_delta(1e-9) == pytest.approx(10 * math.log(3), abs=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
 def test_arrays_give_the_library_s_own_losses(adjacency, noise, rate):
@@ -130,7 +125,6 @@ def test_arrays_give_the_library_s_own_losses(adjacency, noise, rate):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("cap", [20, 26, 40])
 def test_truncated_sampling_gives_the_library_s_own_losses(adjacency, cap):
@@ -190,7 +184,6 @@ def test_laplace_parts_match_their_exact_profile():
         )
 
 
-@pytest.mark.slow
 def test_opacus_accountants_agree_within_their_stated_error():
     pytest.importorskip("opacus")
     with warnings.catch_warnings():
@@ -243,7 +236,6 @@ def test_no_noise_costs_infinity():
     assert compute_epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-4, 0.05, 1.0])
 def test_epsilon_is_no_negative_number_and_falls_as_noise_rises(rate):
     """From epsilon in the thousands to none; with full batches it is the exact one throughout."""
@@ -294,7 +286,6 @@ def test_deltas_below_the_grid_s_resolution_use_renyi():
     assert value > compute_epsilon([event], 1e-12, BOTH[0])[0]
 
 
-@pytest.mark.slow
 @hypothesis_settings(15, derandomize=False)
 @given(
     noise=st.floats(0.5, 8.0),
@@ -388,7 +379,6 @@ def test_a_replaced_record_moves_counts_by_the_root_of_two():
         assert counts.get_epsilon(1e-5) == pytest.approx(gauss.get_epsilon(1e-5), rel=1e-9)
 
 
-@pytest.mark.whole
 def test_neither_torch_nor_ray_is_imported():
     code = (
         "import sys\n"
@@ -408,7 +398,6 @@ def test_neither_torch_nor_ray_is_imported():
 TINY = [1e-5, 1e-10, 1e-12, 1e-13, 1e-15]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "count"), [(1.0, 10_000), (2.0, 100_000)])
 def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, count):
     """Rounding in the transforms: delta 1.46e-13 where 1e-13 was stated, 2e-12 for 100,000 steps.
@@ -426,7 +415,6 @@ def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, coun
         accounting.coarse_epsilon([event], 1e-15, BOTH[0])
 
 
-@pytest.mark.slow
 def test_where_neither_accountant_resolves_delta_nothing_is_stated():
     event = dpa.SelfComposedDpEvent(TRUNCATED, 10)
     value, name = compute_epsilon([event], 1e-14, BOTH[0])

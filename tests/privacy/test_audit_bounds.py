@@ -15,8 +15,6 @@ from dpdist.privacy.audit_bounds import CanaryScores, OneRunGuesses, ThresholdCo
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 ALPHA = 0.05
 
 
@@ -204,7 +202,6 @@ def test_scores_that_say_nothing_show_nothing(runs):
     assert ThresholdCounts.from_scores(told, ALPHA).mu() > 1
 
 
-@pytest.mark.slow
 def test_many_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_stated():
     rng, mu, times = np.random.default_rng(20), 1.0, 400
     inside, outside = mu + rng.standard_normal((times, 400)), rng.standard_normal((times, 400))

@@ -30,8 +30,6 @@ from dpdist.privacy.profiles import (
 )
 from dpdist.privacy.selection import TrialDistribution
 
-pytestmark = pytest.mark.guarantee
-
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
 
 
@@ -162,7 +160,6 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
 )
 
 
-@pytest.mark.slow
 @hypothesis_settings(60, phases=[Phase.explicit, Phase.generate])
 @given(
     pairs,
@@ -184,7 +181,6 @@ def test_no_ordering_of_any_pair_is_beyond_the_bound(pair, mean, shape, epsilon,
         assert loss._pmf_add.get_delta_for_epsilon(epsilon) >= back - 1e-9
 
 
-@pytest.mark.slow
 def test_a_simulated_search_is_not_beyond_the_bound():
     """400,000 searches over a Gaussian score on each of two neighbors, the worst of 200 events
     chosen on half of them; false failures: below 1e-3 (normal interval at 3.3 deviations)."""
@@ -357,7 +353,6 @@ def test_the_guarantee_says_what_it_rests_on():
     assert math.isinf(none.epsilon)
 
 
-@pytest.mark.slow
 def test_relations_and_caps_that_have_no_renyi_bound():
     distribution = TrialDistribution(3, POISSON)
     capped = (GaussianSteps(20, 1.5, 0.05, 80),)
@@ -388,7 +383,6 @@ def test_the_maximum_covers_curves_that_cross():
         assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_an_addition_counts_as_a_removal_does():
     """Larger batches at more noise: below for a removal, above for an addition."""
     base, larger = sampled(0.9945, 200 / 9000, 100), sampled(2.0, 400 / 9000, 100)
@@ -402,7 +396,6 @@ def test_an_addition_counts_as_a_removal_does():
     assert profile_exceeds(larger, pointwise_maximum([base], 1e-9))
 
 
-@pytest.mark.slow
 def test_a_floor_is_paid_and_covers_what_lies_below():
     steps = sampled(1.152, 512 / 10800, 150)
     floored = pointwise_maximum([steps], 1e-7)
@@ -428,8 +421,8 @@ def test_any_number_of_points_is_sound(monkeypatch, shape):
 @pytest.mark.parametrize(
     ("sigma", "delta"),
     [
-        pytest.param(0.17, 1e-12, marks=pytest.mark.long),
-        pytest.param(0.17, 1e-13, marks=pytest.mark.long),
+        pytest.param(0.17, 1e-12, marks=pytest.mark.slow),
+        pytest.param(0.17, 1e-13, marks=pytest.mark.slow),
         (0.5, 1e-12),
     ],
 )

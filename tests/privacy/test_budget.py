@@ -38,8 +38,6 @@ from dpdist.privacy.phases import (
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.pld import UnsupportedMechanismError
 
-pytestmark = pytest.mark.guarantee
-
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 TWICE = PrivacyPlan(1000, PLAN.phases * 2, 1e-4)
 RECORDS = np.random.default_rng(0).random(1000)
@@ -134,7 +132,6 @@ def adaptive_delta(epsilon, first, gaussian, rate, shift):
     return float(weight @ np.maximum(one, two)), float(weight @ one), float(weight @ two)
 
 
-@pytest.mark.slow
 def test_runs_chosen_by_results_break_a_composed_epsilon_and_not_the_filter(folder):
     """After the first run either of two goes with it within (2, 1e-5); chosen by its result, they
     reach delta 1.9e-5. The filter's ceiling refuses both, and those it admits stay within it."""

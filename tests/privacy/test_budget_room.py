@@ -179,7 +179,6 @@ def test_a_run_is_charged_and_settled_on_every_budget_of_its_records(folder):
 # --- one at a time
 
 
-@pytest.mark.slow
 def test_two_runs_that_reserve_at_once_are_on_one_budget(folder, monkeypatch):
     """The first one waits for the disk, with nothing on record, while the second one begins. There
     is room for one of them."""

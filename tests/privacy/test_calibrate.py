@@ -18,8 +18,6 @@ from dpdist.privacy.calibration import (
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 DATA = {"records": 60_000, "delta": 1e-5}
 
 
@@ -31,7 +29,6 @@ def assert_met(value: float, target: float) -> None:
     assert 0.99 * target <= value <= target
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", [1e-3, 0.1, 1.0, 8.0, 50.0])
 def test_noise_meets_the_target(target):
     setting = {"batch_size": 256, "steps": 3516}
@@ -47,7 +44,6 @@ def test_known_noise_for_epsilon_one():
     assert by_renyi == pytest.approx(1.0, abs=2e-3)
 
 
-@pytest.mark.slow
 def test_known_noise_for_epsilon_one_with_a_poisson_search():
     def plan_with(noise: float) -> PrivacyPlan:
         steps = GaussianSteps(3516, noise, 256 / 60_000)
@@ -60,7 +56,7 @@ def test_known_noise_for_epsilon_one_with_a_poisson_search():
 
 @pytest.mark.parametrize(
     "change",
-    [{"adjacency": "replace-one"}, pytest.param({"batch_cap": 330}, marks=pytest.mark.long)],
+    [{"adjacency": "replace-one"}, pytest.param({"batch_cap": 330}, marks=pytest.mark.slow)],
 )
 def test_noise_under_other_settings(change):
     setting = {"batch_size": 256, "steps": 3516, **change}
@@ -76,7 +72,6 @@ def test_noise_of_full_batches_is_the_analytic_gaussian():
     assert doubled == pytest.approx(2 * 3.7306, rel=2e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.3, 2.0, 10.0])
 def test_steps_meet_the_target(target):
     setting = {"batch_size": 256, "noise_multiplier": 1.1}
@@ -85,20 +80,17 @@ def test_steps_meet_the_target(target):
     assert epsilon(steps=round(steps * 1.02), **setting) > target
 
 
-@pytest.mark.slow
 def test_batch_size_meets_the_target():
     setting = {"steps": 3516, "noise_multiplier": 1.1}
     size = batch_size_for(2.0, **DATA, **setting)
     assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 3, **setting)
 
 
-@pytest.mark.slow
 def test_everything_fits_when_noise_is_large():
     assert batch_size_for(100.0, **DATA, noise_multiplier=30.0, steps=100) == 60_000
     assert steps_for(5.0, **DATA, batch_size=10, noise_multiplier=50.0, max_steps=1000) == 1000
 
 
-@pytest.mark.slow
 def test_unreachable_targets_are_explained():
     with pytest.raises(UnreachableTargetError, match="one step already costs"):
         steps_for(0.1, records=1000, batch_size=500, noise_multiplier=0.5, delta=1e-5)

@@ -13,8 +13,6 @@ from dpdist.cli.main import app
 from dpdist.privacy.calibration import batch_size_for, noise_multiplier_for, steps_for
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
-
 DATA = {"records": 400, "delta": 1e-4}
 RELATIONS = ("add-or-remove-one", "replace-one")
 SETTINGS = [
@@ -27,7 +25,7 @@ def epsilon(**setting: Any) -> float:
     return PrivacyPlan.dp_sgd(**DATA, **setting).guarantee().epsilon
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("which", SETTINGS)
 def test_noise_meets_the_target_of_the_setting(which):
     setting = {"batch_size": 40, "steps": 3, **which}
@@ -35,7 +33,7 @@ def test_noise_meets_the_target_of_the_setting(which):
     assert 0.99 * 2.0 <= epsilon(noise_multiplier=noise, **setting) <= 2.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("which", SETTINGS)
 def test_steps_meet_the_target_of_the_setting(which):
     setting = {"batch_size": 40, "noise_multiplier": 2.5, **which}
@@ -43,7 +41,7 @@ def test_steps_meet_the_target_of_the_setting(which):
     assert epsilon(steps=steps, **setting) <= 3.0 < epsilon(steps=steps + 1, **setting)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", RELATIONS)
 def test_batch_sizes_meet_the_target_of_the_setting(adjacency):
     setting = {"steps": 3, "noise_multiplier": 2.5, "adjacency": adjacency}
@@ -51,7 +49,7 @@ def test_batch_sizes_meet_the_target_of_the_setting(adjacency):
     assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 1, **setting)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", RELATIONS)
 @pytest.mark.parametrize(
     ("given", "capped"),

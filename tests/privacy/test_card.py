@@ -54,7 +54,6 @@ def test_card_never_rounds_epsilon_down():
     )
 
 
-@pytest.mark.slow
 def test_card_without_the_number_of_records():
     plan = PrivacyPlan(73_219, PLAN.phases, 1e-4)
     described = build_card(plan, show_records=False)
@@ -73,7 +72,6 @@ def test_card_of_a_run_without_noise():
     assert "NOT private" in card_markdown(described)
 
 
-@pytest.mark.slow
 def test_card_keeps_the_number_of_runs_secret():
     search = PrivacyPlan(1000, (RepeatAndSelect(PLAN.phases, 5, math.inf),), 1e-4)
     (sentence,) = build_card(search)["mechanism"]
@@ -97,7 +95,7 @@ def test_the_kind_follows_from_the_assumptions():
     assert recompute_card(edited, plan)["guarantee"]["kind"] == POST_PROCESSED
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_card_is_made_again_from_its_phases(tmp_path):
     """Superseded steps included."""
     phases = (LaplaceReleases(4.0), GaussianSteps(2, 3.0, 0.1))

@@ -22,8 +22,6 @@ from dpdist.papers.transdenoiser.claims import (
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 
 @pytest.fixture(scope="module")
 def table():
@@ -31,7 +29,6 @@ def table():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_every_system_is_in_the_table(table):
     names = " ".join(claim.system for claim in table)
     for system in (
@@ -49,7 +46,6 @@ def test_every_system_is_in_the_table(table):
         assert claim.to_dict()["proved"]["kind"] == "proved"
 
 
-@pytest.mark.slow
 def test_dplis_rows_follow_from_their_steps(table):
     rows = [claim for claim in table if claim.system.startswith("DPlis")]
     assert len(rows) == 6
@@ -68,7 +64,6 @@ def test_residual_theorem_one():
     )
 
 
-@pytest.mark.slow
 def test_residual_theorem_one_by_grid_search():
     """The theorem's two conditions checked directly over lambda and epsilon."""
     pi, gamma, bound, passes, delta = 3.0, 6.0, 5.0, 20.0, 1e-5
@@ -85,7 +80,6 @@ def test_residual_theorem_one_by_grid_search():
     )
 
 
-@pytest.mark.slow
 def test_residual_budgets_do_not_follow(table):
     printed = {
         "Residual I, IDC": 1.1e3,
@@ -244,7 +238,6 @@ def test_dpal_s_predictions_have_less_noise_than_their_certificate_counts():
     assert still.sf(bar) == 0 and still.sf(bar - 7 * moved) == 1
 
 
-@pytest.mark.slow
 def test_data_dependent_redistribution_tells_neighbors_apart():
     """A(D) = A(D'), only r differs. The claim is epsilon 1; the test proves more than 3.
 

@@ -51,7 +51,7 @@ def repetitions(event: dpa.DpEvent, times: int) -> list[dpa.DpEvent]:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_by_loss_n_times_is_composed_n_times(name):
     """Against the library's composition of what one costs."""

@@ -21,8 +21,6 @@ from dpdist.privacy.budget import (
 )
 from dpdist.privacy.phases import GaussianCounts, GaussianSteps, phase_from_dict
 
-pytestmark = pytest.mark.guarantee
-
 ONE, REPLACED = "add-or-remove-one", "replace-one"
 
 

@@ -13,8 +13,6 @@ from dpdist.privacy.phases import GaussianSteps, LaplaceReleases
 from dpdist.privacy.plan import PrivacyPlan, group_delta_by_lemma, group_pld
 from dpdist.privacy.pld import PrivacyLoss
 
-pytestmark = pytest.mark.guarantee
-
 
 def plan(*phases, **setting) -> PrivacyPlan:
     return PrivacyPlan(1000, phases, 1e-4, **setting)
@@ -44,7 +42,7 @@ def test_laplace_scales_the_sensitivity():
     assert found == pytest.approx(0.25, abs=2e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_users_by_sampling_the_privacy_loss():
     """Three records joining independently, 5 steps; 5 standard errors: once in 1.7e6 runs."""
     rng = np.random.default_rng(3)

@@ -43,7 +43,7 @@ def test_a_user_moves_laplace_noise_by_its_size(size):
         assert found[0].get_delta_for_epsilon(epsilon) >= exact - 1e-9
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sampled_user_is_a_mixture(size):
     """One step: the hockey stick of the mixture against the noise alone, both ways, by
@@ -76,7 +76,7 @@ def test_poisoned_votes_need_what_a_gaussian_needs(changes):
 # --- copies of a canary
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_no_bound_of_one_canary_is_above_what_made_its_copies_visible(size):
     """A Gaussian mechanism of mu: `size` copies move it by size * mu. Guesses as often right as

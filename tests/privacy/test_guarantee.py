@@ -9,8 +9,6 @@ import pytest
 
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 
-pytestmark = pytest.mark.guarantee
-
 
 @pytest.mark.parametrize(
     ("epsilon", "text"),

@@ -25,8 +25,6 @@ from dpdist.privacy.ledger import (
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 ONE = {"world_size": "1"}
 
@@ -63,7 +61,6 @@ def test_undisturbed_run_costs_what_the_plan_says(ledger):
     assert again.num_superseded == 0
 
 
-@pytest.mark.whole
 def test_record_is_on_disk_before_it_returns(path):
     """Another process records and is killed without closing anything."""
     code = (
@@ -131,7 +128,6 @@ else:
 """
 
 
-@pytest.mark.whole
 def test_a_fork_announces_nothing(path):
     """It holds the lock too: both would add the noise of one step to two sums."""
     done = subprocess.run([sys.executable, "-c", _FORKING, path, PLAN.fingerprint()])
@@ -259,7 +255,6 @@ def refused(ledger, match: str) -> None:
             look(ledger.path)
 
 
-@pytest.mark.slow
 def test_a_ledger_cut_at_any_line_is_refused(ledger):
     lines = whole(ledger)
     for kept in range(len(lines)):
@@ -314,7 +309,6 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
             anchor.unlink()
 
 
-@pytest.mark.whole
 def test_killed_at_any_moment_the_ledger_opens_again(path):
     """A process that writes as fast as it can is killed; nothing is lost and nothing is refused."""
     code = (

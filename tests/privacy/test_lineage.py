@@ -139,7 +139,7 @@ class World:
             self.once.add(Ledger.read(copy.ledger).attempts[0]["nonce"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_copies_do_is_charged(tmp_path, seed):
     """Random histories: begin, release, crash without a word, be copied at any moment, end. Charged

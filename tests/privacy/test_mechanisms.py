@@ -15,8 +15,6 @@ from dpdist.papers.stobatch import claims as dpal_claims
 from dpdist.papers.transdenoiser.claims import mixed_gaussian_added_std
 from dpdist.privacy import mechanisms as m
 
-pytestmark = pytest.mark.guarantee
-
 # Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
 TABLE = [
     (0.1, 30.7496, 47.6174, 48.4481),

@@ -36,8 +36,6 @@ from dpdist.privacy.phases import (
 )
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 STEPS = GaussianSteps(6057, 1.1, 256 / 60_000)
 CAPPED = GaussianSteps(30, 0.8, 0.1, 12)
 RELEASE = GaussianReleases(20.0, 2, 0.1)
@@ -204,7 +202,6 @@ class Votes(Phase):
         return ("one record changes the vote of one teacher",)
 
 
-@pytest.mark.slow
 def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     monkeypatch.setitem(phases.KINDS, Votes.kind, Votes)  # the line of the catalog
     votes = Votes(40, 10, 30.0)
@@ -235,7 +232,6 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)
 
 
-@pytest.mark.slow
 def test_scores_beside_a_training_are_charged_from_the_beginning():
     steps, looks = GaussianSteps(6, 1.0, 0.2), GaussianScores(3.0, 3, records=40)
     scored = ScoredTraining(((steps,), (looks,)))

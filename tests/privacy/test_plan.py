@@ -18,8 +18,6 @@ from dpdist.privacy.phases import (
 )
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 MNIST = {
     "records": 60_000,
     "batch_size": 256,
@@ -44,7 +42,6 @@ def test_a_wrong_noise_or_rate_changes_the_guarantee():
         assert PrivacyPlan.dp_sgd(**{**MNIST, **change}).guarantee().epsilon > right + 0.02
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "by_renyi", "expected"),
     [(math.inf, 2.807, 2.160), (1.0, 2.662, 1.712), (0.5, 2.464, 1.672), (0.0, 2.241, 1.622)],
@@ -66,7 +63,7 @@ def test_fixed_number_of_runs_is_plain_composition():
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_truncated_sampling():
     setting = {
         "records": 60_000,
@@ -186,7 +183,7 @@ def test_no_noise_is_no_privacy():
     assert PrivacyPlan.dp_sgd(**{**MNIST, "noise_multiplier": 0.0}).guarantee().epsilon == math.inf
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_capped_batches_cover_an_added_and_a_removed_record():
     step = GaussianSteps(30, 0.8, 0.1, 12)
     worst = PrivacyPlan(100, (step,), 1e-4).guarantee().epsilon

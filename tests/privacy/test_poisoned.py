@@ -17,7 +17,6 @@ from dpdist.privacy.plan import PrivacyPlan
 NORMAL = stats.norm
 
 # Whoever is first composes the losses that all of them read.
-pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
 
 
 def gaussian(mu: float, **more: object) -> PrivacyPlan:
@@ -72,7 +71,7 @@ def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
     return stats.binom.pmf(joined, records, RATE) @ NORMAL.sf(shifted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_sampled_attack_leaves_less(sampled: PrivatePoisoningBound) -> None:
     # a records that pull up are removed, b that pull down are inserted.
     poisoned, threshold = sampled, np.linspace(-12, 12, 4000)
@@ -105,7 +104,7 @@ def test_what_is_needed_leaves_more_than_the_target(sampled: PrivatePoisoningBou
         assert left(needed) > target >= left(needed - 1e-9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_users_of_one_direction_do_not_prove_mixtures(sampled: PrivatePoisoningBound) -> None:
     # Three removed records alone need less than one removed and two inserted: the latter is what
     # an attacker who changes records does, and what must be paid for.

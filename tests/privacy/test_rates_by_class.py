@@ -13,8 +13,6 @@ from dpdist.privacy.class_rates import ClassRates
 from dpdist.privacy.phases import GaussianSteps, phase_from_dict
 from dpdist.privacy.plan import PrivacyPlan, UserUnit, parse_plan
 
-pytestmark = pytest.mark.guarantee
-
 RARE = ClassRates.for_batch([1.0, 4.0], [900, 100], 0.13)  # 0.1 and 0.4
 
 

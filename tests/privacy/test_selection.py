@@ -18,8 +18,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.pld import UnsupportedMechanismError
 from dpdist.privacy.selection import TrialDistribution, truncated_nb_mean
 
-pytestmark = pytest.mark.guarantee
-
 STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
 SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1, -300.0]
 
@@ -125,7 +123,6 @@ def independent_epsilon(distribution: TrialDistribution, delta: float) -> float:
     return best
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mean", "shape", "published"),
     [
@@ -154,7 +151,6 @@ def test_cost_of_a_search(mean, shape, published):
         assert cost.source.startswith("PLD of best-of-K")
 
 
-@pytest.mark.slow
 def test_a_search_costs_the_smaller_of_two_bounds():
     """Where a delta is below what a loss distribution resolves, Renyi's bound is the price."""
     distribution, delta = TrialDistribution(5, 1.0), 1e-12
@@ -164,7 +160,6 @@ def test_a_search_costs_the_smaller_of_two_bounds():
     assert cost.epsilon == compose_rdp(plan.event(), plan.adjacency).get_epsilon(delta)
 
 
-@pytest.mark.slow
 def test_a_binomial_law_has_no_renyi_bound():
     cost = search_guarantee(STEPS, TrialDistribution(4.5, -6), records=60_000, delta=1e-5)
     assert cost.source.startswith("PLD of best-of-K")
@@ -190,7 +185,6 @@ def test_the_accountants_agree_where_both_have_a_bound():
         np.testing.assert_allclose(ours, best.rdp, rtol=1e-9)
 
 
-@pytest.mark.slow
 def test_worst_of_is_the_pointwise_maximum():
     """Two curves that cross: neither alone is the bound, and a floor only loosens it."""
     many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)

@@ -16,10 +16,7 @@ from dpdist.privacy.mechanisms import (
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
 
-
-@pytest.mark.slow
 def test_the_published_gap():
     """sigma 0.4, 10,000 batches, epsilon 4: 1.17e-5 by Poisson, at least 0.226 shuffled."""
     plan = PrivacyPlan(10_000, (GaussianSteps(10_000, 0.4, 1e-4),), 1e-5)
@@ -34,7 +31,6 @@ def test_one_batch_is_the_gaussian_mechanism():
         assert shuffled_delta_lower_bound(1.0, sigma, 1) == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_the_bound_is_reached_by_simulation():
     """P - e^eps Q of the best event, estimated; 5 standard errors: once in 1.7e6 correct runs."""
     rng = np.random.default_rng(1)

@@ -7,8 +7,6 @@ from scipy.stats import norm
 from dpdist.privacy import audit_bounds
 from dpdist.privacy.plan import PrivacyPlan, group_delta_by_lemma
 
-pytestmark = pytest.mark.guarantee
-
 GRID = np.linspace(0, 1, 2001)
 
 

@@ -13,8 +13,6 @@ from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = pytest.mark.guarantee
-
 METHOD = {
     "name": "pate", "teachers": 5, "public": {"data": "digits"}, "queries": 20, "answers": 12,
     "threshold": 1.0, "screening": 0.2,

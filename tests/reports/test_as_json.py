@@ -16,7 +16,7 @@ from dpdist.reports import html
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
-pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.whole]
+pytestmark = pytest.mark.usefixtures("here")
 RECIPE = {
     "data": {"name": "digits"},
     "model": "linear",
@@ -91,7 +91,7 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch, capsys):
     """One set of radii, so one share of the error for each of them."""
     answer("run", "small.yaml")

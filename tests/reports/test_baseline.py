@@ -18,8 +18,6 @@ from dpdist.reports.results import load_results
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.slow  # two short trainings
-
 
 def trained(runs: Path, name: str, **changes: object) -> RunFolder:
     recipe, folder = make(
@@ -47,7 +45,7 @@ def private(runs: Path) -> RunFolder:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_of_it_may_leave(runs, private):
     def leaving() -> dict[str, bytes]:
         return {

@@ -33,8 +33,6 @@ from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import data_source, load_test_records
 
-pytestmark = pytest.mark.whole
-
 SIZES = {"l2": (0.1,), "linf": ()}
 # Inputs that only the later run gets right, that only the first one does, and all.
 ONLY_LATER, ONLY_FIRST, ALL = range(0, 9), range(9, 12), range(40)
@@ -173,7 +171,7 @@ def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
     assert row.comparison.anytime < 0.01 < row.comparison.p_value
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

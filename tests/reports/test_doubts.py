@@ -14,8 +14,6 @@ import dpdist
 from dpdist.certification import statistics
 from dpdist.certification.table import input_range
 
-pytestmark = pytest.mark.whole
-
 
 class Scaled(nn.Module):
     """A linear classifier of two features, on whatever scale they are."""

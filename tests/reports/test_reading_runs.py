@@ -32,8 +32,6 @@ from dpdist.reports.charts import attack_outcome_table, attacked_accuracy_chart,
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.whole
-
 N = 1000
 NORMS = Sensitivity(1.0, 2.0, 0.01)
 

@@ -38,8 +38,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.records import data_source, load_test_records
 
-pytestmark = pytest.mark.whole
-
 HOSTILE = "<img src=x onerror=alert(1)> & 'more'"
 NAMES = [*"abcdefgh", "<i>", "j"]  # of the classes
 WRONG, ABSTAINS, INPUTS = {4, 9, 14}, {6, 13}, 30
@@ -87,7 +85,7 @@ def facts(run: RunFolder) -> RunResults:
     return load_results(run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_secret_stays_secret(run: RunFolder) -> None:
     text = run.report_file.read_text()
     assert run.run_key.read_text().strip() not in text

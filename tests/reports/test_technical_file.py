@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from support.local_execution import command, run_without_ray
 
 import dpdist
@@ -13,7 +12,6 @@ from dpdist.core.files import extract_numbers
 from dpdist.reports.technical_file import technical_file
 from dpdist.runs.recipe import parse_recipe
 
-pytestmark = pytest.mark.whole
 BASE = {
     "name": "small",
     "data": {"name": "digits", "max_train": 200},

@@ -14,8 +14,6 @@ from dpdist.core.errors import UserError
 from dpdist.reports.results import load_results
 from dpdist.reports.tracking import Tracker, iter_metrics, open_tracker
 
-pytestmark = pytest.mark.whole
-
 
 class Kept:
     """A backend that keeps what it is given."""
@@ -53,7 +51,7 @@ def facts(tmp_path_factory):
     return load_results(folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(facts):
     kept = Kept()
     Tracker(kept).log_run(facts)
@@ -66,7 +64,7 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
     of_search = replace(facts, account=replace(facts.account, search=SimpleNamespace()))
     searched = [f for f in iter_metrics(of_search) if "epsilon" in f[0]]

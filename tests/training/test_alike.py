@@ -100,7 +100,7 @@ def fixed_in(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return read_method_state(run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
     one, again = fixed_in(tmp_path / "one"), fixed_in(tmp_path / "again")
     assert one and one.keys() == again.keys()

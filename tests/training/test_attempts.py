@@ -19,8 +19,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare, read_run_key
 
-pytestmark = pytest.mark.slow
-
 STEPS = 4
 SECRET = {"privacy__run_key": None, "privacy__delta": 1e-3}
 
@@ -44,7 +42,7 @@ def epochs_after(tmp: Path, change: Any = None) -> int:
     return len(ledger.attempts)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_code_is_a_new_attempt(tmp_path, monkeypatch):
     """And the same code is none: an exact replay is charged once."""
     assert epochs_after(tmp_path / "same") == 1
@@ -56,7 +54,7 @@ def test_other_code_is_a_new_attempt(tmp_path, monkeypatch):
     assert epochs_after(tmp_path / "other", other) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_number_of_threads_is_a_new_attempt(tmp_path):
     before = torch.get_num_threads()
     try:

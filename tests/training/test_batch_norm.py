@@ -20,8 +20,6 @@ from dpdist.papers.residual.whole_batch import WholeBatchEngine
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 
-pytestmark = pytest.mark.guarantee
-
 OPEN = {
     "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": "5a" * 32,
 }  # fmt: skip
@@ -81,14 +79,12 @@ def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:
         assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_residual_noise_goes_with_it(tmp_path: Path) -> None:
     method = {"name": "residual", "gamma": 0.5, "pi": 0.1, "input_norm": 7.5}
     recipe, folder = run(tmp_path, method=method)
     assert bool(train(recipe, folder).isfinite().all())
 
 
-@pytest.mark.slow
 def test_statistics_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = {"checkpoint_seconds": 1e-9}
     recipe, folder = run(tmp_path, "whole", resources=checkpoints)

@@ -24,8 +24,6 @@ from dpdist.training.checkpoint import TrainState
 from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare, read_run_key
 
-pytestmark = pytest.mark.guarantee
-
 ANCHOR = Anchor(2, "ab" * 16)
 
 
@@ -84,7 +82,6 @@ def test_a_disk_without_room_is_told_as_such(tmp_path):
     assert list((tmp_path / "step-00000004").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_written_without_a_copy(tmp_path):
     """Ten million parameters are 38 MiB; the memory that the process has at most, reset before."""
     big = TrainState(3, torch.zeros(10_000_000), {"mean": torch.zeros(10_000_000)})
@@ -111,7 +108,6 @@ def test_the_digest_sees_every_bit_and_every_place():
     assert not torch.equal(checkpoint.bits_fingerprint(flat.flip(0)), reference)
 
 
-@pytest.mark.slow
 def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatch):
     """Two workers, one of which sees an older folder: nothing is released."""
     recipe, folder = make(tmp_path, training__steps=3)
@@ -131,7 +127,6 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
         execute(job, 2)
 
 
-@pytest.mark.slow
 def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
     synced: list[str] = []
     real = os.fsync

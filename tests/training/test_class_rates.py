@@ -44,7 +44,7 @@ from dpdist.tuning.search import check_search
 from dpdist.tuning.space import TrialLimit, apply_values
 
 pytestmark = [
-    pytest.mark.whole, pytest.mark.guarantee,
+
     pytest.mark.filterwarnings("ignore:privacy.run_key"),
 ]  # fmt: skip
 
@@ -338,7 +338,7 @@ def own_loop(folder: Path, **options: Any) -> dpdist.PrivateTraining:
     return dpdist.PrivateTraining(model, optimizer, (inputs, labels), **(given | options))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_of_one_s_own_samples_by_class_and_goes_on(tmp_path):
     first = own_loop(tmp_path / "one", class_sampling=MappingProxyType({0: 1, 1: 4}))
     assert first.plan.step(0).rates_by_class == pytest.approx((0.1, 0.4))
@@ -371,7 +371,7 @@ def target_of(root: Path, **sections: Any) -> Target:
     return Target(recipe, plan, plan.guarantee())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_audited_step_samples_its_records_at_the_largest_rate(root, tmp_path):
     options = MechanismAudit(releases=1000)
     result = run_audit(options, target_of(root), tmp_path / "audit", lambda done, total: None)

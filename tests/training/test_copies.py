@@ -81,7 +81,7 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(raw) if path.suffix == ".json" else yaml.safe_dump(raw))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_plain_copies_share_no_noise_on_new_steps(tmp_path):
     recipe, folder = begun(tmp_path)
     copies = [copied(folder, f"copy{n}") for n in range(2)]
@@ -102,7 +102,7 @@ def changed_rate(raw: dict[str, Any]) -> None:
     raw["training"]["learning_rate"] = 0.05
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("forged", [False, True], ids=["recipe.yaml", "what is kept of it, too"])
 def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
     """The attack of the issue: the copy's learning rate is another one. With the kept recipe
@@ -135,7 +135,7 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
     assert ledger.num_superseded == 2  # steps 3 and 4, released under the first recipe
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_announced_step_is_the_same_release_in_both_or_none(tmp_path):
     """Step 4 was announced when the process died: both copies replay it, with the same noise on the
     same sum. Where a copy's parameters are others, its sum is another and its noise too."""
@@ -161,7 +161,7 @@ def forge_checkpoint(folder: RunFolder) -> None:
     checkpoint._write(path, tensors)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers):
     """Canonical shards: what one worker announced, others replay, and go on afresh."""
@@ -181,7 +181,7 @@ def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers):
     assert ledger.release_counts == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_nonce_is_durable_before_a_new_step_is_announced(tmp_path, monkeypatch):
     """In the file the line of the process comes before that of its first new step, and none before
     a step that it replays."""
@@ -242,7 +242,7 @@ def test_what_a_run_was_begun_with_is_missed(tmp_path):
 # --- what both cost
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_budget_is_charged_for_what_both_released(tmp_path):
     """Charged Renyi divergence is that of all steps that anybody released."""
     limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": 20.0}
@@ -270,7 +270,7 @@ def test_the_budget_is_charged_for_what_both_released(tmp_path):
     assert stated["epsilon"] == 20.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     plan = prepare(*make(tmp_path, "plan", training__steps=STEPS, privacy=SECRET), "test").plan
     fitting = (

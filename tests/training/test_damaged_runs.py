@@ -23,8 +23,6 @@ from dpdist.runs.folder import RunFolder, complete_checkpoints, has_released, re
 from dpdist.training import monitoring
 from dpdist.training.trainer import _budget_charged
 
-pytestmark = pytest.mark.whole
-
 HIDDEN = {
     "method": {"name": "pixeldp"},
     "model": {
@@ -99,7 +97,7 @@ CASES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "damage", "why"), CASES)
 def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, damage, why):
     shutil.copytree(crashed, tmp_path / "run")
@@ -145,7 +143,7 @@ def test_a_checkpoint_is_that_of_its_step(crashed, tmp_path):
         train(recipe, folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     """Every component of the hidden noise, which the first steps were taken with."""
     recipe, folder = make(tmp_path, **HIDDEN)
@@ -233,7 +231,7 @@ def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
     assert RunFolder(folder.path).fixed_key_marker.exists() and not folder.run_key.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [b"", b'{"record":{"kind":"pl', b"\0" * 64])
 @pytest.mark.parametrize("anchor", [None, b""])
 def test_a_ledger_whose_first_write_failed_is_begun(tmp_path, left, anchor):

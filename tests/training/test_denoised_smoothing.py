@@ -42,8 +42,6 @@ from dpdist.training.pretraining import join_parts, pretrain
 from dpdist.training.provenance import PROVENANCE_FILE
 from dpdist.training.records import data_source, method_public_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
 QUICK = {"batch_size": 50, "steps": 60, "learning_rate": 0.01, "optimizer": "adam"}
@@ -117,7 +115,7 @@ def dpdist(here, monkeypatch, capsys) -> Callable[..., str]:
 # ---- a frozen denoiser before a private classifier --------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, tmp_path):
     folder = RunFolder(tmp_path / "run")
     model = train(with_denoiser(public / "denoiser"), folder)
@@ -172,7 +170,7 @@ def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
 # ---- finished parts put together ---------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_path):
     """Pretrain, join both ways, certify, release: by the command, on real runs."""
     private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
@@ -236,7 +234,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     folder = RunFolder(tmp_path / "c")
     train(raw(model=CNN), folder)
@@ -255,7 +253,7 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_path):
     """Of a model that is a denoiser before a classifier, the denoiser alone."""
     other = RunFolder(tmp_path / "d")
@@ -382,7 +380,7 @@ def check_body(folder: Path, tensors: dict[str, Tensor]) -> None:
     assert set(found) - set(same) == {"classifier.1.weight", "classifier.1.bias"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     tensors = published()
     (tmp_path / "weights.safetensors").write_bytes(save_tensors(tensors))

@@ -32,8 +32,6 @@ from dpdist.training.records import (
     records_with_canaries,
 )
 
-pytestmark = pytest.mark.whole
-
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 UNET = {"name": "unet", "options": {"channels": [8]}}
 TRAINING = {"batch_size": 50, "steps": 200, "learning_rate": 0.01, "optimizer": "adam"}
@@ -65,7 +63,7 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model.get_submodule(models.DENOISER), model.get_submodule(models.CLASSIFIER)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
     spec, recipe = models.read_spec(weights), parse_recipe(raw(weights), "test")
     assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
@@ -108,7 +106,7 @@ def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_
     assert second == ("initial", 6, 12, recipe.public, public)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     recipe = parse_recipe(raw(weights), "test")
     folder = RunFolder(tmp_path / "run")
@@ -137,7 +135,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"pretraining_data": "others"}, {"denoiser": False}], ids=repr)
 def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
     recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")
@@ -151,7 +149,7 @@ def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, 
         prepare(recipe, folder, "test")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeypatch, capsys):
     described = raw(
         weights,
@@ -166,7 +164,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
     assert card["frozen denoiser"] == "came with the initial weights"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
     recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
     with pytest.raises(UserError, match=r"private records .* are among the public ones"):

@@ -17,7 +17,7 @@ from dpdist.reports.results import load_results
 from dpdist.runs.recipe import find_recipe, load_recipe, resolve_recipe
 from dpdist.training.pretraining import pretrain
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(600)
 
 
 def color_images(root: Path, records: int = 60) -> Path:
@@ -30,7 +30,7 @@ def color_images(root: Path, records: int = 60) -> Path:
     return root
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
     """pretrain, train, evaluate, certify, report: a few steps of the recipe that comes along."""

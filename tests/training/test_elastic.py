@@ -12,8 +12,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_user, read_users
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 RANGE = {"min": 1, "max": 4}
 BETWEEN = {"workers": RANGE, "checkpoint_seconds": 1e9}
 
@@ -23,7 +21,7 @@ def elastic(tmp_path, name: str, reproducible: bool, **resources):
     return make(tmp_path, name, model="linear", training=steps, resources=BETWEEN | resources)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch):
     """2 workers, then 1, then 4; each group dies after a step on its ledger."""
     undisturbed = train(*elastic(tmp_path, "a", True))
@@ -72,7 +70,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     assert "up to 4 steps that were released before are charged again" in said[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
     """Of two workers' group that died; one worker would charge its steps again, two replay them."""
     more = {"budget": str(tmp_path / "b"), "budget_ceiling": 30.0}

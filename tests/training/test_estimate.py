@@ -13,8 +13,6 @@ import dpdist
 from dpdist import Privacy, estimate
 from dpdist.privacy.plan import PrivacyPlan
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 INPUTS, LABELS = torch.randn(200, 6), torch.randint(2, (200,))
 PRIVATE = {"epsilon": 3.0, "delta": 1e-3}
 
@@ -100,7 +98,7 @@ def test_the_model_stays_as_it_is():
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_counts_what_an_optimizer_keeps():
     size = sum(parameter.numel() for parameter in net().parameters())
     momentum = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731

@@ -17,8 +17,6 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.training import private_step, worker
 from dpdist.training.loop import TrainingDiverged
 
-pytestmark = pytest.mark.guarantee
-
 HERE = __name__
 
 
@@ -73,7 +71,6 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
     assert 1 <= len(Ledger.read(folder.ledger).release_counts) <= 12  # what it cost stays on record
 
 
-@pytest.mark.slow
 def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, monkeypatch):
     job, charged = diverging(tmp_path), []
 

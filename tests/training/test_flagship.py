@@ -13,15 +13,13 @@ from support.local_execution import run_without_ray
 
 from dpdist.cluster import session
 
-pytestmark = pytest.mark.whole
-
 
 @pytest.fixture
 def flagship(monkeypatch):
     return load_benchmark("papers/dp-cert/run", monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)

@@ -35,8 +35,6 @@ from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
 from dpdist.training.private_step import PrivateStep
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
@@ -259,7 +257,7 @@ def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     assert told["users"].startswith(f"{USERS} to train")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp-sgd", "dplis", "input-noise"])
 def test_methods_with_users_learn(root, tmp_path, name):
     method = {"name": name, **({"sigma": 0.05, "draws": 2} if name == "input-noise" else {})}
@@ -279,7 +277,7 @@ def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
     assert release_ids(whole) == release_ids(killed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_on_two_workers_a_user_lies_whole(root, tmp_path):
     """Sums are those of one worker, for a worker holds users; to the bit with canonical shards."""
     for reproducible in (False, True):
@@ -404,7 +402,7 @@ def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
     pq.write_table(table, root / "notes" / f"{split}.parquet")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_texts_are_grouped_by_their_author(tmp_path):
     """Tokens, and the next ones as targets, are of (B, K, T)."""
     write_texts(tmp_path / "data", "train", 12, 0)

@@ -33,8 +33,6 @@ from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import data_source, method_public_records, records_with_canaries
 from dpdist.training.worker import read_method_state
 
-pytestmark = pytest.mark.whole
-
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 QUICK = {"data": "digits", "steps": 3, "max_records": 50}
@@ -80,7 +78,7 @@ def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
     return load_file(folder.model_folder / "model.safetensors")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     recipe, folder = make(tmp_path, name)
@@ -121,7 +119,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     assert ("Claimed by the paper, not the guarantee" in text) == (claim is not None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tmp_path):
     """In another shape nothing could be compared; the card says so."""
     recipe, folder = make(tmp_path, "secure-sgd")
@@ -136,7 +134,7 @@ def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tm
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):
     recipe, folder = make(tmp_path, "paid")
     plan = prepare(recipe, folder, "test").plan
@@ -163,7 +161,7 @@ def test_plans_know_what_cannot_be_proved():
         PrivacyPlan(100, (steps,), 1e-3, math.inf)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_privacy_the_update_is_plain_sgd(tmp_path):
     """Two steps against an own loop on the same batches and the same noise."""
     recipe, folder = make(
@@ -199,7 +197,7 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
         assert torch.allclose(got[name], parameter.detach(), atol=1e-5), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "once"), [("secure-sgd", False), ("unpaid", True)])
 def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name, once):
     noises: list[Tensor] = []
@@ -223,7 +221,7 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
     assert (spread < 1e-5) == once
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["secure-sgd", "paid", "unpaid"])
 def test_neighbor_replay(tmp_path, monkeypatch, name):
     """One record less, same keys: sums differ by at most C, by nothing where it was not drawn.
@@ -281,7 +279,7 @@ def test_neighbor_replay(tmp_path, monkeypatch, name):
         assert worst <= 1 + 1e-6 and untouched == 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, "hgm-pixeldp")
     undisturbed = train(recipe, folder)

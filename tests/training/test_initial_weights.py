@@ -32,8 +32,6 @@ from dpdist.training.records import (
     records_with_canaries,
 )
 
-pytestmark = pytest.mark.whole
-
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 STILL = Deformations(0, 0, (1, 1), 0, 0, contrast=None)
 
@@ -106,7 +104,7 @@ def weights(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_path):
     recipe = parse_recipe(raw(weights, certify={"sigma": 0.25}), "test")
     folder = RunFolder(tmp_path / "run")
@@ -272,7 +270,7 @@ def transfer(folder: Path, **model) -> dict:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     recipe, folder = (
         parse_recipe(transfer(tmp_path / "public"), "test"),

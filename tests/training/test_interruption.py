@@ -26,8 +26,6 @@ from dpdist.training.monitoring import (
     stopped_between_steps,
 )
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 STEPS = 12
 SELDOM = {"workers": 2, "checkpoint_seconds": 1e9}
 
@@ -65,7 +63,7 @@ def prepared(tmp_path, name: str, **resources: Any) -> TrainJob:
     return prepare(recipe, folder, "test")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     undisturbed = train(*make(tmp_path, "a", model="linear", resources=SELDOM), 2)
     job, said, threads = prepared(tmp_path, "b"), list[str](), Threads(5, 3)
@@ -90,7 +88,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     assert not job.folder.interruption.exists() and job.folder.training_summary.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_method_with_steps_of_its_own_hears_of_a_preemption(tmp_path):
     """DPAL's, whose checkpoints are far apart: without the word all steps were repeated."""
     changes = {
@@ -117,7 +115,7 @@ def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
     assert job.folder.training_summary.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "MAX_PREEMPTIONS", 2)
     job = prepared(tmp_path, "run")
@@ -178,7 +176,7 @@ class Signaled(LocalExecutor):
             super().supervise(work, poll)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_one_sigterm_waits_for_a_checkpoint_and_two_do_not(tmp_path, times):
     undisturbed = train(*make(tmp_path, "a", resources={"checkpoint_seconds": 1e-6}))

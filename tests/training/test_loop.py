@@ -37,24 +37,21 @@ from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
 
-pytestmark = pytest.mark.guarantee
-
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
         ("dp-sgd", 100),
         pytest.param(
-            {"name": "input-noise", "sigma": 0.2, "augmentations": 2}, 30, marks=pytest.mark.long,
+            {"name": "input-noise", "sigma": 0.2, "augmentations": 2}, 30, marks=pytest.mark.slow,
         ),
         pytest.param(
             {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, 30,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["dp-sgd", "input-noise", "secure-sgd"],
@@ -75,7 +72,7 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method, steps
     assert relative(*results) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_reproducible_runs_are_bit_identical(tmp_path):
     results = [
         train(
@@ -93,7 +90,6 @@ def test_reproducible_refuses_more_workers_than_shards(tmp_path):
     assert not folder.path.exists()
 
 
-@pytest.mark.slow
 def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     """The ledger holds each step once, and batches are Poisson. What is sampled, clipped, noised
     and divided is compared entry by entry in tests/wiring/test_one_step.py."""
@@ -107,7 +103,6 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     assert len(set(batches)) > 1, "Poisson batches vary"
 
 
-@pytest.mark.slow
 def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     undisturbed = train(*make(tmp_path, "a"))
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
@@ -119,7 +114,6 @@ def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     assert ledger.num_superseded == 0
 
 
-@pytest.mark.slow
 def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypatch):
     for name, extra in [("sgd", {}), ("adam", {"training__optimizer": "adam"})]:
         extra = {**extra, "training__momentum": 0.0, "training__ema": 0.9}
@@ -130,7 +124,6 @@ def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypat
         assert torch.equal(train(recipe, folder), undisturbed)
 
 
-@pytest.mark.slow
 def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
     train_and_crash(recipe, folder, monkeypatch, 5)
@@ -142,7 +135,6 @@ def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, mon
     assert [attempt["epoch"] for attempt in ledger.attempts] == [0, 1]
 
 
-@pytest.mark.slow
 def test_same_noise_is_never_added_to_another_sum(tmp_path, monkeypatch):
     """A replay whose sum differs in one bit is refused; the next start takes a new epoch."""
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
@@ -193,14 +185,12 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         train(*make(tmp_path), 2)
 
 
-@pytest.mark.slow
 def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
     first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
     assert torch.equal(first, second)
     assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
 
 
-@pytest.mark.slow
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
     keys: list[bytes] = []
@@ -224,7 +214,6 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     assert epochs == [1, 1]
 
 
-@pytest.mark.slow
 def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
     """Charged before the run, settled after it, also when the driver died in between."""
     from dpdist.privacy.budget import read_budgets
@@ -254,7 +243,7 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
         raise AssertionError("must not start")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     """One record more is the same data to the ceiling of the first run."""
     from dpdist.privacy.budget import DataBudget, read_budgets
@@ -296,7 +285,6 @@ def test_nothing_private_lies_outside_private(tmp_path):
     assert folder.run_key.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -318,7 +306,6 @@ def test_neighbor_replay(tmp_path, monkeypatch, method, workers):
             assert difference == 0.0
 
 
-@pytest.mark.slow
 def test_neighbor_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
     """Clipping the batch's mean gradient instead of each record's moves the sum by more than C."""
 
@@ -369,7 +356,6 @@ def _replay(tmp_path, monkeypatch, method, workers):
     return [float(np.linalg.norm(a - b)) for a, b in pairs], list(drawn.values())
 
 
-@pytest.mark.slow
 def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     """Without the entries of the checkpointed steps, epsilon would be understated."""
     recipe, folder = make(tmp_path)
@@ -442,7 +428,6 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(
         assert len(shapes) > 2 and max(shapes) <= 64
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("vmap", "how"), [(False, "known layers"), (True, "per-example")])
 def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, vmap, how):
     """dpdist's own factory by its path counts as custom; isolated, it learns the same."""

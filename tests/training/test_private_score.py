@@ -33,7 +33,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_score
 
 pytestmark = [
-    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+    pytest.mark.filterwarnings("ignore:.*run_key"),
 ]  # fmt: skip
 
 WIDTH, EVAL_DATA, STEPS = 6, 40, 6
@@ -203,7 +203,7 @@ def test_a_record_leaves_nothing_to_the_next_one(tmp_path):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_has_its_scale(tmp_path, monkeypatch):
     """False failure: 1e-6 for each of the two quantiles of chi-square (400 draws)."""
     t = training(tmp_path / "own", privacy=FRESH, steps=400, batch_size=1)
@@ -248,7 +248,7 @@ class Killed(BaseException):
     """As a signal ends a process."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [FIXED, FRESH])
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_score_is_taken_again_as_it_was(tmp_path, monkeypatch, privacy, lost):
@@ -380,7 +380,7 @@ while training.remaining_steps:
 """
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_after_a_kill_scores_are_the_same_to_the_bit(tmp_path):
     """The process ends within a score, among its records, twice."""
     (tmp_path / "mine.py").write_text(SCRIPT)
@@ -407,7 +407,7 @@ def test_after_a_kill_scores_are_the_same_to_the_bit(tmp_path):
 # --- the price
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.8, 40.0])
 def test_the_guarantee_is_the_worse_of_both_sides(tmp_path, noise):
     t = training(tmp_path / "own", privacy=FRESH)
@@ -680,7 +680,7 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
 # --- what is printed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     def halved(module: nn.Module, batch: Any) -> torch.Tensor:
         return (module(batch[0]).argmax(1) == batch[1]) / 2

@@ -16,8 +16,6 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training import private_step
 from dpdist.training.private_step import PrivateStep
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 KEY, RECORDS, WIDTH, CLIP = bytes(range(32)), 60, 5, 0.7
 PLAN = PrivacyPlan(RECORDS, (GaussianSteps(4, 1.3, 0.25),), 1e-3, CLIP)
 

@@ -39,8 +39,6 @@ from dpdist.training import checkpoint, job, model_setup
 from dpdist.training.monitoring import read_users
 from dpdist.training.records import records_with_canaries
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 RECORDS, WIDTH = 80, 6
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 
@@ -133,7 +131,7 @@ def test_records_in_bfloat16_train_as_their_numbers_do(tmp_path):
     torch.testing.assert_close(flat(t.model), wanted, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
     inputs, labels = records()
@@ -151,7 +149,7 @@ def test_it_is_dp_sgd_worked_out_by_hand(tmp_path, clip):
     assert reports[5].epsilon == t.guarantee.epsilon == t.plan.guarantee().epsilon
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "exact", "rounding"),
     [
@@ -205,7 +203,7 @@ def test_an_automatic_clip_is_on_the_card(tmp_path):
 # --- an ordinary run folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "nets_of_a_test.py").write_text(
         "from torch import nn\n\n\ndef net(input_shape, classes):\n"
@@ -302,7 +300,7 @@ def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
     return t
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeypatch, capsys):
     run = of_the_script.run
     factory = "nets_later:net"
@@ -330,7 +328,7 @@ def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeyp
     assert done.stdout == f"{of_the_script.model(torch.ones(1, 6)).tolist()}\n", done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHER_FACTORIES)
 def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
     old, new, said = OTHER_FACTORIES[case]
@@ -350,7 +348,7 @@ def test_held_out_records_must_not_be_private(tmp_path):
 # --- what a loop may do, and what it may not
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_change_between_steps_is_on_the_card(tmp_path):
     slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
     t = training(tmp_path / "own", **slow)
@@ -375,7 +373,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
         dpdist.load_results(t.run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -538,7 +536,7 @@ def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
     assert again.guarantee.kind == "assumed: post-processing"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
 def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
     model = Net()
@@ -615,7 +613,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 class Two(nn.Module):
     """Takes two arguments, which a named loss does not give."""
 
@@ -936,7 +934,7 @@ def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
     assert "late" not in t.model.state_dict()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_step_continues_from_the_newest_checkpoint(tmp_path, monkeypatch):
     t, whole = training(tmp_path / "own"), training(tmp_path / "whole")
     t.step()
@@ -1021,7 +1019,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "other", "said"), [(2, *each) for each in OTHERS] + [(6, *OTHERS[0])]
 )
@@ -1146,7 +1144,7 @@ def test_the_fingerprint_is_keyed(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_units_of_several_records_must_be_the_unit(tmp_path):
     data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
     with pytest.raises(UserError, match=r"privacy\.unit: must be user, .* 4 records .*got record"):
@@ -1157,7 +1155,7 @@ def test_units_of_several_records_must_be_the_unit(tmp_path):
     assert t.plan.records == RECORDS // 4 and "a whole group" in t.guarantee.relation
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mse", "huber", "bce"])
 def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     inputs, labels = records()
@@ -1201,7 +1199,7 @@ def charges(tmp: Path) -> list[Charge]:
     return budget.charges
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_over_the_budget_is_refused_before_a_step(tmp_path):
     """By the records, not by their order, their labels or the kind of array."""
     inputs, labels = records()
@@ -1238,7 +1236,7 @@ def test_a_recipe_s_run_and_a_script_s_share_a_budget(tmp_path):
     assert len(budget.charges) == 2 and len(budget.known) == len(set(dataset.hashes.tolist()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_was_cut_stays_charged_and_goes_on(tmp_path):
     private = budgeted(tmp_path)
     t = training(tmp_path / "own", privacy=private)
@@ -1372,7 +1370,7 @@ def script(
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("each", [1e-6, pytest.param(1e6, marks=pytest.mark.nightly)])
 def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     """Also where it builds other initial weights than before, and whatever was not yet saved."""
@@ -1392,7 +1390,7 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     assert Ledger.read(other.ledger).release_counts == dict.fromkeys(range(12), 1)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
     assert script(tmp_path, tmp_path / "own", 5, key="-", each=1e6).returncode == -signal.SIGKILL
     assert script(tmp_path, tmp_path / "own", key="-", each=1e6).returncode == 0
@@ -1475,7 +1473,7 @@ def test_fit_is_the_same_training(tmp_path):
         )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_the_page_runs_as_it_is_printed(tmp_path):
     page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "own-loop.md"
     script, nets = re.findall(r"(?s)```python\n(.*?)```", page.read_text())

@@ -30,8 +30,6 @@ from dpdist.training import monitoring
 from dpdist.training.model_setup import public_examples
 from dpdist.training.records import data_source
 
-pytestmark = pytest.mark.slow
-
 HERE = __name__
 WIDTH, CLASSES = 64, 3
 
@@ -87,7 +85,7 @@ PRIVATE_PREDICTION = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [tied, lambda: np.full(WIDTH, 3e38)], ids=["ties", "overflows"])
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
 def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
@@ -121,7 +119,7 @@ def raising(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Raising(classes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
     """As the sharp edges say: nothing else than the model knows what to do then."""
     for name, first in (("one", None), ("other", tied())):
@@ -229,7 +227,7 @@ SAID = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
 def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> None:
     more, said = SAID[name]
@@ -246,7 +244,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     assert any("Custom model" in note for note in card["notes"]) == ("own" in name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch) -> None:
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
@@ -261,7 +259,7 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
     assert load_results(folder).record_independence == SCREENED
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2)
     train(recipe, folder)

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from dpdist.training.collectives import Reducer
 
-pytestmark = pytest.mark.guarantee
-
 
 def _work(rank: int, folder: str, answers) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
@@ -35,8 +33,7 @@ def _work(rank: int, folder: str, answers) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.e2e
 def test_two_processes(tmp_path):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

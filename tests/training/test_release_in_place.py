@@ -19,8 +19,6 @@ from dpdist.training.collectives import LEAF, FlatOptimizer, Reducer, Shards
 from dpdist.training.private_step import PrivateStep
 from dpdist.training.worker import DivergenceCheck
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 KEY, STD, BATCH, STEPS = bytes(range(32)), 1.7, 24.0, 3
 PIECE = 2 * noise._PIECE
 TRAINING = SimpleNamespace(

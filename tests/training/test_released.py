@@ -36,8 +36,6 @@ from dpdist.training.job import prepare
 from dpdist.training.pretraining import join_parts
 from dpdist.training.trainer import _budget_charged
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 STEPS = 6
 REFUSED = "lacks records that were written|lacks releases that|is empty|missing"
 
@@ -144,7 +142,7 @@ def test_an_undamaged_run_is_read_by_all(run):
     assert charge.status == "settled" and charge.phases[0].steps == STEPS + 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
 def test_a_finished_run_whose_ledger_was_cut(run, anchored):
     """At every line boundary, to the header and to nothing; beside it an anchor that agrees."""
@@ -178,7 +176,7 @@ def rewritten(kept: list[bytes], path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
 def test_a_ledger_with_another_past(run, tmp_path, anchored):
     """Another run's of the same plan; the superseded attempt left out, every step still there once;
@@ -207,7 +205,7 @@ def test_what_does_not_name_its_ledger_is_damaged(run, value):
         path.write_text(kept)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     """A checkpoint newer than its ledger; a ledger cut behind the checkpoint."""
     recipe, folder = make(

@@ -20,8 +20,6 @@ from dpdist.publishing import write_release
 from dpdist.release.files import REQUIRED_FILES
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.whole
-
 FILES = {*REQUIRED_FILES}
 
 
@@ -51,7 +49,7 @@ def refused(folder: RunFolder, match: str) -> None:
     assert not list(folder.path.glob(".*"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_exactly_these_files_and_the_card_names_its_weights(run):
     for _ in range(2):  # anew and whole each time
         assert {path.name for path in write_release(run)} == FILES
@@ -138,7 +136,7 @@ def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("last", [*REQUIRED_FILES])
 def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, last):

@@ -25,7 +25,6 @@ from dpdist.release.verify import verify_release
 from dpdist.training.provenance import check_pretrained, describe_seen
 from dpdist.training.records import data_source
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 COUNT, WIDTH, STEPS = 60, 4, 3
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3}
 
@@ -305,7 +304,7 @@ def test_a_budget_over_both_stages_states_no_less(tmp_path):
     assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon, rel=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_is_a_first_stage(tmp_path):
     inputs = torch.rand(COUNT, WIDTH)
     labels = (inputs.sum(1) > WIDTH / 2).long()

@@ -28,8 +28,6 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.job import check_training
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
-pytestmark = pytest.mark.whole
-
 KINDS = {"number": ("mse", 2), "labels": ("multi-label-bce", 3)}
 
 
@@ -77,7 +75,7 @@ def test_a_recipe_warns_of_columns_that_look_standardized(tmp_path):
         assert any("standard deviation 1" in str(each.message) for each in caught) is scaled
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_targets_are_read_as_they_are_stored(finished):
     kind, recipe, _ = finished
     records = records_with_canaries(recipe, data_source(recipe))
@@ -90,7 +88,7 @@ def test_targets_are_read_as_they_are_stored(finished):
     assert half.targets(slice(None)).shape == (len(half), records.classes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_measures_are_those_of_the_model(finished):
     kind, recipe, folder = finished
     written = json.loads(folder.evaluation.read_text())
@@ -187,7 +185,7 @@ def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind,
 # --- the code of a loss is part of what is replayed ----------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()

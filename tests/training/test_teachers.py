@@ -32,8 +32,6 @@ from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.worker import DivergenceCheck
 
-pytestmark = pytest.mark.whole
-
 COUNT, RECORDS = 3, 40
 KEY = "5a" * 32
 
@@ -106,7 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[byte
         return job, found, TeacherTrainer(shared)._shards
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 7])
 def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> None:
     """The first one, whose leaving moves every other; one of two equal ones."""
@@ -115,7 +113,7 @@ def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> No
     assert changed(before, models_of(job_of(tmp_path, keep))) == [shards[gone]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shards_by_place_would_be_found(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +126,7 @@ def test_shards_by_place_would_be_found(
     assert changed(models_of(one, 2), models_of(other, 2)) == [0, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_records_shard_follows_from_key_and_input_alone(whole: Any) -> None:
     _, _, shards = whole
     assert shards[7] == shards[30]  # equal inputs
@@ -179,7 +177,7 @@ def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
     assert math.isinf(plan.clip_norm)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_interrupted_it_continues_to_the_same_bytes(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

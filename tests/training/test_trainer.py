@@ -12,8 +12,6 @@ from dpdist.privacy.ledger import JournalBusy, Ledger
 from dpdist.training.job import prepare
 from dpdist.training.trainer import RunBusy, fit, train
 
-pytestmark = pytest.mark.whole
-
 
 def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypatch):
     """Not that it failed so many times, and nothing is left in the other's folder."""

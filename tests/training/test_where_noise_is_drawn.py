@@ -22,8 +22,6 @@ from dpdist.training import collectives, private_step, worker
 from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 STEPS = 6
 THERE = {"resources__noise": "device"}
 
@@ -44,7 +42,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setattr(*((private_step, name) if name == "add_noise" else (noise, name)), never)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "more"),
     [(1, {}), (2, {}), (3, {"training__reproducible": True})],

@@ -34,8 +34,6 @@ from dpdist.training import checkpoint, monitoring, private_score
 from dpdist.training.collectives import Workers
 from dpdist.training.rendezvous import destroy_process_group
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 RECORDS, WIDTH, STEPS = 80, 6, 6
 FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
 PRIVATE = {**FRESH, "run_key": KEY}
@@ -165,7 +163,7 @@ def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) ->
     return found
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_two_workers_are_one(tmp_path, pair, reproducible):
     given = {"reproducible": reproducible, "private_metrics": True}
@@ -202,7 +200,7 @@ def ended(rank: int, folder: Path) -> tuple[list[float], int, int, str]:
     return flat(t.model), t.remaining_steps, t.steps_taken, str(t.guarantee)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_an_early_end_is_one_end_of_all_workers(tmp_path, pair):
     first, second = pair.do(ended, tmp_path / "run")
     assert first == second and first[1:3] == (0, 1)
@@ -212,7 +210,7 @@ def test_an_early_end_is_one_end_of_all_workers(tmp_path, pair):
     assert str(facts.guarantee) == first[3] and facts.guarantee == facts.plan.guarantee()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
     given = {"reproducible": reproducible, "resources": {"checkpoint_seconds": 1e6}}
@@ -287,7 +285,7 @@ def shaken(rank: int, folder: Path, until: int) -> dict[str, Any]:
     return whole(rank, folder, {"data": data, "resources": {"checkpoint_seconds": 1e6}}, until)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_replay_with_another_sum_is_a_new_attempt_on_all(tmp_path, pair):
     folder = RunFolder(tmp_path / "own")
     pair.do(shaken, folder.path, 2)
@@ -311,7 +309,7 @@ def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
         t.step()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -333,7 +331,7 @@ def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
     assert not (tmp_path / "own").exists()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_other_errors_tell_the_others_no_value(tmp_path, pair):
     first, second = pair.do(refused, tmp_path / "own", {"data": Broken()})
     assert isinstance(second, ValueError) and "0.125" in str(second)
@@ -375,7 +373,7 @@ def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[
         t.close()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("whose", "what", "said"),
     [
@@ -401,7 +399,7 @@ def told_alone(rank: int, folder: Path) -> None:
         t.close()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_checkpoint_of_one_worker_alone_is_refused_by_all(tmp_path, pair):
     """As where one hears of SIGTERM a step before the other: both waited, for different sums."""
     for line in both(pair.do(told_alone, tmp_path / "own")):
@@ -410,7 +408,7 @@ def test_a_checkpoint_of_one_worker_alone_is_refused_by_all(tmp_path, pair):
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_change_on_all_workers_is_on_the_card(tmp_path, pair):
     first, second = pair.do(between, tmp_path / "own", (0, 1), "parameters")
     assert first["kind"] == second["kind"] == "assumed: post-processing"
@@ -523,7 +521,7 @@ def scored(
         }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("given", "declared"),
     [
@@ -549,7 +547,7 @@ def test_two_workers_score_as_one_to_the_bit(tmp_path, pair, given, declared):
     assert sum(passes) == one["passes"] == 3 * 25 and min(passes) > 25, "a worker is idle"
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_run_with_scores_goes_on_with_other_workers(tmp_path, pair, alone):
     """Alone, then by two, then alone: the scores are those of an undisturbed run."""
     given = {"reproducible": True}
@@ -637,7 +635,7 @@ def unpaid(rank: int, folder: Path, what: str) -> tuple[str, list[bytes]]:
     return "", []
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("what", ["record_query", "record_answer"])
 def test_no_worker_has_a_score_that_is_not_on_record(tmp_path, pair, what):
     first, second = pair.do(unpaid, tmp_path / "own", what)
@@ -651,7 +649,7 @@ def busy(rank: int, folder: Path) -> None:
     begin(folder).close()
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
     held = begin(tmp_path / "own")
     held.step()  # begins the run
@@ -759,7 +757,7 @@ def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.Completed
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("how", "seconds"),
@@ -831,7 +829,7 @@ def execute_all(script: Path, folder: Path, lost: int) -> list[tuple[int, str]]:
     return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_worker_that_dies_ends_the_others_with_one_line(tmp_path, pair, lost):
     """Killed inside a step: the other one says who is gone, and the same command goes on."""

@@ -36,7 +36,7 @@ from dpdist.tuning.space import (
     draw_values,
 )
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.usefixtures("coarse_grid")]
+pytestmark = pytest.mark.usefixtures("coarse_grid")
 
 LAWS = [
     {"name": "geometric", "mean": 4.0},
@@ -65,7 +65,7 @@ def searched(recipe):
     return make
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
 def test_training_and_search_together_meet_the_target(searched, num_trials):
     cost = cost_of(searched(num_trials, privacy=TARGET))
@@ -122,7 +122,7 @@ def curve(phases, orders) -> np.ndarray:
 ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
     """What the loop would execute at settings drawn from all over the space (100, seeded; half of
@@ -164,7 +164,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
     """Never above the accounted profile or its floor; less noise for cheaper settings."""
     space = {"training.batch_size": {"choice": [100, 200, 400]}}
@@ -222,7 +222,6 @@ def paid_shares(*noises: float) -> list[dict]:
     ]
 
 
-@pytest.mark.slow
 def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
     """At a noise that is given: Secure-SGD's paid shares r at noise 3 and 6 are priced as at 3."""
 
@@ -234,7 +233,7 @@ def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
     assert price(3.0) > 1.05 * price(6.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched):
     """Least noise with which r's release and the steps stay below the recipe's own profile."""
     space = {"method.redistribution.noise_multiplier": {"choice": [4.0, 6.0, 12.0]}}
@@ -261,7 +260,6 @@ def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched)
     assert noises[0] > noises[1] > noises[2]
 
 
-@pytest.mark.slow
 def test_splits_of_one_mu_cost_the_same(searched):
     """Functional's sums: whatever part the first has, the profile is that of one Gaussian."""
     space = {"method.center": {"choice": [0.02, 0.05, 0.2]}}
@@ -276,7 +274,6 @@ def test_splits_of_one_mu_cost_the_same(searched):
 # --- no name, no nesting, no combination of entries hides what a trial costs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("space", "privacy", "words"),
     [
@@ -330,7 +327,7 @@ def generated_space(rng: np.random.Generator, target: bool) -> dict:
     return space
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(8)), (0, True)])
 def test_every_trial_of_every_space_is_covered(searched, seed, target):
     """Trials drawn from generated spaces: the search is priced at least as high as the same search
@@ -408,7 +405,6 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
         assert TrialLimit(base).allows(trial) is covered
 
 
-@pytest.mark.slow
 def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     recipe, tmp_path, capsys, monkeypatch
 ):
@@ -475,7 +471,7 @@ MODELS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
 def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
     """Noise and epsilon before any data are read are those that the run executes and states."""

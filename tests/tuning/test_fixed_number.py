@@ -54,7 +54,6 @@ def _trials(search):
 # --- the price --------------------------------------------------------------------------------
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("runs", [1, 3, 8])
 def test_the_price_is_that_of_all_runs_by_another_accountant(recipe, begin, runs):
     epsilon = begin(recipe(**fixed(runs, **FULL_BATCH))).cost.guarantee.epsilon
@@ -62,7 +61,6 @@ def test_the_price_is_that_of_all_runs_by_another_accountant(recipe, begin, runs
     assert exact <= epsilon <= exact * 1.005 + 1e-3
 
 
-@pytest.mark.guarantee
 def test_the_price_of_sampled_steps_is_that_of_all_runs(recipe, begin):
     search = begin(recipe(**fixed(5, training={"batch_size": 50})))
     step = dp_accounting.PoissonSampledDpEvent(
@@ -73,15 +71,6 @@ def test_the_price_of_sampled_steps_is_that_of_all_runs(recipe, begin):
     assert search.cost.guarantee.epsilon == pytest.approx(other.get_epsilon(1e-4), rel=0.02)
 
 
-@pytest.mark.guarantee
-def test_a_target_epsilon_is_that_of_all_runs_together(recipe, begin):
-    sections = fixed(6, privacy={"epsilon": 2.0, "noise_multiplier": None})
-    cost = begin(recipe(**sections)).cost
-    assert 1.99 < cost.guarantee.epsilon <= 2.0
-    assert cost.one_training_guarantee.epsilon < 1.2
-
-
-@pytest.mark.guarantee
 def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_trials):
     search = begin(recipe(**fixed(3, **FULL_BATCH)))
     run_trials(search)
@@ -102,7 +91,7 @@ def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_tri
 # --- progress ---------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     """Begun, in the middle of its training, trained and not scored yet; nothing of the others."""
     search = begin(recipe(tune={"num_trials": {"name": "binomial", "mean": 4, "runs": 4}}))
@@ -129,7 +118,7 @@ def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     assert kept == {"done": 0, "trials": 4, "stages": search.stages()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("num_trials", ["fixed", "binomial"])
 def test_a_log_tells_of_trials_only_where_they_are_public(num_trials, begin, recipe, monkeypatch):
     more = {"runs": 2} if num_trials == "fixed" else {"runs": 2, "mean": 2}

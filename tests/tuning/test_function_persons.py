@@ -33,7 +33,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_scores, read_settings, read_terms, read_trials
 
 pytestmark = [
-    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+    pytest.mark.filterwarnings("ignore:.*run_key"),
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def finish(search: searching.FunctionSearch) -> RunFolder:
 # --- persons ----------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     plan = search.cost.plan
@@ -141,7 +141,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     assert re.fullmatch("[0-9a-f]{16,}", record["function"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
     """Removed, or replaced by another one with more visits: the search's own sum of values."""
     search = begin(tmp_path / "own", score={"private_eval_data": as_records(SCORED), "noise": 2.0,
@@ -194,7 +194,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs.sum(1) > WIDTH / 2).long()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coarse_grid):
     """Trained and scored records pay for the whole search; none of its trials does besides."""
     budget = tmp_path / "budget"
@@ -221,9 +221,6 @@ def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coa
     with pytest.raises(UserError, match=r"privacy\.budget"):
         other.check_budget("tune")
     assert not (tmp_path / "other").exists()
-
-
-# --- optimizers -------------------------------------------------------------------------------
 
 
 # --- whole calls: workers, kills --------------------------------------------------------------
@@ -336,20 +333,20 @@ def kill_and_go_on(folder: Path, times: int, seed: int) -> None:
         check_released_once(folder / f"killed{place}")
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_killed_search_per_person_goes_on_to_the_same_winner(tmp_path):
     kill_and_go_on(tmp_path, times=1, seed=3)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_a_search_per_person_survives_twenty_kills_at_random_times(tmp_path):
     kill_and_go_on(tmp_path, times=20, seed=4)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_killed_worker_is_a_failed_trial(tmp_path):
     """Killed whenever it begins: the trial has failed, and the search goes on to the others."""
@@ -372,7 +369,7 @@ def test_a_killed_worker_is_a_failed_trial(tmp_path):
     assert read_settings(folder, 1)["values"] == dpdist.SearchResult(folder.run).config
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_two_workers_train_and_score_a_trial_as_one_does(tmp_path):

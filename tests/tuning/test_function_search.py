@@ -43,11 +43,10 @@ from dpdist.tuning.manifest import (
     read_terms,
     read_trials,
 )
-from dpdist.tuning.search import NoModelError
 from dpdist.tuning.space import RecordCounts, SearchCost
 
 pytestmark = [
-    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+    pytest.mark.filterwarnings("ignore:.*run_key"),
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +163,7 @@ def test_rates_by_class_are_those_of_every_trial(tmp_path):
         prepare(tmp_path / "two", rare, space={**SPACE, "more": {"choice": [2, 4]}})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
 @pytest.mark.parametrize("kind", ["public", "private_eval_data"])
 def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(
@@ -332,7 +331,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("train", "given", "said"), REFUSED, ids=[said for *_, said in REFUSED])
 def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
     MODELS.clear()
@@ -360,7 +359,7 @@ def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
 # --- a trial ----------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     """With the keys of the search; another trial, another model and another sum: another noise."""
     search = begin(
@@ -386,7 +385,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     assert len(seen) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coarse_grid):
     privacy = {**PRIVATE, "run_key": "7f" * 32}
     search = begin(tmp_path / "own", privacy=privacy)
@@ -418,7 +417,7 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
     assert "lr" in page and searching.ASSUMED[1] in page
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_grid):
     """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
 
@@ -446,7 +445,7 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         prepare(run.path, heavier, num_trials={"name": "fixed", "runs": 1})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
     pytest.importorskip("optuna")
     from dpdist.tuning.searchers import ManifestSearcher
@@ -468,7 +467,6 @@ def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_gr
     assert len(dpdist.SearchResult(finish(search)).trials) == 3
 
 
-@pytest.mark.slow
 def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
     num_trials = {"name": "negative-binomial", "shape": 1000.0, "mean": 4.0}
     search = begin(tmp_path / "own", num_trials=num_trials)
@@ -513,7 +511,7 @@ def changing(config: Any) -> PrivateTraining:
     [{"bias": 0.5}, {"scale": 2.0}, {"lr": 0.123}, {"steps": 3}, {"steps": 9}, {"env": True}],
     ids=str,
 )
-@pytest.mark.long
+@pytest.mark.slow
 def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypatch, change):
     """A weight, an attribute, a rate, a length or the environment that changed since the draw."""
     CHANGED.clear()
@@ -530,7 +528,6 @@ def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypa
     CHANGED.clear()
 
 
-@pytest.mark.slow
 def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     known = search._explorer.function
@@ -543,7 +540,7 @@ def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coar
         assert "other records than those that the search" in run_trial(search, number)["failed"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coarse_grid):
     """In train, in a step and in the score; a failed trial is not tried again."""
     calls = []
@@ -581,29 +578,6 @@ def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coars
 
 
 @pytest.mark.slow
-def test_where_all_trials_fail_there_is_no_model(tmp_path, coarse_grid):
-    def train(config: Any) -> PrivateTraining:
-        if config["lr"] not in SPACE["lr"]["log_uniform"] and config["lr"] != PROBED:
-            raise RuntimeError("drawn")
-        return build(config)
-
-    PROBED = built.domain_value(
-        dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), (math.sqrt(5) - 1) / 2
-    )
-    middle = built.domain_value(dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), 0.5)
-
-    def lenient(config: Any) -> PrivateTraining:
-        return build(config) if config["lr"] == middle else train(config)
-
-    search = begin(tmp_path / "own", lenient)
-    for number in range(3):
-        failed = run_trial(search, number, lenient)["failed"]
-        assert re.search(r"raised RuntimeError for \{'lr': [\d.e-]+\}: drawn", failed), failed
-    with pytest.raises(NoModelError, match="the search ended without a model"):
-        finish(search)
-
-
-@pytest.mark.long
 def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     manifest = search.folder.manifest.read_bytes()
@@ -627,7 +601,7 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
     assert run_trial(search, 0)["failed"] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["terms.json", "built.json"])
 def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
     tmp_path, coarse_grid, monkeypatch, name
@@ -655,7 +629,7 @@ def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
     assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid):
     """Broken off inside a step: the same keys, and the scores of a trial that was not."""
     broken = [False]
@@ -692,7 +666,6 @@ def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid)
         assert ledger.release_counts == dict.fromkeys(range(4), 1)
 
 
-@pytest.mark.slow
 def test_a_trial_that_is_not_replayed_exactly_has_failed(tmp_path, coarse_grid, monkeypatch):
     """Other code than before the interruption: the step would be released a second time."""
     broken = [True]
@@ -715,7 +688,6 @@ def test_a_trial_that_is_not_replayed_exactly_has_failed(tmp_path, coarse_grid, 
     assert run_trial(search, 0, train)["failed"] == "the training could not be replayed exactly"
 
 
-@pytest.mark.slow
 def test_a_model_that_changes_between_steps_makes_a_trial_fail(tmp_path, coarse_grid):
     def train(config: Any) -> PrivateTraining:
         model = nn.Linear(WIDTH, 2)
@@ -733,7 +705,7 @@ def test_a_model_that_changes_between_steps_makes_a_trial_fail(tmp_path, coarse_
     assert run_trial(search, 0, train)["failed"] == "parameters changed between steps"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_grid):
     rates: list[float] = []
 
@@ -840,7 +812,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(line.removeprefix("RESULT "))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatch):
     """The winner's folder holds what the checkpoints of its trial said of the module."""
     text = f"from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Linear({WIDTH}, 2)\n"
@@ -863,7 +835,7 @@ def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatc
     torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):

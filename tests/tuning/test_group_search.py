@@ -39,8 +39,6 @@ from dpdist.tuning.search import check_search, prepare_search
 from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit
 from dpdist.tuning.trial import scoring_data
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 RUNS, NOISE = 3, 2.0
 TUNE: dict[str, Any] = {
     "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
@@ -199,7 +197,7 @@ def pictures(model) -> tuple[np.ndarray, np.ndarray]:
     return inputs, (labels + (np.arange(len(WHOM)) % 3 == 0)) % 10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: "+".join(s.objectives))
 def test_a_whole_user_moves_a_score_by_one_at_most(tmp_path, model, pictures, settings):
     """Exact neighbor replay: all records of each user are taken away.
@@ -257,7 +255,7 @@ def final_scores(search: Any) -> list[float]:
     return [read_scores(search.folder, number)["scores"][-1] for number in numbers]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tmp_path, run_trials):
     """Neighbor replay of a whole search under fixed keys: each trial trains to the same bits, and
     the noisy sums, and so the best, move by at most the one user that is paid for."""
@@ -315,7 +313,7 @@ def test_each_score_of_a_search_counts_users_and_carries_the_noise_paid_for(
     assert max(total for total, _ in found) <= len(scored)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_becomes_a_run_that_states_its_users(root, tmp_path):
     privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "user", "max_records_per_user": MOST}
     recipe = asked(root, privacy=privacy, certify={"sigma": 0.1, "n": 50, "max_inputs": 3})
@@ -356,7 +354,7 @@ def test_a_search_becomes_a_run_that_states_its_users(root, tmp_path):
     again.run(LocalExecutor())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_published_scores_are_shares_of_a_public_number_of_users(root, tmp_path):
     pipeline.tune(asked(root), runs=tmp_path, context="r.yaml", executor="local")
     run = RunFolder(tmp_path / "x")

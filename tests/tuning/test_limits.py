@@ -66,7 +66,7 @@ def test_a_trial_with_other_paths_is_not_covered(phases):
     assert not allowed(*phases)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch):
     """Also where a coarser grid, which is looked at first, would let less noise pass."""
     sizes = RecordCounts(10_000, 0.1)

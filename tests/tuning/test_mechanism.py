@@ -24,8 +24,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.tuning.manifest import best_trial, draw_number_of_trials, draw_trials
 
-pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
-
 DELTA = 1e-3
 NOISE = 2.0  # multiplier: standard deviation of the noise on a count
 
@@ -144,7 +142,7 @@ def measured_epsilon(distribution: NumTrialsRecipe, searches: int, search=search
     return math.log(max(float(hits) - DELTA, 1e-12) / float(false))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_measured_distinguishability_stays_within_the_stated_epsilon():
     """4,000 searches on each of two neighbors, drawn and decided by the real code. The bound is
     wrong with probability at most 0.001; the same measurement exceeds what a search accounted at
@@ -205,8 +203,8 @@ PRICES = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("parts", [counts, pytest.param(votes, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [counts, pytest.param(votes, marks=pytest.mark.slow)])
 def test_a_search_over_splits_stays_within_its_epsilon(parts):
     """2,000 searches on each of two neighbors, against what such a search is priced; the bound is
     wrong with probability at most 0.001. Priced without the first of its releases, as if a split
@@ -226,7 +224,7 @@ def test_a_search_over_splits_stays_within_its_epsilon(parts):
     assert true_delta(distribution, without.epsilon) > 2 * DELTA
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_released_scores_follow_the_exact_law():
     """Kolmogorov-Smirnov on 4,000 searches against G(F(t)); fails by chance once in 10^4 seeds.
     A distribution with another mean is rejected by the same test."""

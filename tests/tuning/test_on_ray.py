@@ -20,7 +20,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_scores, read_trials
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tune(session, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_a_killed_driver_is_resumed_to_the_same_winner(
     recipe, begin, run_trials, tmp_path, request
@@ -88,7 +88,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_trials_of_two_workers(recipe, tune, tmp_path):
     """Each trial a Ray Train job inside Ray Tune, on a session that has just their CPUs."""
@@ -126,7 +126,7 @@ def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monk
     assert done.code == 2 and "do not fit" in done.err.splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_adaptive_searchers_see_paid_scores_only(recipe, tune, tmp_path):
     """Optuna's TPE and ASHA with a fixed number of trials: every score that they saw is charged."""

@@ -20,7 +20,7 @@ from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.public import NOT_PRIVATE
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
+pytestmark = pytest.mark.timeout(1200)
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -46,7 +46,7 @@ def session(tmp_path_factory) -> Iterator[None]:
             yield
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 @pytest.mark.nightly
 def test_not_private_is_said_and_a_killed_sweep_goes_on(tmp_path, monkeypatch, capsys, request):
     """kill -9 once a trial has ended; the same command then does the others alone."""
@@ -78,7 +78,7 @@ def test_not_private_is_said_and_a_killed_sweep_goes_on(tmp_path, monkeypatch, c
     assert refused.code == 2 and "holds the sweep of another recipe" in refused.err
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_a_recipe_is_stopped_early_and_chosen_by_optuna(session, tmp_path, monkeypatch, capsys):
     pytest.importorskip("optuna")
     tune = {"searcher": "optuna", "asha": {"rungs": 2, "reduction_factor": 2}}
@@ -117,7 +117,7 @@ def wrapped(folder: Path) -> Any:
     )
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_the_function_of_a_private_search_is_swept_by_asha_into_ray_s_own_grid(session, tmp_path):
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
@@ -138,7 +138,7 @@ def test_the_function_of_a_private_search_is_swept_by_asha_into_ray_s_own_grid(s
     assert load_results(RunFolder(run)).privacy_statement.startswith("NOT PRIVATE")
 
 
-@pytest.mark.long
+@pytest.mark.e2e
 def test_trainings_are_cloned_and_changed_by_population_based_training(session, tmp_path):
     """A clone goes on with the weights of the other trial, under a rate of its own."""
     from ray import tune

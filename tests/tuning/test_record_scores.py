@@ -81,7 +81,6 @@ def total(
     return found.private_units(model, KEY) / UNITS
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("name", SCORES)
 def test_values_are_those_of_numpy(name):
     value, expected = SCORES[name]
@@ -97,7 +96,6 @@ def test_values_are_those_of_numpy(name):
             assert found == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("name", SCORES)
 def test_one_record_moves_a_sum_by_one_at_most_and_by_nearly_one(name):
     value, most = SCORES[name][0], 0.0
@@ -118,7 +116,6 @@ def test_one_record_moves_a_sum_by_one_at_most_and_by_nearly_one(name):
     assert most > 0.95, "the bound would be no tight one"
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("name", SCORES)
 def test_one_person_moves_a_sum_by_one_at_most_whatever_number_of_records(name):
     value, rng = SCORES[name][0], np.random.default_rng(7)
@@ -160,7 +157,6 @@ def own_scores(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.usefixtures("own_scores")
 def test_a_recipe_scores_as_a_search_over_a_function(name, tmp_path):

@@ -12,9 +12,7 @@ from dpdist import models
 from dpdist.config.search import ScoreRecipe
 from dpdist.data.dataset import Dataset
 from dpdist.models import ModelSpec
-from dpdist.randomness.keys import StreamKeys
-from dpdist.tuning import scoring
-from dpdist.tuning.scoring import _record_scores, certified_radii, compute_score
+from dpdist.tuning.scoring import _record_scores, certified_radii
 
 KEY = bytes(range(32))
 SPEC = ModelSpec("linear", (1, 8, 8), 10)
@@ -54,23 +52,3 @@ def test_no_objective_counts_for_another_one(model, dataset):
     values = _record_scores(model, dataset, settings, sigma, 1.0, KEY)
     expected = ((radii >= radius) + np.clip(radii, 0, cap) / cap) / 2
     np.testing.assert_allclose(values, expected, atol=1e-12)
-
-
-def test_the_noise_of_a_score_is_keyed_apart_from_its_draws(model, dataset, tmp_path, monkeypatch):
-    keys, seeds = [], []
-    add_noise, source = scoring.add_noise, scoring.StreamKeys
-
-    def noised(total, key, std):
-        keys.append(key)
-        return add_noise(total, key, std)
-
-    def made(kind, seed, *more) -> StreamKeys:
-        seeds.append(seed)
-        return source(kind, seed, *more)
-
-    monkeypatch.setattr(scoring, "add_noise", noised)
-    monkeypatch.setattr(scoring, "StreamKeys", made)
-    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.02, samples=10)
-    compute_score(tmp_path / "model", dataset.first(3), settings, sigma=0.2, noise=1.0, key=KEY)
-    (key,), (seed,) = keys, seeds
-    assert len({key, bytes.fromhex(seed), KEY}) == 3

@@ -14,7 +14,6 @@ from support.training import parameters
 from dpdist import models
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.config.search import Domain
-from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.privacy.budget import read_budgets
@@ -33,8 +32,6 @@ from dpdist.tuning.manifest import draw_number_of_trials, draw_trials, read_scor
 from dpdist.tuning.search import NoModelError
 from dpdist.tuning.space import TrialLimit
 
-pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
-
 EXECUTOR = LocalExecutor()
 POISSON = {"name": "poisson", "mean": 3.0}
 
@@ -45,7 +42,7 @@ def finish(search) -> None:
     search.run(EXECUTOR)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     recipe, begin, run_trials, tmp_path
 ):
@@ -154,7 +151,7 @@ def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_pa
     assert len(after.charges) == 1 and after.spent == before.spent
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
     fixed = {"run_key": "7f" * 32}
@@ -209,7 +206,7 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
         assert row["scores"] == pytest.approx([score * ratio for _, score in report])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     recipe, begin, run_trials
 ):
@@ -248,7 +245,7 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     assert "trials" not in json.loads(secret.run_folder.search_record.read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
     search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
@@ -264,7 +261,7 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     begin(search.recipe).run(EXECUTOR)  # a finished search does nothing
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
     search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
@@ -297,7 +294,7 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
         prepare_training(asked, search.run_folder, "r.yaml")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, monkeypatch):
     """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
     num_trials = {"name": "fixed", "runs": 3, "mean": None}
@@ -439,7 +436,7 @@ def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     assert held + recorded.records == 1439
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     """Values that cost far more than the recipe's own setting, given as a whole section: what the
     card says covers each trial's own ledger, and the winner's."""
@@ -471,7 +468,7 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     assert stated >= max(spent) > 5 * untuned
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trials):
     """Functional's sums share one budget differently: each trial has noise of its own on each,
     none costs more than was accounted, and with less of it no trial would begin."""
@@ -589,11 +586,7 @@ def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, p
     assert search.cost.trial_limit.base_plan.records == job.plan.records
 
 
-def resources(**given) -> ResourcesRecipe:
-    return ResourcesRecipe(**given)
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     recipe, begin, run_trials, tmp_path
 ):

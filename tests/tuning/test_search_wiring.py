@@ -35,8 +35,6 @@ from dpdist.tuning.manifest import read_scores, read_trials
 from dpdist.tuning.search import prepare_search
 from dpdist.tuning.trial import prepare_trial, score_key, scoring_data
 
-pytestmark = pytest.mark.whole
-
 EXECUTOR = LocalExecutor()
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
@@ -62,7 +60,7 @@ def of_trial(seen: KeyRecorder, keys: list[bytes], trial) -> list[bytes]:
     return [key for key in keys if trial.key in seen.ancestors(key)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [FIXED, {}], ids=["fixed-key", "secret-key"])
 def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     recipe, begin, run_trials, monkeypatch, privacy
@@ -97,7 +95,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     assert all(len(found) == 1 for found in callers.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monkeypatch):
     """The smoothing noise of a score is fresh at every rung and trial, and for every record."""
     score = {"objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "samples": 10,
@@ -114,7 +112,7 @@ def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monk
     assert len(selecting) == len(counting) == RUNS * 2 * records and not selecting & counting
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, monkeypatch):
     """By record: what each trial's training loop reads, and what its score reads, are disjoint and
     together all private records; the plan counts the first."""
@@ -145,7 +143,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     assert {s.start + s.count for s in seen.streams if s.caller == SAMPLING} == {len(trained[0][0])}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_score_carries_the_noise_that_was_paid_for(recipe, begin, run_trials, monkeypatch):
     """score = (right ones + std * normal) / records, with the accounted std, at every rung."""
     found = []
@@ -181,7 +179,7 @@ def _phases(phases):
         yield from _phases(inner) if inner else [phase]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
     """Values, noise, steps and rate of each trial's plan are those on record for it."""
     space = {
@@ -203,7 +201,7 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
         assert plan.steps == 4 and own.require_trained()["steps"] == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     """A search that continues finds it failed: a second attempt would be another mechanism."""
     search = begin(
@@ -218,7 +216,7 @@ def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     assert len(read_scores(search.folder, 1)["scores"]) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
     search = begin(recipe(privacy=FIXED, tune=ASHA))
@@ -241,7 +239,7 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     assert load_results(run).has_fixed_key
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_public_does_not_change_with_the_number_of_trials(
     recipe, run_trials, tmp_path, monkeypatch
 ):
@@ -295,7 +293,7 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     assert not {t.key for t in other} & {t.key for t in trials}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
     """Work of a method's own, before its workers begin, is done in a trial as in a run."""
     asked = recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
@@ -312,7 +310,7 @@ def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatc
     assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, monkeypatch):
     """Neither of a step nor of a score: the same trial has another model in each. The same noise on
     both counts of held-out records would be none on their difference."""
@@ -330,7 +328,7 @@ def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, 
     assert not noise[0] & noise[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     """To score the same again, after a crash, is the same noise; whatever else, another."""
     search = begin(recipe(tune=ASHA))
@@ -369,7 +367,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     assert key(search_recipe=fixed) == derive_key(trial.key, "rung", 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("num_trials", ["fixed", "geometric"])
 def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_path, num_trials):
     """Two with a fixed number of trials are paid for twice. With a secret one, which both would

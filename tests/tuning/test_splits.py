@@ -20,9 +20,6 @@ from dpdist.tuning.preview import sizes_without_data
 from dpdist.tuning.search import check_certifiable
 from dpdist.tuning.space import SearchCost, apply_values, check_space, one_step_cost
 
-pytestmark = pytest.mark.guarantee
-
-
 # How many candidates share the budget out in a way of their own, or have a batch of their own.
 COSTS = {
     "stobatch": 1, "certificate": 1, "secure-sgd": 5, "functional": 12, "pate": 5, "dplis": 3,
@@ -116,7 +113,7 @@ def test_the_oracle_knows_the_gaussian_mechanism():
 # --- the recipes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_search_over_a_split_costs_what_its_recipe_says(name, coarse_grid):
     recipe = searched(name)
@@ -133,9 +130,9 @@ def test_a_search_over_a_split_costs_what_its_recipe_says(name, coarse_grid):
 DEAR = ("functional", "secure-sgd", "pate", "dplis")  # seconds each
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in DEAR)) for name in NAMES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in NAMES]
 )
 def test_all_candidates_cost_the_same(name, coarse_grid):
     """None more than the recipe's own setting (or than the floor that is paid for), at any epsilon
@@ -153,7 +150,7 @@ def test_all_candidates_cost_the_same(name, coarse_grid):
         assert (less > ceiling * (1 + 2e-3)).any(), trial.method
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "own", "other"),
     [

@@ -11,7 +11,7 @@ from dpdist.tuning.manifest import read_scores, read_trials
 FIXED = {"name": "fixed", "runs": 1, "mean": None}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials, monkeypatch):
     """After a crash its model is that of a later rung: the same noise on another count would cancel
     in their difference."""
@@ -34,7 +34,7 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
     assert keys[0] not in keys[1:] and keys[1:] == [keys[1]] * 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_is_charged_once_whatever_its_trials_do(recipe, begin, run_trials, tmp_path):
     asked = recipe(
         privacy={"budget": str(tmp_path / "b")}, tune={"num_trials": FIXED | {"runs": 2}}

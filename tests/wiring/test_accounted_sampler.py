@@ -21,9 +21,6 @@ from dpdist.runs.recipe import built_in_recipes, load_recipe, make_plan, paper_r
 from dpdist.training.private_step import PrivateStep
 from dpdist.tuning.preview import KNOWN_SIZES
 
-pytestmark = pytest.mark.guarantee
-
-
 RECIPES = [*built_in_recipes(), *paper_recipes()]
 RECORDS = 4000  # of the stand-in that samplers choose from
 STEPS = 40

@@ -18,8 +18,6 @@ from dpdist.attacks.table import Plausibility
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
 
-pytestmark = pytest.mark.whole
-
 POINTS = Points(4)
 
 

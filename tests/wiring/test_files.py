@@ -14,8 +14,6 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
-pytestmark = pytest.mark.whole
-
 RECIPE = {
     "name": "small",
     "data": {"name": "digits", "max_train": 400},
@@ -89,7 +87,7 @@ def key_of(run: Path) -> bytes:
     return bytes.fromhex((run / "private" / "run.key").read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_train_certify_attack_report_release(dpdist, tmp_path):
     recipe = write(tmp_path)
     run = tmp_path / "runs" / "small"
@@ -135,7 +133,7 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     assert leaving == outside(run) - {"run.json"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tune(dpdist, tmp_path):
     recipe = write(tmp_path, name="searched", tune=SEARCH, resources={"workers": 1})
     run = tmp_path / "runs" / "searched"

@@ -31,7 +31,7 @@ from dpdist.cluster.resumable_job import run_job as run_job
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.e2e
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")

@@ -27,8 +27,6 @@ from dpdist.certification.worker import CLEAN_DRAWS
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import AesWords, StreamKeys
 
-pytestmark = pytest.mark.guarantee
-
 N, N0, BATCH, COUNT = 250, 30, 100, 4
 SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", backend="eager")
 
@@ -96,7 +94,6 @@ def test_expected_scores_select_by_draws_of_their_own(certify):
     assert not (selecting | estimating) & {s.key for s in units if s.kind.startswith("check")}
 
 
-@pytest.mark.slow
 def test_draws_depend_on_seed_model_data_and_noise(certify):
     units, _ = certify()
     again, _ = certify()

@@ -24,8 +24,6 @@ from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.training import private_step, worker
 from dpdist.training.job import TrainJob, read_run_key
 
-pytestmark = pytest.mark.guarantee
-
 STEPS = 5
 DRAWING = {"name": "input-noise", "sigma": 0.2, "augmentations": 2}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
@@ -118,7 +116,6 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
         assert [(s.start, s.count) for s in seen.streams if s.key == key] == [(0, 650)] * 3
 
 
-@pytest.mark.slow
 def test_keys_depend_on_all_that_they_must(tmp_path, monkeypatch):
     """Plan, data and run key; the same everything gives the same keys."""
     changes: dict[str, dict[str, Any]] = {
@@ -138,7 +135,6 @@ def test_keys_depend_on_all_that_they_must(tmp_path, monkeypatch):
         assert not other & reference, f"another {name}, and some keys are the same"
 
 
-@pytest.mark.slow
 def test_other_records_of_the_same_number_have_other_keys(tmp_path, monkeypatch):
     """One label differs; the plan is the same. With the same noise the difference of the two
     models would be free of noise."""
@@ -155,7 +151,6 @@ def test_other_records_of_the_same_number_have_other_keys(tmp_path, monkeypatch)
     assert not seen[0] & seen[1]
 
 
-@pytest.mark.slow
 def test_a_replay_uses_the_same_keys_and_a_new_attempt_others(tmp_path, monkeypatch):
     """After a crash: the same workers replay, another number of workers draws all afresh."""
     job = job_of(tmp_path)
@@ -180,7 +175,6 @@ def draw_key_of_step(seen: KeyRecorder) -> bytes:
     return next(d.parent for d in seen.derived if d.purpose.startswith("draws/"))
 
 
-@pytest.mark.slow
 def test_an_attempt_forced_by_another_sum_has_other_keys(tmp_path, monkeypatch):
     """The same epoch never adds its noise to two sums; the epoch after it shares nothing."""
     job = job_of(tmp_path)
@@ -228,7 +222,6 @@ def test_one_noise_for_a_whole_run_is_not_the_training_s(tmp_path, monkeypatch):
     assert len(seen.keys_opened_by(SAMPLING)) == len(seen.keys_opened_by(NOISE)) == STEPS
 
 
-@pytest.mark.slow
 def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     """Its sample and its noise are not those of any training step."""
     section = {"source": "paid", "sample_rate": 0.5}
@@ -250,7 +243,6 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     assert sum(run_key not in again.ancestors(k) for k in again.keys_opened_by(NOISE)) == 1
 
 
-@pytest.mark.slow
 def test_a_released_sum_is_named_by_its_bits(tmp_path, monkeypatch):
     """Ids in the ledger: one for every step, others for another run, none without the sum."""
 
@@ -291,7 +283,6 @@ def test_the_ledger_knows_of_a_release_before_its_noise_is_drawn(tmp_path, monke
     assert known == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
 def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
     """A private archive has given leave for two steps: the third is neither recorded nor noised."""
     job = job_of(tmp_path)

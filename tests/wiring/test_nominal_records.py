@@ -29,8 +29,6 @@ from dpdist.training.job import prepare
 from dpdist.training.model_setup import build_engine
 from dpdist.training.private_step import PrivateStep, build_shards
 
-pytestmark = pytest.mark.guarantee
-
 NAMES = [f"x{i}" for i in range(6)]
 
 
@@ -62,7 +60,6 @@ def trained_on(tmp: Path, records: int) -> RunFolder:
     return folder
 
 
-@pytest.mark.slow
 def test_one_record_more_changes_nothing_that_is_published(tmp_path):
     published = []
     for records in (120, 121):
@@ -166,7 +163,6 @@ def test_a_step_s_shard_follows_from_a_record_s_own_position(reproducible):
     assert sizes.min() > 0.7 * sizes.mean()
 
 
-@pytest.mark.slow
 def test_a_counted_number_is_named_in_the_relation(tmp_path):
     recipe, folder = recipe_on(tmp_path, 120, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
     job = prepare(recipe, folder, "test")

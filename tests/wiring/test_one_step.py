@@ -31,8 +31,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.training import checkpoint
 from dpdist.training.job import TrainJob
 
-pytestmark = pytest.mark.guarantee
-
 STEPS = 4
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-3}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
@@ -125,7 +123,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first_cases(OPTIMIZERS, 5))
 def test_every_optimizer(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
@@ -141,7 +138,6 @@ TARGETS: dict[str, tuple[str, int, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first_cases(TARGETS, 1))
 def test_every_loss(tmp_path, monkeypatch, name):
     targets, count, loss = TARGETS[name]
@@ -179,7 +175,6 @@ PRIVACIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first_cases(PRIVACIES, 4))
 def test_every_clip_and_noise(tmp_path, monkeypatch, name):
     sizes = follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
@@ -246,13 +241,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first_cases(METHODS, 4))
 def test_every_method(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **METHODS[name]), monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
     models.save(models.initialize(spec, 3), spec, tmp_path / "classifier")
@@ -284,7 +278,6 @@ def test_what_is_no_image_is_not_cropped(tmp_path):
     job_of(tmp_path, data=data)
 
 
-@pytest.mark.slow
 def test_several_phases_each_with_its_own_rate_and_noise(tmp_path, monkeypatch):
     job = job_of(tmp_path, privacy__clip_norm=0.5)
     phases = (GaussianSteps(2, 0.7, 0.05), GaussianSteps(1, 3.0, 0.5), GaussianSteps(2, 1.5, 1.0))
@@ -293,7 +286,6 @@ def test_several_phases_each_with_its_own_rate_and_noise(tmp_path, monkeypatch):
     assert sizes[3] == sizes[4] == job.plan.records and sizes[2] > 30 and sizes[0] < 20
 
 
-@pytest.mark.slow
 def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
     """Its noise is released and charged: skipping it would tell that nobody was drawn. Expected
     batch 1 of 60: a batch is empty with probability 0.36, none of 8 with 0.03; the key is fixed."""
@@ -304,7 +296,6 @@ def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
     assert 0 in follow(job, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_several_workers(tmp_path, monkeypatch, workers):
     """Expected batch 2 over 3 workers: some shares are empty."""
@@ -312,7 +303,6 @@ def test_several_workers(tmp_path, monkeypatch, workers):
     follow(job, monkeypatch, workers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

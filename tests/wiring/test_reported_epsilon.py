@@ -31,8 +31,6 @@ from dpdist.training import trainer
 from dpdist.training.job import TrainJob
 from dpdist.training.records import load_test_records
 
-pytestmark = pytest.mark.guarantee
-
 STEPS, RATE, NOISE, DELTA = 12, 12 / 108, 3.0, 1e-3  # max_train 120 lets 108 in
 DEAR, CHEAP = 2.0, 8.0
 
@@ -85,14 +83,12 @@ def covers(found: list[float], epsilon: float) -> None:
         assert epsilon * (1 - 1e-6) <= value <= epsilon * 1.02 + 1e-3
 
 
-@pytest.mark.slow
 def test_an_undisturbed_run(tmp_path):
     job = job_of(tmp_path)
     execute(job)
     covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
 
 
-@pytest.mark.slow
 def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     """6 steps, then all 12 anew with other workers: 18 releases."""
     job = job_of(tmp_path)
@@ -109,7 +105,6 @@ def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     assert card["mechanism"][0].startswith("18 Gaussian steps")
 
 
-@pytest.mark.slow
 def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     for at in (3, 8):
@@ -125,7 +120,6 @@ class TwoPhases(Method):
         return (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
 
 
-@pytest.mark.slow
 def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monkeypatch):
     """Two phases; what was superseded lies in the first, the dear one."""
     job = job_of(tmp_path, method=f"{__name__}:TwoPhases")
@@ -142,7 +136,6 @@ def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monk
     covers(stated(other.folder), exact((11, RATE, DEAR), (6, RATE, CHEAP)))
 
 
-@pytest.mark.slow
 def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
     with trainer._budget_charged(job):
@@ -155,7 +148,6 @@ def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     assert facts.data_set_guarantee.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
 
 
-@pytest.mark.slow
 def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     """Before it goes on: a ceiling below plan and repeated steps must refuse it then."""
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))

@@ -22,8 +22,6 @@ from dpdist.certification import job, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.core.errors import UserError
 
-pytestmark = pytest.mark.whole
-
 COUNT = 4
 
 
@@ -79,7 +77,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [save_small_cnn(tmp_path / name, seed) for seed, name in enumerate("ab")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_half_done_work_is_not_taken_over_by_another_model(work, folders, tmp_path) -> None:
     a, b = folders
     output = tmp_path / "out"
@@ -117,7 +115,7 @@ def test_finished_work_is_of_its_model_and_data(work, folders, tmp_path) -> None
         work(b, output)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path) -> None:
     for name, model in zip("xy", folders, strict=True):
         work(model, tmp_path / name)
