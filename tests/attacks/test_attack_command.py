@@ -73,7 +73,7 @@ def attacked(here: None, runs: Path) -> tuple[Path, str]:
     output = good(
         "attack", "small", "--runs", runs, "--set", "attack.sigma=0.3",
         *sets("attack", "norm=l2", "sizes=[0.2,1.0]", "steps=4", "attacks=[fgsm,pgd]"),
-        *sets("attack", "max_inputs=20", "n=300", "draws=4"),
+        *sets("attack", "max_inputs=20", "n=300", "samples=4"),
     )  # fmt: skip
     return runs / "small", output
 
@@ -144,7 +144,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
         "--runs",
         runs,
         "--check-certificates",
-        *sets("attack", "steps=4", "draws=4"),
+        *sets("attack", "steps=4", "samples=4"),
     )
     assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
     # The same table, each certificate of another class.

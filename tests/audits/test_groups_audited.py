@@ -143,7 +143,7 @@ FEW = MechanismAudit(releases=400, workers=1)
 
 def scans(root: Path) -> Path:
     write(root)
-    write(root, split="test", seed=1, groups=20, name="other {}")
+    write(root, split="test", seed=1, users=20, name="other {}")
     return root
 
 

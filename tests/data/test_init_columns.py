@@ -105,7 +105,7 @@ def test_named_features_and_a_group():
     assert records_with_canaries(recipe, data_source(recipe)).largest_user == 4
     assert recipe.user_unit == UserUnit("patient_id", 4)
     assert (recipe.privacy.delta, recipe.training.batch_size) == (0.01, 4)  # of 50 persons
-    assert "50 groups" in checked("scans.yaml")
+    assert "50 users" in checked("scans.yaml")
 
 
 def test_texts_become_a_recipe_of_texts():

@@ -123,7 +123,7 @@ def attacks(
     ]  # fmt: skip
     about = {
         "settings": {"norm": "l2", "sigma": noise.get("sigma"), "steps": 1, "restarts": 1,
-                     "draws": 1, "n": 100, "alpha": 0.001},
+                     "samples": 1, "n": 100, "alpha": 0.001},
         "noise": noise, "model": "m", "data": "d", "dataset": "points/test", "input_shape": [4],
         "seed": "s", **more,
     }  # fmt: skip

@@ -503,7 +503,7 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
                           "model": nn.Linear(WIDTH, 1)},
          "score.value: must be a function of module and batch where targets are no classes"),
         (SCORED, once(), {"data": Person(TRAINED, 7)}, "must say whose they are"),
-        (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be group"),
+        (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be user"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_line_and_leave_nothing(tmp_path, private_eval_data, terms, options, said):
@@ -537,7 +537,7 @@ def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path)
     groups = len(set(WHOM))
     scored = next(phase for phase in t.plan.phases if isinstance(phase, ScoredTraining))
     assert scored.parts[1] == (GaussianScores(2.0, 2, records=groups),)
-    assert t.plan.records == 40 and "held-out group adds at most 1" in str(t.plan.assumptions)
+    assert t.plan.records == 40 and "held-out user adds at most 1" in str(t.plan.assumptions)
     found = [t.step().score for _ in range(3)][-1]
     right = (t.model(SCORED[0]).argmax(1) == SCORED[1]).double().numpy()
     whom = np.array(WHOM)
