@@ -333,7 +333,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
         with pytest.raises(UserError, match=said):
             start(data=data, loss=loss, folder=tmp_path / "refused")
     twice = make([*rows, *rows], reference=model, unit="prompt")
-    with pytest.raises(UserError, match=r"privacy\.unit: must be group"):
+    with pytest.raises(UserError, match=r"privacy\.unit: must be user"):
         start(data=twice, folder=tmp_path / "refused")
     training = start(data=records, folder=tmp_path / "run")
     assert training.recipe.privacy_unit == "one pair of answers, a row of the data"

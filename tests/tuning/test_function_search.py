@@ -317,7 +317,7 @@ REFUSED = [
     (others_records, {}, "train: data: must be config.data"),
     (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
     (build, {"data": OWNED, "score": {"private_eval_data": SAME_OWNER}},
-     "privacy.unit: must be group, for the largest unit has 41 records"),
+     "privacy.unit: must be user, for the largest unit has 41 records"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
     (build, {"score": {"private_eval_data": SCORED, "value": lambda model,
