@@ -101,7 +101,7 @@ def import_model(
     Raises:
         UserError: model, weights or data cannot be read or do not fit together, or the weights are
             random; nothing is written.
-        OtherRun: the folder holds another run.
+        DifferentRecipeError: the folder holds another run.
     """
     asked = _asked(foreign, data)
     if folder.path.exists() and any(folder.path.iterdir()):

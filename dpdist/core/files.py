@@ -85,7 +85,7 @@ def exists_as_non_folder(path: Path) -> bool:
 def check_regular_file(path: str | Path, max_bytes: int | None = None) -> Path:
     """Return `path` when a regular file of at most `max_bytes` bytes lies there.
 
-    Raises NoSuchFile, and UserError for anything else.
+    Raises MissingFileError, and UserError for anything else.
     """
     path = Path(path)
     try:
@@ -136,7 +136,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the JSON object in a file. shape: required dotted keys, with the type of each.
 
-    Raises NoSuchFile, and UserError for what is not JSON (NaN, an endless number or a key given
+    Raises MissingFileError, and UserError for what is not JSON (NaN, an endless number or a key given
     twice included) or has another shape.
     """
     return parse_json(read_text(path), str(path), shape)
@@ -625,7 +625,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
     """Open a Parquet file, of which only the footer is read.
 
     Raises:
-        NoSuchFile: nothing lies at the path.
+        MissingFileError: nothing lies at the path.
         UserError: it is no regular file, its name is no text, its footer cannot be read, or the
             footer's number of rows is not that of its row groups.
     """

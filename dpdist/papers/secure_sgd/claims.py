@@ -77,13 +77,10 @@ def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
 
 
 def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """Return max .
+    """Return the weighted L2 sensitivity of HGM: max ||(A(D) - A(D')) / sqrt(K r)||_2.
 
-     (A(D) - A(D')) / sqrt(K r) ||_2 from bounds of each component.||The bounds are on |A(D) -
-    A(D')|.
-
-    HGM Theorem 3. component_bounds: shape (K,) and jointly attainable in the worst case.
-    Raises ValueError unless r > 0 and sums to 1.
+    HGM, Theorem 3. component_bounds: of |A(D) - A(D')|, shape (K,), jointly attainable in the worst
+    case. Raises ValueError unless r > 0 and sums to 1.
     """
     bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
     if r.shape != bounds.shape or r.ndim != 1:
