@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _ANY_SETTINGS: dict[str, Any] = {
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-5}, "batch_size": 1, "steps": 1,
 }  # fmt: skip
-_OF_THE_PLAN = ("privacy", "batch_size", "steps", "epochs", "rates", "class_counts")
+_OF_THE_PLAN = ("privacy", "batch_size", "steps", "epochs", "class_sampling", "class_counts")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check(
     data: Any,
     *,
     loss: Any = "cross-entropy",
-    held_out: Any = None,
+    eval_data: Any = None,
     state: Sequence[Any] = (),
     **options: Any,
 ) -> CheckResult:
@@ -90,7 +90,7 @@ def check(
         optimizer: the optimizer of its parameters.
         data: the private records, as in `PrivateTraining`.
         loss: as there; a name, a criterion object or a callable.
-        held_out: PUBLIC records, as there.
+        eval_data: PUBLIC records, as there.
         state: schedulers and other objects, as there.
         options: further arguments of `PrivateTraining` but `folder`, such as `privacy`,
             `batch_size` and `steps`; without these three the settings are not checked.
@@ -121,8 +121,8 @@ def check(
     problems.add(mixing)
     records = problems.of(lambda: as_records(data))
     public = None
-    if held_out is not None:
-        public = problems.of(lambda: as_records(held_out, name="held_out"))
+    if eval_data is not None:
+        public = problems.of(lambda: as_records(eval_data, name="eval_data"))
     objective = problems.of(lambda: objective_of(loss))
     settings = _settings(options, records, problems)
     notes: list[str] = []
@@ -166,7 +166,7 @@ def _settings(
         problems.of(lambda: estimate(nn.Linear(1, 1), count, **given))
         if len(problems.found) == before:
             return {}
-    clean = dict.fromkeys(("epochs", "rates", "class_counts"))
+    clean = dict.fromkeys(("epochs", "class_sampling", "class_counts"))
     return {**_ANY_SETTINGS, **clean, "importance_weights": False}
 
 

@@ -102,7 +102,9 @@ def test_names_of_exceptions_in_docstrings_exist() -> None:
             if isinstance(node, ast.ClassDef):
                 known.add(node.name)
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                section = re.search(r"(?ms)^Raises:\n(.*?)(?=^\S|\Z)", ast.get_docstring(node) or "")
+                section = re.search(
+                    r"(?ms)^Raises:\n(.*?)(?=^\S|\Z)", ast.get_docstring(node) or ""
+                )
                 names = re.findall(r"(?m)^    (\w[\w., ]*):", section[1]) if section else ()
                 listed = (one for each in names for one in each.split(", "))
                 raised |= {one.split(".")[-1]: f"{path}: {node.name}" for one in listed}

@@ -109,7 +109,7 @@ def train(
         given["loss"] = loss_with(weight, counts[1] / sum(counts))
     if kind == "rates":
         given |= {
-            "rates": {0: 1.0, 1: weight}, "class_counts": dict(enumerate(counts)),
+            "class_sampling": {0: 1.0, 1: weight}, "class_counts": dict(enumerate(counts)),
             "importance_weights": rest.endswith("importance"),
         }  # fmt: skip
     training = dpdist.PrivateTraining(

@@ -136,8 +136,8 @@ def read_text(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the JSON object in a file. shape: required dotted keys, with the type of each.
 
-    Raises MissingFileError, and UserError for what is not JSON (NaN, an endless number or a key given
-    twice included) or has another shape.
+    Raises MissingFileError, and UserError for what is not JSON (NaN, an endless number or a key
+    given twice included) or has another shape.
     """
     return parse_json(read_text(path), str(path), shape)
 

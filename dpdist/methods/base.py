@@ -81,6 +81,8 @@ class Capabilities:
             (data.class_sampling): the steps are what `Method.cost` was given, and targets are the
             records' own.
         takes_losses: training.loss may be another than cross-entropy.
+        supports_random_models: the model may draw (dropout): every pass of the steps is the
+            engine's, which keys what it draws by record and augmentation.
         not_releasable_reason: why no model may ever leave; None where the trained model is
             released. Such models are only asked (`Execution.answer`), as often as the plan pays
             for.
@@ -100,6 +102,7 @@ class Capabilities:
     supports_users: bool = False
     supports_class_rates: bool = False
     takes_losses: bool = False
+    supports_random_models: bool = False
     not_releasable_reason: str | None = None
     trained_elsewhere: str | None = None
     picture_preparation: str = ""

@@ -52,8 +52,9 @@ class DPSGD(Method):
     def capabilities(self) -> Capabilities:
         """Return that records may be tokens or users, with any loss and rates by class."""
         return Capabilities(
-            supports_tokens=True, supports_users=True, supports_class_rates=True, takes_losses=True
-        )
+            supports_tokens=True, supports_users=True, supports_class_rates=True,
+            takes_losses=True, supports_random_models=True,
+        )  # fmt: skip
 
     def execution(self) -> Execution[Any]:
         """Return the usual training."""
@@ -105,6 +106,7 @@ class InputNoiseMethod(Method):
             supports_users=not self.consistency,
             supports_class_rates=not self.consistency,
             takes_losses=not self.consistency,
+            supports_random_models=not self.consistency,
         )
 
     def execution(self) -> Execution[Any]:
@@ -168,7 +170,7 @@ class DPlis(Method):
         """Return that records may be users, with any loss; tokens without noise on them."""
         return Capabilities(
             supports_tokens=not self.sigma, supports_users=True, supports_class_rates=True,
-            takes_losses=True,
+            takes_losses=True, supports_random_models=True,
         )  # fmt: skip
 
     def execution(self) -> Execution[Any]:

@@ -306,7 +306,8 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
     if drew and not may_draw:
         raise UserError(
             f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which only "
-            "method dp-sgd can key by record: set its probability to 0, or take the layer out",
+            "methods dp-sgd, dplis and input-noise without consistency key by record: take one of "
+            "these, or set its probability to 0",
             see="explanation/gradients.md#random-numbers-in-a-pass",
         )
 

@@ -12,6 +12,7 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, UserMembers, cross_entropy
 from dpdist.gradients.hooks import OwnLoss
+from dpdist.gradients.perturbations import InputPerturbation, ParameterPerturbation
 from dpdist.gradients.random_passes import keyed_draws, states_of_key
 from dpdist.gradients.sampling import Blocks
 from dpdist.randomness.keys import derive_key, stream_words
@@ -122,6 +123,19 @@ def test_the_sum_is_that_of_one_by_one_gradients_with_the_same_draws(kind, round
     assert (found - expected * float(found @ expected / expected.square().sum())).norm() <= (
         1e-3 * expected.norm()
     )
+
+
+@pytest.mark.parametrize(
+    "perturbation",
+    [InputPerturbation(3, 0.4), ParameterPerturbation(3, 0.2)],
+    ids=["input", "dplis"],
+)
+def test_each_noisy_copy_draws_its_own_numbers(perturbation):
+    """Of dropout under DPlis' and input noise: the average over copies with masks of their own."""
+    torch.manual_seed(0)
+    engine = _engine(_dropping(), micro_batch=5, perturbation=perturbation)
+    found, expected = _sum(engine, _records((4,))), one_by_one(engine, *_records((4,)), KEY)
+    assert (found - expected).norm() <= 0.005 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", RANDOM)

@@ -127,7 +127,7 @@ def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
 @pytest.mark.slow
 def test_records_of_a_class_join_at_its_rate_as_in_the_own_loop(tmp_path):
     ones = int(records()[1].sum())
-    given = {"rates": {0: 1, 1: 2}, "class_counts": {0: RECORDS - ones, 1: ones},
+    given = {"class_sampling": {0: 1, 1: 2}, "class_counts": {0: RECORDS - ones, 1: ones},
              "importance_weights": True}  # fmt: skip
     private = module(tmp_path / "run", **given)
     trainer().fit(private)

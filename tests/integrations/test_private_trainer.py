@@ -337,7 +337,7 @@ def test_records_of_a_class_join_at_its_rate(tmp_path):
         **BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     rows = [{"input_ids": row["input_ids"], "label": n % 4 // 3} for n, row in enumerate(texts())]
-    given = {"rates": {0: 1, 1: 4}, "class_counts": {0: 30, 1: 10}}
+    given = {"class_sampling": {0: 1, 1: 4}, "class_counts": {0: 30, 1: 10}}
 
     def of(name: str, options: dict[str, Any], records: Any = rows) -> PrivateTrainer:
         model = transformers.BertForSequenceClassification(config)
@@ -349,8 +349,8 @@ def test_records_of_a_class_join_at_its_rate(tmp_path):
     assert step.rates_by_class == pytest.approx((4 / 35, 16 / 35)) and step.expected_batch == 8
     assert t.training.guarantee.epsilon > of("equal", {}).training.plan.guarantee().epsilon
     for options, said in (
-        ({"rates": given["rates"]}, "data.class_counts: must be the public number"),
-        ({**given, "rates": {0: 1, 1: 4, 2: 1}}, "data.class_counts: must be one number for each"),
+        ({"class_sampling": given["class_sampling"]}, "must be the public number"),
+        ({**given, "class_sampling": {0: 1, 1: 4, 2: 1}}, "must be one number for each"),
         ({**given, "class_counts": {0: 30, 1: 30}}, "class_counts: must add up to the 40 records"),
     ):
         with pytest.raises(UserError, match=said):

@@ -136,7 +136,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     run = finish(search)
     facts = dpdist.load_results(run)
     assert facts.guarantee == search.cost.guarantee and facts.guarantee.kind == "proved"
-    assert "group" in str(facts.guarantee)
+    assert "user" in str(facts.guarantee)
     record = searching.read_json(run.search_record)
     assert re.fullmatch("[0-9a-f]{16,}", record["function"])
 
