@@ -254,7 +254,7 @@ def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
         private.save_adapter(tmp_path / "other", not_private=True)
     card = dpdist.load_results(private.run).privacy_card()
     assert card["unit"] == (
-        "a whole group (all documents of one value of author, of which at most 2 count in a step)"
+        "a user (all documents of one value of author, of which at most 2 count in a step)"
     )
 
 

@@ -355,7 +355,7 @@ def test_records_of_a_class_join_at_its_rate(tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             of("refused", options)
-    with pytest.raises(UserError, match="rates: must be left out where records have not one class"):
+    with pytest.raises(UserError, match="class_sampling: must be left out where"):
         trainer(tmp_path / "refused", training_options=given)  # the targets are tokens
     others = [{**row, "label": 2} for row in rows]
     with pytest.raises(UserError, match="label"):
