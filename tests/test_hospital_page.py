@@ -29,14 +29,14 @@ def test_the_story_runs_as_printed(tmp_path, monkeypatch, capsys):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^\{'lr': 0\.\d+\}\n\((3\.9\d*|4), 0\.0001\)-DP, zero-out of a whole group",
+    assert re.search(r"^\{'lr': 0\.\d+\}\n\((3\.9\d*|4), 0\.0001\)-DP, zero-out of a user",
                      done.stdout, re.M), done.stdout  # fmt: skip
     facts = dpdist.load_results(tmp_path / "runs" / "hospital")
     assert facts.guarantee.kind == "proved" and 3.9 < facts.guarantee.epsilon <= 4
     assert facts.search.objective == "mean of Brier score"
     assert facts.plan.records == 800 and facts.plan.user.max_records == 3
     assumed = read_terms(SearchFolder(facts.folder))["assumed"]
-    assert "the number of held-out groups (300) is public" in assumed
+    assert "the number of held-out users (300) is public" in assumed
 
     monkeypatch.syspath_prepend(str(tmp_path))
     report = command(monkeypatch, capsys, tmp_path, "report", "runs/hospital",

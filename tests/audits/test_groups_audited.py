@@ -1,4 +1,4 @@
-"""The mechanism audit where a group is the unit: a canary is a whole group of records."""
+"""The mechanism audit where a user is the unit: a canary is a user."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
     assert target.plan.records == USERS
     audited = run_audit(FEW, target, tmp_path / "audit", lambda done, total: None)
     assert audited.adjacency == target.proved.relation
-    assert audited.adjacency.startswith("zero-out of a whole group")
+    assert audited.adjacency.startswith("zero-out of a user")
     assert audited.details["records_of_a_user"] == MOST and audited.verdict == "consistent"
     assert 0 < audited.epsilon < audited.proved == target.proved.epsilon
 
@@ -176,7 +176,7 @@ def test_of_a_run(tmp_path, dpdist, monkeypatch):
     done = dpdist(*words, "--set", "releases=400")
     assert done.code == 0, done.err
     (audited,) = load_results(run).audits
-    assert "zero-out of a whole group" in audited.summary_line
+    assert "zero-out of a user" in audited.summary_line
     refused = dpdist(*words[:4], "--kind", "many-runs")
     assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
     planted = dpdist(*words[:4], "--kind", "canaries", "--set", "canary=blank")
@@ -232,6 +232,6 @@ def test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate(tmp_path, 
     facts = load_results(run)
     target = target_of_run(run, facts.guarantee)
     audited = run_audit(recipe.audit, target, tmp_path / "audit", lambda done, total: None)
-    assert audited.adjacency.startswith("zero-out of a whole group")
+    assert audited.adjacency.startswith("zero-out of a user")
     assert audited.verdict == "consistent" and 0 <= audited.epsilon < audited.proved
     assert "40 of its 100 groups are gradient canaries" in str(facts.canary_notice)

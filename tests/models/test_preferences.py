@@ -446,7 +446,7 @@ def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
     )  # fmt: skip
     assert len(training.records) == 3
     assert training.recipe.privacy_unit == (
-        "a whole group (all pairs of answers of one value of prompt, of which at most 2 count in a "
+        "a user (all pairs of answers of one value of prompt, of which at most 2 count in a "
         "step)"
     )
     training.run_all()

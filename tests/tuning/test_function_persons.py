@@ -122,7 +122,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     assert plan.user.max_records == MOST and plan.counted == "users"
     steps, scores = GaussianSteps(2 * 3, 4.0, 10 / PATIENTS, None), GaussianReleases(2.0, 2)
     assert plan.phases == (ParallelParts(((steps,), (scores,))),)
-    assert "the number of held-out groups (12) is public" in read_terms(search.folder)["assumed"]
+    assert "the number of held-out users (12) is public" in read_terms(search.folder)["assumed"]
     for number in range(2):
         (score,) = run_trial(search, number)["scores"]
         own = search.folder.trial_folder(number)
