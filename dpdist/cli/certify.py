@@ -579,7 +579,8 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     from dpdist.evaluation import load_model  # only now: what is refused needs no data
     from dpdist.release.bundle import refuse_fields
 
-    refuse_fields(models.read_spec(folder.model_folder), folder.model_folder)
+    if recipe.by_script is not None:  # no recipe's model reads several inputs
+        refuse_fields(models.read_spec(folder.model_folder), folder.model_folder)
     data = recipe.data
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
