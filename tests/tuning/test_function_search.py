@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.processes import descendants, wait_for
@@ -346,14 +344,6 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
         )
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    wanted = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    prepare(tmp_path / "own")
-    assert (torch.rand(1), np.random.rand(), random.random()) == wanted
 
 
 # --- a trial ----------------------------------------------------------------------------------
