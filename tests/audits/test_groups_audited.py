@@ -160,15 +160,6 @@ def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_users(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_large_group_is_audited_by_a_small_one(tmp_path):
-    recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_user=500)
-    target = target_of_recipe(recipe, "test")
-    few = MechanismAudit(releases=100, workers=1)
-    audited = run_audit(few, target, tmp_path / "audit", lambda done, total: None)
-    assert audited.details["records_of_a_user"] == 4
-
-
-@pytest.mark.slow
 def test_of_a_run(tmp_path, dpdist, monkeypatch):
     run = RunFolder(tmp_path / "runs" / "x")
     train(recipe_of(scans(tmp_path / "data"), privacy__run_key=None), run)

@@ -197,24 +197,3 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
     assert sorted(banks) == [1, 2, 7]
     assert all(bank.phi.shape == (2, 108) for bank in banks.values())
     assert (banks[1].phi[1] == banks[7].phi[1]).all() and (banks[2].phi[0] != banks[7].phi[0]).all()
-
-
-def test_a_picture_is_not_drawn_where_it_may_be_published(
-    dpdist_without_ray: Any, tmp_path: Path
-) -> None:
-    recipe = recipe_of(tmp_path)
-    folder = _begun(recipe, tmp_path)
-    (folder.path / "report").mkdir()
-    before = contents(tmp_path)
-    done = dpdist_without_ray(
-        "audit",
-        "x.yaml",
-        "--kind",
-        "membership",
-        "--set",
-        "membership.attacks=[rmia]",
-        "--output",
-        "runs/x/report/bank",
-    )
-    assert done.code == 2 and "training records" in done.err
-    assert contents(tmp_path) == before

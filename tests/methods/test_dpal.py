@@ -106,9 +106,6 @@ def test_noise_has_the_paper_s_scale() -> None:
     assert abs(float(drawn.mean())) < 6 * 2.0 * math.sqrt(2 / 100_000)
 
 
-# ---- predictions
-
-
 # ---- a training
 
 

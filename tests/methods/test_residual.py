@@ -289,6 +289,3 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
         ((_, said),) = recipe.method.reported_values(folder.private)
         assert "before training" in said and "after" in said
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-
-
-# ---- counterexamples

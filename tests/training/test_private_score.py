@@ -20,7 +20,7 @@ from support.training import KEY
 from torch import nn
 
 import dpdist
-from dpdist import Privacy, PrivateTraining, UserError
+from dpdist import PrivateTraining, UserError
 from dpdist.core.files import read_json
 from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients import noise as gaussian_noise
@@ -678,36 +678,6 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
 
 
 # --- what is printed
-
-
-@pytest.mark.slow
-def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
-    def halved(module: nn.Module, batch: Any) -> torch.Tensor:
-        return (module(batch[0]).argmax(1) == batch[1]) / 2
-
-    t = training(tmp_path / "own", privacy=Privacy(epsilon=3.0, delta=1e-3))
-    t.score(SCORED, every=2, noise=9.0, value=halved)
-    scores(t)
-    facts = dpdist.load_results(t.run)
-    said = "every 2 steps, test_private_score."
-    rows_ = dict(facts.summary())
-    assert said in rows_["private scores"] and "on 40 held-out records" in rows_["private scores"]
-    assert "noise 9 on their sum; epsilon covers them" in rows_["private scores"]
-    card = facts.privacy_card()
-    (mechanism,) = card["mechanism"]
-    assert "3 noisy scores at most, noise multiplier 9, each of 40 held-out records" in mechanism
-    assert any("Private scores: every 2 steps" in note for note in card["notes"])
-    for line in (
-        "a held-out record adds at most 1 to a score, and no step trains on it",
-        "the number of held-out records (40) is public",
-        "a held-out record's value depends on that record and the model alone",
-        *private_score.ASSUMED,
-    ):
-        assert line in card["assumptions"], line
-    assert "a held-out record adds at most 1" in " ".join(t.guarantee.assumptions)
-    plain = training(tmp_path / "plain")
-    plain.run_all()
-    assert "private scores" not in dict(dpdist.load_results(plain.run).summary())
 
 
 def test_a_model_with_dropout_is_scored_without_it():
