@@ -86,7 +86,7 @@ class ClipsEachRecord(StepHarness):
     def records(self, coordinates: np.ndarray) -> Any:
         grouped = super().records(coordinates)
         assert isinstance(grouped, UserRecords)
-        codes, first = np.unique(grouped.groups.codes, return_index=True)
+        codes, first = np.unique(grouped.users.codes, return_index=True)
         assert len(codes) == len(coordinates) == len(first)
         return UserRecords(grouped.records, Users(np.arange(len(grouped.records)), MOST))
 

@@ -123,7 +123,7 @@ def test_a_run_that_never_finished_is_refused(here: None, runs: Path) -> None:
 
 def test_early_stopping_by_command(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs, "--set", "certify.mode=target-radius", "--n", 20000)
-    folder = runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000"
+    folder = runs / "small/certificates/sigma-0.3-target-radius-r-0.1-0.2-n-20000"
     table = tables.read(folder / "certificates.parquet")
     assert set(table["radius"].to_pylist()) <= {0.0, 0.1, 0.2}
     assert min(table["n"].to_pylist()) < 20000

@@ -52,6 +52,14 @@ def test_bounds_against_the_dense_matrix(
         assert worst <= norms.linf_to_l2(layer, shape, weights) < 4 * worst
 
 
+def test_one_feature_map_is_not_enough() -> None:
+    layer = nn.Conv2d(1, 16, 3, padding=1)
+    whole = norms.linf_to_l2(layer, (1, 6, 6))
+    single = nn.Conv2d(1, 1, 3, padding=1)
+    single.weight.data = layer.weight.data[:1]
+    assert whole > 1.5 * norms.linf_to_l2(single, (1, 6, 6))
+
+
 def test_weights_divide_by_the_standard_deviation() -> None:
     layer = nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.eye(2, 4)

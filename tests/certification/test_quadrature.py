@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 from support import certificates
 from support.certificates import check_certificates
 from support.local_execution import run_without_ray
+from support.mechanisms import laplace_epsilon
 from support.networks import SMALL_CNN
 from support.separable_points import Points
 from torch import nn
@@ -29,6 +31,7 @@ from dpdist.certification.certificate import CombinedNoise
 from dpdist.certification.cohen import Cohen, combined_noise_of_table
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
 from dpdist.certification.statistics import certified_rows
 from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.certification.worker import combined_noise_of_model
@@ -309,3 +312,16 @@ def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
     for bad in (torch.tensor([0.1, -0.1]), torch.tensor([0.1, float("nan")])):
         with pytest.raises(UserError, match="noise on 0: must be a finite number >= 0"):
             ModuleNoise({"0": bad})
+
+
+def test_the_product_of_two_passes_is_the_harmonic_sum() -> None:
+    """Two passes with one Laplace noise each: their budgets add, so the size is below either."""
+    epsilon = pure_epsilon(ScoreBounds(np.array([0.8, 0.1]), np.array([0.8, 0.1])))
+    noises = ((0.5, 100.0), (2.0, 30.0))  # scale, sensitivity
+    kappa, phi = (epsilon * scale / norm for scale, norm in noises)
+
+    def spent(size: float) -> float:
+        return sum(float(laplace_epsilon(0.0, b, s * size)) for b, s in noises)
+
+    assert spent(kappa * phi / (kappa + phi)) == pytest.approx(epsilon)
+    assert spent(min(kappa, phi)) > 1.05 * epsilon and spent(kappa + phi) > 5 * epsilon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -9,13 +10,18 @@ import re
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import expm
+from support.benchmarks import load as load_benchmark
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.settings import sets
 from support.training import make, train, train_and_crash
 from torch import Tensor, nn
 
+import dpdist.data
 from dpdist import models
+from dpdist.audits.membership_statistics import Roc, log_odds
+from dpdist.certification.worker import expected_log_scores
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
@@ -289,3 +295,80 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
         ((_, said),) = recipe.method.reported_values(folder.private)
         assert "before training" in said and "after" in said
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+@pytest.mark.slow
+def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
+    """The figures of an independent prototype, to 1 dB."""
+    sde = vars(load_benchmark("papers/residual/sde"))
+    x, rng, psnr = sde["picture"](), np.random.default_rng(0), sde["psnr"]
+    flowed = sde["forward"](x, 0.0, False, rng)
+    assert psnr(flowed, x) == pytest.approx(0.2, abs=1)
+    assert psnr(sde["backward"](flowed, 0.0, False, rng), x) == pytest.approx(44.4, abs=1)
+    assert psnr(sde["inverse"](flowed), x) > 300
+    cases = ((1.0, False, 4, (-4.4, -1.4)), (0.1, True, 2, (14.6, 17.7)))
+    for gamma, times, queries, want in cases:
+        panels = sde["noisy_panels"](x, gamma, times, queries)
+        fresh, without, mean = [psnr(panel, x) for panel in list(panels.values())[1:]]
+        assert (fresh, without) == pytest.approx(want, abs=1)
+        assert mean - without == pytest.approx(10 * np.log10(queries), abs=1)
+
+
+# ---- counterexamples
+
+
+@pytest.mark.slow
+def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
+    """Theorem 2 is of one answer, "however we query" is not in it: noise that is drawn afresh
+    averages away, and with it what hid the members."""
+    digits = dpdist.data.DataSource("digits", 10)
+    splits = [dpdist.data.load(digits, split) for split in ("train", "test")]
+    x = torch.cat([records.batch(slice(60)) for records in splits])
+    y = torch.cat([records.targets(slice(60)) for records in splits])
+    member, rng = np.arange(120) < 60, torch.Generator().manual_seed(0)
+    model = models.initialize(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
+    place = ResidualPerturbation(gamma=1.0).execution().noise_location(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(200):
+        normals = torch.randn(60, *place.normals_shape(model, SHAPE), generator=rng)
+        optimizer.zero_grad()
+        cross_entropy(place.logits(model, x[:60], normals), y[:60]).mean().backward()
+        optimizer.step()
+    place.attach(model)
+    aucs = []
+    for passes in (1, 10, 100):
+        answers = [expected_log_scores(model, x, passes, str(seed)).numpy() for seed in range(2)]
+        rocs = [Roc.from_scores(log_odds(answer, y.numpy()), member) for answer in answers]
+        aucs.append(float(np.mean([roc.auc.value for roc in rocs])))
+    print("AUC of the mean of 1, 10, 100 answers:", *aucs)
+    assert aucs[1] > aucs[0] + 0.04 and aucs[2] > aucs[1] + 0.005, aucs
+
+
+def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -> None:
+    """y(T) = exp(-g^2 T / 2 + g B) x(T) solves dy = U y dt + g y dB for any U, circulant or not, so
+    E y^p = exp(-p (1 - p) g^2 T / 2) x(T)^p for every input: the complexity shrinks by that factor.
+    The printed proof takes (exp(UT) x)^p for exp(p U T) x^p, which it is not. d = 3, N = 4."""
+    gamma, time, power = 1.3, 0.7, 0.4
+    rng = np.random.default_rng(0)
+    inputs = rng.random((4, 3)) + 0.1
+    shifts = [np.roll(np.eye(3), k, axis=1) for k in range(3)]
+    matrices = [sum(c * s for c, s in zip(rng.random(3), shifts, strict=True)) for _ in range(50)]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    paths = np.exp(-(gamma**2) * time / 2 + gamma * np.sqrt(time) * nodes)
+    weights = weights / weights.sum()
+    ode = [np.stack([expm(u * time) @ x for x in inputs]) for u in matrices]
+    plain = [x**power for x in ode]
+    noisy = [np.einsum("k,kij->ij", weights, (paths[:, None, None] * x) ** power) for x in ode]
+    signs = np.array(list(itertools.product((-1, 1), repeat=4)))
+
+    def complexity(features: list[np.ndarray], most: float = 1.0) -> float:
+        """The supremum over |w| <= most and the matrices, its mean over all signs."""
+        norms = [np.linalg.norm(signs @ each, axis=1) for each in features]
+        return float(most * np.max(norms, axis=0).mean() / len(inputs))
+
+    factor = math.exp(-power * (1 - power) * gamma**2 * time / 2)
+    assert complexity(noisy) == pytest.approx(factor * complexity(plain), rel=1e-9)
+    assert complexity(noisy, 1 / factor) == pytest.approx(complexity(plain), rel=1e-9)
+    printed = [np.stack([expm(power * u * time) @ x**power for x in inputs]) for u in matrices]
+    apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in zip(plain, printed, strict=True)]
+    assert max(apart) > 0.05

@@ -83,6 +83,17 @@ def test_the_split_credits_what_brute_force_finds():
     assert weakest == pytest.approx(method.xi_up**2, rel=1e-6)
 
 
+def test_relu_leaves_nothing_to_credit():
+    model, x = denoiser(nn.ReLU), images(9)
+    with torch.no_grad():
+        model[0].bias += 1
+    z = x + 0.1
+    method = TransDenoiser(variant="full", xi_low=1e-6)
+    found = split_noise(model, x, z, method, batch=9, steps=10**6)
+    assert (found.s_min.value, found.added_std) == (0.0, method.xi_up)
+    assert found.s_min.exact
+
+
 def worst_change(engine: GradientEngine, rounds: int = 12) -> float:
     """Largest change of the sum when one record is added, in units of C."""
     worst = 0.0
@@ -282,3 +293,6 @@ def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
     with pytest.raises(UserError, match="among the public ones"):
         pretrain(parse_recipe(described, "test"), "test")
     assert not (tmp_path / "new").exists()
+
+
+# ---- denoised smoothing: the same denoiser before another classifier -------------------------

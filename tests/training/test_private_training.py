@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import math
@@ -1095,36 +1094,6 @@ def test_units_of_several_records_must_be_the_unit(tmp_path):
     t = training(tmp_path / "own", data=data, privacy=by_group)
     t.run_all()
     assert t.plan.records == RECORDS // 4 and "a whole group" in t.guarantee.relation
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mse", "huber", "bce"])
-def test_losses_by_name_and_of_one_s_own(tmp_path, name):
-    inputs, labels = records()
-    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
-    again = copy.deepcopy(model)
-    t = training(tmp_path / name, model, sgd(model), data=(inputs, labels.float()), loss=name)
-    t.run_all()
-    same = {
-        "mse": nn.functional.mse_loss, "huber": nn.functional.huber_loss,
-        "bce": nn.functional.binary_cross_entropy_with_logits,
-    }[name]  # fmt: skip
-
-    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
-        return same(module(batch[0])[:, 0], batch[1], reduction="none")
-
-    held = records(20, 2)
-    u = training(
-        tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,
-        eval_data=(held[0], held[1].float()),
-    )  # fmt: skip
-    u.run_all()
-    assert read_json(u.run.evaluation)["measures"].keys() == {
-        "mean squared error", "mean absolute error"
-    }  # fmt: skip
-    assert "loss test_private_training" in " ".join(
-        dpdist.load_results(u.run).privacy_card()["notes"]
-    )
 
 
 # --- a budget over several runs
