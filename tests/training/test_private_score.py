@@ -660,17 +660,15 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
     assert again.plan == t.plan
     with pytest.raises(UserError, match=r"begun with scores every 2 steps on 40 .*: call score"):
         again.step()
-    for given, said in (
-        (once(every=3, noise=None), "score.every: must be 2, as the run was begun, got 3"),
-        (once(noise=9.0), "score.noise: must be "),
-        (once(noise=None, value=lambda m, b: torch.ones(1)), "score.value: must be accuracy"),
+    for records, given, said in (
+        (SCORED, once(every=3, noise=None), r"score\.every: must be 2"),
+        (SCORED, once(noise=9.0), r"score\.noise"),
+        (SCORED, once(noise=None, value=lambda m, b: torch.ones(1)), r"score\.value"),
+        (tuple(part[1:] for part in SCORED), {"every": 2}, r"score\.records: must be 40"),
+        (rows(EVAL_DATA, 9), {"every": 2}, "held-out records must be those"),
     ):
-        with pytest.raises(UserError, match=re.escape(said)):
-            again.score(SCORED, **given)
-    with pytest.raises(UserError, match=r"score\.records: must be 40"):
-        again.score(tuple(part[1:] for part in SCORED), every=2)
-    with pytest.raises(UserError, match=r"held-out records must be those that .* was begun with"):
-        again.score(rows(EVAL_DATA, 9), every=2)
+        with pytest.raises(UserError, match=said):
+            again.score(records, **given)
     again.score(SCORED, every=2)
     assert scores(again)[1] == first[1]
     with pytest.raises(UserError, match=r"a different recipe \(training\.steps differ\)"):

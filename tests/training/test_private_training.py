@@ -566,7 +566,6 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-@pytest.mark.slow
 class Two(nn.Module):
     """Takes two arguments, which a named loss does not give."""
 
@@ -595,6 +594,8 @@ class Two(nn.Module):
          "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
         (Net, sgd, {"eval_data": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
          "eval_data: targets must be 0 to 1 (2 classes), got others"),
+        (Net, sgd, {"eval_data": tuple(each[:1] for each in records())},
+         "eval_data: must share no record with data, got 1"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss(),
                     "data": (records()[0], 7 * torch.ones(80).long())},
          "targets must be 0 to 1 (2 classes), got others"),

@@ -158,12 +158,12 @@ def test_released_scores_follow_the_exact_law():
     distribution = NumTrialsRecipe(name="geometric", mean=4.0)
     scores = search_many(distribution, 0.0, 4000, 3)
 
-    def distribution(mean: float):
+    def law(mean: float):
         g = generating_function(distribution.model_copy(update={"mean": mean}))
         return lambda t: g(stats.norm.cdf(t, 0, NOISE))
 
-    assert stats.kstest(scores, distribution(4.0)).pvalue > 1e-4
-    assert stats.kstest(scores, distribution(5.0)).pvalue < 1e-6
+    assert stats.kstest(scores, law(4.0)).pvalue > 1e-4
+    assert stats.kstest(scores, law(5.0)).pvalue < 1e-6
 
 
 @pytest.mark.parametrize(

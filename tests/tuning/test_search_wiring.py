@@ -332,7 +332,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
 
     assert key() == key()
     tune = search.tune.model_copy(
-        update={"score": search.tune.score.model_copy(update={"draws": 7})}
+        update={"score": search.tune.score.model_copy(update={"samples": 7})}
     )
     scaled = job.recipe.training.model_copy(update={"learning_rate": 9.0})
     others = [
