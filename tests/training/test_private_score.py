@@ -504,9 +504,14 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
          "score.value: must be a function of module and batch where targets are no classes"),
         (SCORED, once(), {"data": Person(TRAINED, 7)}, "must say whose they are"),
         (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be user"),
+        (SCORED, once(), {"privacy": {**FRESH, "budget": "budget"}},
+         "score: must be left out with privacy.budget"),
     ],
 )  # fmt: skip
-def test_refusals_are_one_line_and_leave_nothing(tmp_path, private_eval_data, terms, options, said):
+def test_refusals_are_one_line_and_leave_nothing(
+    tmp_path, monkeypatch, private_eval_data, terms, options, said
+):
+    monkeypatch.chdir(tmp_path)
     t = training(tmp_path / "own", **options)
     with pytest.raises(UserError, match=re.escape(said)) as error:
         t.score(private_eval_data, **terms)
