@@ -117,25 +117,6 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
         assert table.worst(size).correct == pytest.approx(len(right["fgsm"] & right["pgd"]) / 20)
 
 
-def test_the_network_itself_by_default(attacked, runs: Path) -> None:
-    output = good(
-        "attack", "small", "--runs", runs,
-        *sets("attack", "sizes=[0.05]", "attacks=[fgsm]", "max_inputs=10"),
-    )  # fmt: skip
-    assert "the network itself" in output and "another classifier than the attacked" in output
-    assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
-    facts = load_results(RunFolder(runs / "small"))
-    assert len(facts.attacks) == len(list((runs / "small/attacks").glob("*/attacks.parquet"))) == 2
-    page = (runs / "small/report/index.html").read_text()
-    for norm, name in (
-        ("L-infinity", "linf-steps-10-first-10"),
-        ("L2", "l2-sigma-0.3-steps-4-first-20"),
-    ):
-        assert f">Under attack: {norm}, " in page and f"Computed from attacks/{name}/" in page
-        assert (runs / f"small/report/attacked_{name}.svg").exists()
-    assert page.count("Not refuted under attack, against its size") == 2
-
-
 @pytest.mark.slow
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
     output = good(

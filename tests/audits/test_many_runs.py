@@ -14,7 +14,7 @@ from support.local_execution import command, run_without_ray
 from support.training import KEY, make, parameters, train
 
 from dpdist.audits import trainings as vectorized
-from dpdist.audits.canaries import audit_many_runs, simulate_trials
+from dpdist.audits.canaries import audit_many_runs
 from dpdist.audits.target import Target, target_of_recipe
 from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
@@ -22,14 +22,9 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
 from dpdist.privacy.audit_bounds import (
     NOISE_SCALE_ASSUMPTION,
-    CanaryScores,
-    ThresholdCounts,
-    largest_rejected_epsilon,
     log_likelihood_ratio,
-    plan_tradeoff,
 )
 from dpdist.privacy.mechanisms import gaussian_epsilon
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import load_results
 from dpdist.runs.archive import publishable_files
@@ -124,26 +119,6 @@ def test_the_records_part_of_a_sum_is_known(
     assert scores[::2] == pytest.approx(steps * absent)
     times = (scores[1::2] - steps * absent) / (joined - absent)
     assert times == pytest.approx(np.round(times), abs=1e-6) and 4 < times.sum() < 13
-
-
-@pytest.mark.slow
-def test_thousands_of_trainings_show_most_of_epsilon() -> None:
-    """Sampled sums of a canary: more than four fifths of epsilon, and never more than it."""
-    plan = PrivacyPlan.dp_sgd(
-        records=100, batch_size=50, noise_multiplier=1.5, steps=20, delta=1e-5
-    )
-    rng, present = np.random.default_rng(18), np.arange(6000) % 2 == 1
-    joined = present[:, None] * (rng.random((6000, plan.steps)) < 0.5)
-    sums = joined + 1.5 * rng.standard_normal(joined.shape)
-    trials = CanaryScores(np.arange(6000), present, log_likelihood_ratio(sums, 1.5, 0.5).sum(1))
-    # The plan says beforehand where the threshold lies, so all trainings count.
-    pilot = simulate_trials(plan, 1)
-    runs = ThresholdCounts.from_scores(trials, 0.025, curve=plan_tradeoff(plan), pilot=pilot)
-    assert runs.num_with_canary == runs.num_without_canary == 3000
-    proved, found = plan.guarantee().epsilon, largest_rejected_epsilon(runs, plan)
-    assert 0.8 * proved < found <= proved
-    assert 2 * largest_rejected_epsilon(runs, plan, copies=2) < 1.5 * found
-    assert abs(trials.scores_by_canary[1].mean() - pilot.scores_by_canary[1].mean()) < 0.1
 
 
 def test_without_noise_the_model_gives_the_canary_away(

@@ -89,40 +89,6 @@ def trained(x: np.ndarray, y: np.ndarray, member: np.ndarray) -> np.ndarray:
     return weights
 
 
-def remembered(models: int = 24) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log-odds (models, 200) in 200 dimensions under random labels, of models trained on about 100
-    of the records, and who was in which; log-odds of models that were trained on others."""
-    rng = np.random.default_rng(7)
-    x = rng.normal(size=(400, 200)) / math.sqrt(200)
-    y = rng.choice([-1.0, 1.0], 400)
-    member = np.stack([Coins(models).members(KEY, m, 200) for m in range(models)])
-    odds = [
-        trained(x[part], y[part], member) @ x[:200].T * y[:200]
-        for part in (slice(0, 200), slice(200, 400))
-    ]
-    return odds[0], member, odds[1]
-
-
-def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
-    phi, member, _ = remembered()
-    aucs = [
-        Roc.from_scores(membership_statistics.lira_online(phi, member, t), member[t]).auc.value
-        for t in range(24)
-    ]
-    assert min(aucs) >= 0.9
-    # Shuffled membership, and bits of others than the models' own: nothing to find.
-    rng = np.random.default_rng(3)
-    shuffled = np.stack([rng.permutation(row) for row in member])
-    never = rng.random(member.shape) < 0.5
-    for bits in (shuffled, never):
-        aucs = [
-            Roc.from_scores(membership_statistics.lira_online(phi, bits, t), bits[t]).auc.value
-            for t in range(24)
-        ]
-        # 4,800 pairs of record and model: a standard deviation of about .008.
-        assert np.mean(aucs) == pytest.approx(0.5, abs=0.03)
-
-
 def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     rng = np.random.default_rng(2)
     game = Quarters()

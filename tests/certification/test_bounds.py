@@ -133,15 +133,6 @@ def test_coverage_is_computed_exactly() -> None:
     assert max(errors) > alpha / 3
 
 
-@pytest.mark.parametrize(
-    ("hits", "draws", "alpha"),
-    [(-1, 10, 0.1), (11, 10, 0.1), (1, 0, 0.1), (1, 10, 0.0), (1, 10, 1.0), (0.5, 10, 0.1)],
-)
-def test_wrong_counts_are_refused(hits: float, draws: int, alpha: float) -> None:
-    with pytest.raises(ValueError):
-        binomial.clopper_pearson_lower(hits, draws, alpha)
-
-
 def test_hoeffding_pays_for_both_sides_of_all_classes() -> None:
     low, high = score_bounds.hoeffding_interval(0.5, 2000, 0.05, classes=10)
     half = np.sqrt(np.log(2 * 10 / 0.05) / (2 * 2000))

@@ -83,13 +83,3 @@ def test_who_is_better_where() -> None:
     assert (back.low == -found.high).all()
     alike = curve_difference(first, first, 1.0)
     assert alike.better_ranges == [] and alike.worse_ranges == []
-
-
-def test_many_cells_cost_little() -> None:
-    rng = np.random.default_rng(2)
-    first = rng.uniform(0, 1, 1000)
-    second = np.clip(first + 0.2, 0, 1)
-    few, many = (curve_difference(first, second, 1.0, cells=cells) for cells in (4, 64))
-    assert not few.better_ranges or few.low.max() < many.low.max()
-    ((above, upto),) = many.better_ranges
-    assert above < 0.25 and upto > 0.95

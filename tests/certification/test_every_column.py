@@ -106,13 +106,6 @@ def test_rows_stand_in_the_order_of_their_inputs(
         table_reader.read(tmp_path / "x.parquet")
 
 
-def test_the_docs_list_what_was_drawn() -> None:
-    lines = DOCS.read_text().splitlines()
-    for kind in CERTIFICATES:
-        names = ", ".join(f"`{name}`" for name in sorted(kind.sampled_columns))
-        assert f"| `{kind.mode_name()}` | {names} |" in lines
-
-
 @pytest.mark.slow
 def test_every_listed_column_is_one_that_an_edit_passes(
     made: dict[str, Path], tmp_path: Path

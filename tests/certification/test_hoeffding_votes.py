@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.local_execution import call
 from torch import nn
 
 import dpdist
-from dpdist import models
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.variants import HoeffdingVotes
 from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
 from dpdist.core.errors import UserError
-from dpdist.models import ModelSpec
 
 ALPHAS = (0.3, 0.05, 0.001, 1e-12)
 COUNTS = [(k, n) for n in (1, 7, 100, 12_345, 10**8) for k in {0, n // 2, n - n // 10, n - 1, n}]
@@ -126,16 +123,3 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
     tables.write(forged, tmp_path / "h" / "certificates.parquet")
     with pytest.raises(UserError, match="does not follow"):
         table_reader.read(tmp_path / "h" / "certificates.parquet")
-
-
-def test_the_command(here: None, tmp_path: Path) -> None:
-    spec = ModelSpec("linear", (1, 8, 8), 10, {})
-    models.save(models.initialize(spec, 0), spec, tmp_path / "model")
-    words = ("certify", "--model", "linear", "--weights", tmp_path / "model" / "model.safetensors",
-             "--data", "digits", "--sigma", "0.25", "--n", "100", "--runs", tmp_path / "r",
-             "--set", "certify.max_inputs=2")  # fmt: skip
-    done = call(*words, "--set", "certify.bound=hoeffding")
-    assert done.exit_code == 0, (done.output, done.exception)
-    (path,) = tmp_path.glob("r/model/certificates/*/certificates.parquet")
-    assert path.parent.name == "sigma-0.25-hoeffding-n-100"
-    assert table_reader.read(path).certificate_class is HoeffdingVotes

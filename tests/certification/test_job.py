@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,8 @@ from support.networks import save_small_cnn
 from dpdist import models
 from dpdist.certification import job, table, table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.inference import ClassifierSpec
-from dpdist.certification.worker import Assignment, VoteSampler
-from dpdist.cluster import resumable_job
 from dpdist.cluster.executor import LocalExecutor, use_executor
 from dpdist.core.errors import UserError
-from dpdist.randomness.keys import StreamKeys
 
 FakeData = partial(Data, count=12)
 
@@ -206,42 +201,6 @@ def test_two_certifications_of_one_folder_are_refused(
     assert refused[0].startswith(f"{tmp_path}: another process is certifying into this")
     assert "--output" in refused[0]
     assert raw(tmp_path) == raw(reference)
-
-
-def test_many_chunks_need_little_memory() -> None:
-    """Chunks are a stream, and what is counted of a half-done input is kept joined."""
-    inputs, blocks = 10, 200
-    settings = Cohen(sigma=0.5, n=blocks * 10, batch=10)
-    data = FakeData(count=inputs)
-    source = StreamKeys("certify", "0", "", "", "gaussian", 0.5)
-    spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
-    place = VoteSampler(settings.smoothing_noise)
-    assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
-
-    def book() -> resumable_job.JobState:
-        return resumable_job.JobState(
-            job.CertificationWorkItems(assignment, data, settings.indices(inputs))
-        )
-
-    cut = resumable_job.ChunkPlan(1)
-    tracemalloc.start()
-    try:
-        done, count = book(), 0
-        for chunk in resumable_job.iter_chunks(done, cut):
-            count += 1
-            for piece in chunk.payload:
-                partial = {"histogram": [9, 1, 0]} | ({"selected": 0} if not piece.low else {})
-                done.add_entry({"index": piece.index, "low": piece.low, "high": piece.high,
-                          "partial": partial, "seconds": 0.0})  # fmt: skip
-        streamed = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        stored = list(resumable_job.iter_chunks(book(), cut))
-        kept = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert count == len(stored) == inputs * blocks == 2_000
-    assert [row["histogram"] for (row,) in done.finished_rows.values()] == [(1800, 200, 0)] * inputs
-    assert streamed < 0.5e6 and kept > 1e6
 
 
 @pytest.mark.parametrize("mode", ["target-radius", "anytime"])

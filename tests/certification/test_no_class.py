@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
@@ -275,12 +274,3 @@ def test_predictions_abstain() -> None:
     settings = settings_of({"sigma": 0.1, "n0": 1000, "n": 2000})
     honest = Predictor(Honest().eval(), settings, CLASSES, SHAPE)
     assert honest.certify(marked).prediction >= 0
-
-
-def test_a_table_without_such_draws_is_the_same_to_the_byte(here: None, tmp_path: Path) -> None:
-    spec, settings = save("Honest", tmp_path / "model"), settings_of(SETTINGS)
-    certificates.certify(tmp_path / "model", Inputs(4), settings, tmp_path / "out", actors=1,
-                trusted_factory=spec.name)  # fmt: skip
-    table = pq.read_table(tmp_path / "out" / job.TABLE)
-    assert all(sum(each) == 200 for each in table["histogram"].to_pylist())
-    assert "undefined" not in (tmp_path / "out" / "journal.jsonl").read_text()

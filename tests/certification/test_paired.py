@@ -91,23 +91,6 @@ def test_anytime_evidence_is_the_mixture_of_likelihood_ratios() -> None:
     assert anytime_p_value(*pairs(0, 0, both=9)) == 1.0
 
 
-def test_looking_on_costs_nothing() -> None:
-    """Under equal shares p <= 0.05 ever happens with probability at most 0.05: 600 sequences of
-    1,000 inputs, 40 % of them discordant; the count would exceed 52 by chance with probability
-    below 1e-4. Looking at McNemar's p value after each 20 inputs goes wrong far more often."""
-    rng = np.random.default_rng(5)
-    ever = fooled = 0
-    for _ in range(600):
-        kinds = rng.choice(3, size=1000, p=[0.2, 0.2, 0.6])
-        first, second = kinds == 0, kinds == 1
-        ever += anytime_p_value(first, second) <= 0.05
-        looks = range(20, 1001, 20)
-        a, b = np.cumsum(first), np.cumsum(second)
-        fooled += any(mcnemar_p_value(int(a[i - 1]), int(b[i - 1])) <= 0.05 for i in looks)
-    assert stats.binom.sf(52, 600, 0.05) < 1e-4
-    assert ever <= 52 < fooled
-
-
 def test_error_at_any_time_is_near_what_is_allowed() -> None:
     """Exact, by recursion over 400 discordant inputs that are each the second's with probability
     1/2: that p <= 1/2 ever happens has at most this probability, and more than half of it."""

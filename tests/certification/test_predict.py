@@ -111,15 +111,15 @@ def test_label_uses_the_two_largest_counts() -> None:
 
 def test_inputs_are_checked() -> None:
     assert to_model_input(np.full((1, 2, 2), 255, np.uint8), (1, 2, 2)).max() == 1.0
-    with pytest.raises(ValueError, match="the model takes"):
-        to_model_input(np.zeros((2, 2), np.float32), (1, 2, 2))
-    with pytest.raises(ValueError, match="0, 1"):
-        to_model_input(np.full((1, 2, 2), 7.0), (1, 2, 2))
-    with pytest.raises(ValueError, match="finite"):
-        to_model_input(np.array([np.nan]), (1,))
-    with pytest.raises(ValueError, match="not finite as float32"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        to_model_input(np.array([1e300]), (1,))
+    for pixels, shape, said in (
+        (np.zeros((2, 2), np.float32), (1, 2, 2), "the model takes"),
+        (np.full((1, 2, 2), 7.0), (1, 2, 2), "0, 1"),
+        (np.array([np.nan]), (1,), "finite"),
+        (np.array([1e300]), (1,), "not finite as float32"),
+    ):
+        with pytest.raises(ValueError, match=said), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            to_model_input(pixels, shape)
 
 
 def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:

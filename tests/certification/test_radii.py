@@ -36,17 +36,6 @@ def test_bad_input_is_refused(bad: tuple[float, float]) -> None:
         radii.gaussian_l2_radius(*bad)
 
 
-# Radii of Cohen et al.'s published per-image tables (three decimals, rounded to nearest there).
-# All hits of 100,000 draws give the largest radius a table can hold: 0.25 * Phi^-1(p), and so on.
-@pytest.mark.parametrize(
-    ("sigma", "alpha", "printed"),
-    [(0.25, 0.001, 0.953), (0.5, 0.001, 1.906), (1.0, 0.001, 3.811), (0.12, 0.001, 0.457)],
-)
-def test_largest_published_radii(sigma: float, alpha: float, printed: float) -> None:
-    p = binomial.clopper_pearson_lower(100_000, 100_000, alpha)
-    assert float(radii.gaussian_l2_radius(p, sigma)) == pytest.approx(printed, abs=5.1e-4)
-
-
 def test_two_class_case_of_the_literature() -> None:
     # p1 / p2 = .99 / .005 at sigma = .2537: the exact radius is .622.
     got = radii.gaussian_l2_radius_two_class(0.99, 0.005, 0.2537)

@@ -151,16 +151,6 @@ def test_what_no_check_input_shows_stops_the_counting(
 
 
 @pytest.mark.slow
-def test_without_it_each_of_them_is_certified(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative of the test above: nothing else would have noticed."""
-    monkeypatch.setattr(worker.Assignment, "build_reexecution", lambda *_: None)
-    for kind in LOOKS:
-        assert (certify(kind, tmp_path / kind) / job.TABLE).exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "frozen", "bf16"])
 def test_no_byte_depends_on_the_rows_that_are_executed_again(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str

@@ -272,18 +272,6 @@ def test_forms_have_one_list_of_names() -> None:
         settings_of({"sigma": 0.5, "backend": "frozn"})
 
 
-def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
-    slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
-    monkeypatch.setattr(
-        inference,
-        "_time_forms",
-        lambda forms, _, rounds: {backend: slow[backend] for backend in forms},
-    )
-    model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-    forms = [choose_backend(model, batch, asked)[0].backend for asked in (None, "frozen", "eager")]
-    assert forms == ["eager", "frozen", "eager"]
-
-
 def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
     assert choose_backend(model, batch, seconds=0.0)[0].backend == "eager"
@@ -309,32 +297,6 @@ class Slow(nn.Module):
         Slow.now += len(x) * (2 if x.dtype == torch.float64 else 1)
         Slow.rows.append(len(x))
         return self.linear(x.flatten(1))
-
-
-@pytest.mark.parametrize(("seconds", "tried"), [(30.0, False), (10_000.0, True)])
-def test_the_first_pass_says_what_else_may_be_tried(monkeypatch, seconds, tried) -> None:
-    monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
-    Slow.rows.clear()
-    choose_backend(Slow(), torch.rand(4, 3, 2, 2), None, (100,), seconds)
-    if tried:
-        assert 100 in Slow.rows and len(Slow.rows) > 4
-    else:  # not even the other batch size, which only a rival is compared on
-        assert Slow.rows == [4]
-
-
-@pytest.mark.parametrize(("n", "batch"), [(100, 2), (1_000, 2), (10_000, 8), (100_000, 16)])
-def test_checks_of_a_network_that_is_slow_for_one_input_take_a_twentieth(monkeypatch, n, batch):
-    """Its batch follows from the draws of one input; below two inputs there is no check."""
-    monkeypatch.setattr(worker, "_FLOPS", 0)
-    monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
-    data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
-    settings = settings_of({"sigma": 0.25, "n": n})
-    subject = Subject(Slow(), "0" * 32, "slow")
-    work = job.CertificationJob(subject, inputs_with_labels(data), settings)
-    Slow.now = 0.0
-    spec = worker.probe(work._assignment)
-    assert spec.batch == batch
-    assert Slow.now <= max(0.05 * (n + settings.n0), 60 * 2)
 
 
 class Large(nn.Module):
@@ -388,17 +350,6 @@ def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
     with use_executor(LocalExecutor()):
         work.initial_record(tmp_path)
     assert sum("takes too long to check, so it is taken to do so" in line for line in said) == lines
-
-
-def test_a_form_that_cannot_be_built_is_skipped() -> None:
-    spec, _ = choose_backend(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
-    assert spec.backend == "eager"
-    assert spec.notes == ("channels-last: cannot be built (ValueError)",)
-
-
-def test_a_form_of_images_is_not_tried_on_anything_else() -> None:
-    spec, _ = choose_backend(nn.Linear(5, 3), torch.randn(16, 5))
-    assert spec.notes == ()
 
 
 class Soft(nn.Module):

@@ -17,9 +17,6 @@ from dpdist import pipeline
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.core.errors import UserError
-from dpdist.publishing import write_release
-from dpdist.randomness.noise_location import find_noise_location
-from dpdist.release.verify import verify_release
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -105,41 +102,6 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
-    call(
-        "certify",
-        "private",
-        "--runs",
-        runs,
-        "--set",
-        "certify.bound=counts",
-        "--set",
-        "certify.norm=linf",
-    )
-    with pytest.raises(UserError, match=r"differ in bound \(hoeffding and counts\)"):
-        call("report", "noisy", "private", "--runs", runs)
-    call("certify", "private", "--runs", runs)
-    shown = call("report", "noisy", "private", "--runs", runs, "--l2", "0.001").output
-    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| noisy")]
-    assert rows[0][2:4] == ["none", "inf"]
-    (private,) = [line for line in shown.splitlines() if "sound: DP-SGD" in line]
-    claimed, proved = (float(part) for part in private.split(" | ")[2:4])
-    assert proved < claimed < 10
-    assert sum("as printed (does not hold)" in line for line in shown.splitlines()) >= 2
-    path = runs / "private/certificates/scores-counts-linf-n-400-eta-0.95/certificates.parquet"
-    exact = table_reader.read(path).certified_accuracy(0.001, "exact", "l2")
-    (line,) = [line for line in shown.splitlines() if line.startswith("| private | exact profile")][
-        :1
-    ]
-    assert f"| {100 * exact:.1f} |" in line
-    assert sum(line.startswith("| private | exact profile, L2 | 0.001 | 10 |")
-               for line in shown.splitlines()) == 1  # fmt: skip
-    assert "Not compared: scores-counts-linf-n-400-eta-0.95 of private" in shown
-    with pytest.raises(UserError, match="--l2: must be > 0 and finite, got 0"):
-        call("report", "noisy", "private", "--runs", runs, "--l2", "0")
-
-
-@pytest.mark.slow
 def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
@@ -158,21 +120,3 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     answer = json.loads(shown.stdout)
     assert answer["label"] in (-1, 0) and answer["sigma"] is None
     assert answer["abstain"] or answer["radius"] > 0
-
-
-@pytest.mark.slow
-def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> None:
-    with pytest.raises(UserError, match="not private"):
-        write_release(RunFolder(runs / "noisy"))
-    write_release(RunFolder(runs / "noisy"), not_private=True)
-    card = (runs / "noisy/release/privacy_card.md").read_text()
-    assert "Nothing is proved about training records" in card and "WITHOUT noise" in card
-    write_release(RunFolder(runs / "private"))
-    card = (runs / "private/release/privacy_card.md").read_text()
-    assert "Claimed by the paper, not the guarantee" in card
-    from dpdist import models
-
-    for name in ("noisy", "private"):
-        verify_release(runs / name / "release")
-    noise = find_noise_location(models.load(runs / "private/release"))
-    assert noise.is_random and noise.rms_std > 0

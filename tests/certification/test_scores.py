@@ -128,43 +128,6 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     assert wrong.sizes["cohen_l2"] > truth["l2"]
 
 
-def test_as_printed_exceeds_the_truth() -> None:
-    # Many equal hidden numbers read the same pixel; the printed norm of one of them is far too
-    # small, and epsilon is divided by twice.
-    maps = 16
-    layer = nn.Conv2d(1, maps, 1)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.bias.zero_()  # type: ignore[union-attr]
-
-    class Mean(nn.Module):
-        def forward(self, h: torch.Tensor) -> torch.Tensor:
-            score = 1e4 * h.flatten(1).mean(1, keepdim=True)
-            return torch.cat([-score, score], 1)
-
-    model = nn.Sequential(layer, Mean()).eval()
-    models.attach_noise(model, torch.full((maps, 1, 1), 0.5))
-    split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
-    assert noise is not None
-    norms = first_layer_sensitivity(split, noise, (1, 1, 1))
-    x = torch.full((1, 1, 1), 0.3)
-    source = keys.StreamKeys("test", "s", "m", "d", "hidden", 1.0)
-    got = HiddenNoiseCounter(split.first, split.rest, noise.std, source).sample_block(
-        x, 0, 0, 5000, 5000
-    )
-    verdict = certify_scores(
-        got.sums,
-        got.squares,
-        got.histogram,
-        1,
-        ExpectedScores(n=5000, alpha=0.05),
-        noise.rms_std,
-        norms,
-    )
-    assert verdict.sizes[expected_scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
-    assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
-
-
 def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
     split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
@@ -291,17 +254,6 @@ def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:
     assert first.prediction == second.prediction == predictor.predict(x)
     with pytest.raises(UserError, match="no noise of its own"):
         Predictor(nn.Linear(4, 3), ExpectedScores(), 3, (4,))
-
-
-def test_settings_are_chosen_by_sigma_and_foreign_ones_refused() -> None:
-    assert isinstance(settings_of({"sigma": 0.5, "bound": None}), Cohen)
-    assert isinstance(settings_of({"sigma": None, "n": 10}), ExpectedScores)
-    with pytest.raises(UserError, match=r"certify\.sigma: is required"):
-        settings_of({"mode": "target-radius", "radii": (0.1,)})
-    with pytest.raises(UserError, match=r"certify\.norm: unknown key"):
-        settings_of({"sigma": 1.0, "norm": "linf"})
-    with pytest.raises(UserError, match=r"certify\.bound"):
-        settings_of({"bound": "magic"})
 
 
 def test_a_component_without_noise_certifies_nothing() -> None:

@@ -42,17 +42,6 @@ def test_error_at_p0_is_exactly_what_is_stated(p0: float) -> None:
     assert error_by_walking(test, p0 + 0.3 * (1 - p0)) > test.error
 
 
-def test_clopper_pearson_at_the_same_looks_would_err_too_often() -> None:
-    looks = planned_looks(2000, 50)
-    needed = []
-    for n in looks:
-        k = np.arange(n + 1)
-        passing = np.flatnonzero(clopper_pearson_lower(k, n, ALPHA) > 0.8413)
-        needed.append(int(passing[0]) if len(passing) else n + 1)
-    naive = sequential.Thresholds(0.8413, ALPHA, looks, tuple(needed), 0.0)
-    assert error_by_walking(naive, 0.8413) > 3 * ALPHA
-
-
 def test_spending_follows_the_square_root() -> None:
     looks = planned_looks(5000, 100)
     test = compute_thresholds(0.9, ALPHA, looks)
@@ -130,17 +119,6 @@ def test_anytime_error_is_exact_and_below_alpha(p0: float) -> None:
     assert mixture_error(p0 * 0.98, p0, ALPHA, 200) <= ALPHA
     # Rejecting at 1 / (2 alpha), as has been done elsewhere, is a test at 2 alpha.
     assert mixture_error(p0, p0, 2 * ALPHA, 600) > error
-
-
-@pytest.mark.slow
-def test_anytime_simulated() -> None:
-    # 4,000 seeded walks of 500 draws watched after every draw. At most alpha = 1 % may ever
-    # exclude the truth: more than 66 (4 standard deviations) has probability below 1e-4.
-    p, rng = 0.9, np.random.default_rng(2)
-    hits = (rng.random((4000, 500)) < p).cumsum(1)
-    draws = np.arange(1, 501)
-    crossed = sequential.beta_mixture_rejects(hits, draws, p, ALPHA).any(1)
-    assert crossed.sum() < 66
 
 
 def test_anytime_bound_is_where_the_evidence_crosses() -> None:

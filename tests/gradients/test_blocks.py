@@ -80,24 +80,6 @@ def test_a_fixed_row_is_that_of_the_id_and_the_key(members, count, capacity, row
     assert places(ids) == {each: row for each, row in whole.items() if each != gone}
 
 
-def test_fixed_rows_take_as_many_passes_as_the_fullest_row_has_records():
-    """The estimate is within 4 % of the mean over 200 batches, and the choice of rows by it takes
-    less work than a quarter and four times as many."""
-    blocks, keys = Blocks.for_batches(2_000, 0.05), [bytes([n]) * 32 for n in range(200)]
-    chosen = rows_per_pass(blocks, 1_000, "fixed-row")
-    work = {}
-    for rows in (chosen // 4, chosen, 4 * chosen):
-        executed = 0
-        for number, key in enumerate(keys):
-            ids = np.flatnonzero(np.random.default_rng(number).random(2_000) < 0.05)
-            executed += sum(rows for _ in iter_passes(blocks, key, ids, rows, "fixed-row"))
-        mean = executed / len(keys)
-        assert rows_per_batch(blocks, 100, rows, "fixed-row") == pytest.approx(mean, rel=0.04)
-        work[rows] = mean / rows * (rows + 4.0)
-    assert chosen >= 4 and min(work, key=work.__getitem__) == chosen
-    assert rows_per_pass(blocks, 3, "fixed-row") <= 3
-
-
 class _RoundsByRow(nn.Module):
     """A gate that opens in every second row for a record on its edge."""
 
@@ -203,22 +185,6 @@ def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batc
     shrunk = whole.flat / (1 + sum_slack(torch.float32))
     torch.testing.assert_close(blocked.flat, shrunk, rtol=1e-5, atol=1e-5)
     assert blocked.examples == 50 and blocked.loss_sum == pytest.approx(whole.loss_sum, rel=1e-6)
-
-
-def test_only_the_last_pass_of_a_block_is_shorter():
-    engine = GradientEngine(
-        small_layers(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 30),
-        micro_batch=12,
-    )  # fmt: skip
-    rows = []
-    inputs, targets, ids = images(20)  # what is tried before the first sum has its own shapes
-    engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
-    engine.model.register_forward_hook(lambda module, args, out: rows.append(len(args[0])))
-    for size, expected in ((1, [1]), (10, [10]), (27, [10, 10, 7]), (30, [10, 10, 10])):
-        rows.clear()
-        inputs, targets, ids = images(size)
-        engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
-        assert rows == expected
 
 
 def test_a_pass_of_one_record_gives_the_same_sum():

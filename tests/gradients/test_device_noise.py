@@ -128,11 +128,6 @@ def test_a_sum_gets_the_key_s_first_entries_unless_another_start_is_given():
     assert np.array_equal(found.numpy(), add_noise(total, KEY, 0.3))
 
 
-def test_a_few_numbers_are_the_cpu_s_to_the_bit():
-    assert np.array_equal(drawn(3, 2_000), standard_normal(KEY, 3, 2_000))
-    assert drawn(3, 0).shape == (0,)
-
-
 def test_without_noise_a_sum_stays_what_it_is():
     total = torch.linspace(-1, 1, 50, dtype=torch.float64)
     assert torch.equal(add_device_noise(total.clone(), KEY, 0.0), total)

@@ -125,18 +125,6 @@ def test_batch_norm_is_detected():
     assert worst_change(engine_sum(unscreened(small_layers(norm)))) > 1.5
 
 
-def test_a_clip_per_batch_is_detected():
-    model = small_layers()
-
-    def clip_of_the_mean(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
-        loss = cross_entropy(model(inputs), targets).mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        flat = torch.cat([grad.flatten() for grad in grads])
-        return len(inputs) * flat * min(1.0, C / float(flat.norm()))
-
-    assert worst_change(clip_of_the_mean) > 1.5
-
-
 def test_a_private_noise_scale_is_detected():
     class Private(InputPerturbation):
         def perturb_inputs(self, inputs, record_ids, draw_key, draw):

@@ -107,46 +107,6 @@ def test_a_user_that_goes_takes_its_records_and_changes_nothing_else():
     np.testing.assert_array_equal(one[1], other[1])
 
 
-class CountingUsers(Users):
-    """Counts how often records are drawn."""
-
-    draws = 0
-
-    def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
-        self.draws += 1
-        return super().draw(indices, key)
-
-
-class CountingRecords(dpdist.Records):
-    """Counts how often inputs and targets are read."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.data, self.reads = records(), Counter[str]()
-
-    def __len__(self) -> int:
-        return len(self.data[1])
-
-    def batch(self, indices: np.ndarray | slice) -> Tensor:
-        self.reads["inputs"] += 1
-        return self.data[0][indices]
-
-    def targets(self, indices: np.ndarray | slice) -> Tensor:
-        self.reads["targets"] += 1
-        return self.data[1][indices]
-
-
-def test_a_step_draws_and_reads_its_records_once():
-    own, users = CountingRecords(), CountingUsers(np.array(units()), MOST)
-    step, same = step_of(UserRecords(own, users)), step_of(grouped())
-    for number in range(4):
-        found = step.gradient(number, PLAN.step(number))[0].clone()
-        assert torch.equal(found, same.gradient(number, PLAN.step(number))[0])
-        assert users.draws == number + 1
-        assert own.reads == {"inputs": number + 1, "targets": number + 1}
-
-
 def test_other_users_or_another_step_are_drawn_anew():
     data, users = grouped().for_step(KEY), Users(np.array(units()), MOST)
     some, others = np.array([3, 6, 17]), np.array([3, 6, 18])
@@ -387,16 +347,6 @@ def test_a_clip_for_each_record_is_seen_by_this_replay():
         for whole, fewer in without_one_user(MOST)
     )
     assert worst > 1.5
-
-
-def test_sampling_by_record_is_seen_by_this_replay():
-    """A position for each record: where records come or go, other users join other steps."""
-    own = np.array(units())
-    sample = derive_key(KEY, "sample", "7/nonce", 1)
-    words = stream_words(sample, 0, len(own)) < np.uint64(2**63)
-    kept = own != 3
-    moved = stream_words(sample, 0, int(kept.sum())) < np.uint64(2**63)
-    assert not np.array_equal(words[kept], moved), "this comparison would see nothing"
 
 
 # --- sizes ------------------------------------------------------------------------------------

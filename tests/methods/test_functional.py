@@ -128,17 +128,6 @@ def test_noisy_copies_of_a_record_move_no_more() -> None:
         assert 0.2 < float(total.norm()) <= 1.0
 
 
-def test_a_record_at_the_center_is_the_constant_alone() -> None:
-    made = sums()
-    at = made.features(torch.rand(1, *SHAPE, dtype=torch.float64))
-    h = made.directions(at, at[0])
-    assert torch.equal(h[0, :-1], torch.zeros(made.size - 1, dtype=torch.float64))
-    assert h[0, -1] == Functional().constant
-    # ... and nothing jumps there: h moves by no more than the feature does, in units of the radius.
-    near = made.directions(at, at[0] + 1e-9)
-    assert float((near - h).norm()) <= 1e-9 * math.sqrt(made.size) / Functional().radius
-
-
 def test_a_noisy_center_is_within_the_clip_of_the_features() -> None:
     made = sums(Functional(clip=0.5))
     noisy = torch.linspace(-1, 1, made.size - 1, dtype=torch.float64)

@@ -30,7 +30,6 @@ from dpdist.papers.stobatch.functional_sums import (
     rounding_slack,
 )
 from dpdist.randomness.keys import derive_key
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training.canaries import Canaries
 
 ROUND = 2  # the step of the first round
@@ -101,14 +100,6 @@ def test_one_record_moves_an_adversarial_round_by_at_most_one(xi: float, sigma: 
     moved = [float((whole - summed(method, made, left)).norm()) for left in some]
     assert max(moved) <= 1 - 2.0**-10  # room for rounding
     assert max(moved) > (0.5 if sigma else 0.8)
-
-
-def test_a_round_without_copies_is_as_it_was() -> None:
-    plain = Functional()
-    assert sums(plain)._slack_factor == 1 - rounding_slack(RECORDS)
-    assert sums(Functional(adversarial=MOVED))._slack_factor < 1 - 2.0**-10
-    made = sums(plain)
-    assert not torch.equal(summed(plain, made), summed(Functional(adversarial=MOVED), made_moved()))
 
 
 def made_moved() -> CoefficientSums:
@@ -212,18 +203,6 @@ def test_both_options_train(tmp_path: Path) -> None:
         assert one == pytest.approx(found.setdefault("epsilon", one))  # the same cost
     for name in ("adversarial", "relevance"):
         assert not torch.equal(found[name], found["plain"])
-
-
-def test_what_rests_on_public_records_is_said() -> None:
-    raw: dict[str, Any] = {
-        "name": "x", "data": {"name": "mnist"}, "model": "scattering",
-        "method": {"name": "functional", "relevance": {"data": "digits"}},
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
-        "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
-    }  # fmt: skip
-    recipe = parse_recipe(raw, "x")
-    assert "public records of digits" in recipe.method.assumptions(recipe)[1]
-    assert math.isclose(recipe.method.public_records.classes, 10)
 
 
 # ---- a private encoder
@@ -330,20 +309,3 @@ def test_one_record_with_its_own_noise_moves_each_sum_by_at_most_one() -> None:
         some = (0, 4, 6, 7, 13, 20)
         moved = [float((whole - summed(method, made, left, step)).norm()) for left in some]
         assert 0.6 < max(moved) <= 1.0
-
-
-def test_features_with_own_noise_are_made_once(tmp_path: Path, monkeypatch) -> None:
-    made: list[int] = []
-    real = CoefficientSums.features
-
-    def counted(made_by: CoefficientSums, inputs: Tensor) -> Tensor:
-        made.append(len(inputs))
-        return real(made_by, inputs)
-
-    monkeypatch.setattr(CoefficientSums, "features", counted)
-    base = {"name": "functional", "rounds": 2, "sigma": 0.3, "augmentations": 2}
-    for noise, times in (("fresh", 4), ("own", 1)):
-        job = job_of(tmp_path, noise, method=base | {"noise": noise})
-        made.clear()
-        execute(job)
-        assert sum(made) == times * 2 * job.plan.records

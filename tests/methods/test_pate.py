@@ -28,7 +28,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder, read_verified_ledger
-from dpdist.runs.recipe import parse_recipe, without_privacy
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.ensembles import release_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
@@ -370,32 +370,6 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
 
 
-def test_the_student_tells_the_records_classes_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever classes the public records have, whose labels nobody reads."""
-    public, recorder = TrainJob.public_records, JobRecorder()
-    monkeypatch.setattr(TrainJob, "public_records", lambda job: replace(public(job), classes=2))
-    job = job_of(tmp_path)
-    np.save(job.folder.private / VOTES, np.tile([0, 0, 4], (20, 1)))
-    fit(job, recorder)
-    student = recorder.jobs[0].records()
-    assert student.classes == 3 and student.targets(slice(0, 60)).max() == 2
-    execute(recorder.jobs[0])
-
-
-def test_a_teacher_s_network_may_be_another_where_the_student_s_is_pretrained() -> None:
-    """What `pretrain` makes is the student's, and nothing of it is the teachers'."""
-    raw = RAW | {
-        "model": {"name": "linear", "initial": "weights"},
-        "public": {"training": RAW["training"]},
-        "method": METHOD | {"teaching": {"model": "mlp"}},
-    }
-    recipe = parse_recipe(raw, "test")
-    teachers = without_privacy(recipe, recipe.method.teaching.overridden_sections)
-    assert teachers.model.name == "mlp" and teachers.model.pretrained_part is None
-
-
 def test_no_question_is_a_test_record(tmp_path: Path) -> None:
     job, path = job_of(tmp_path), tmp_path / "data/made/test.parquet"
     public = job.public_records()
@@ -451,29 +425,3 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
         for path in (tmp_path / place).rglob("*"):
             assert "teacher" not in path.name and "votes" not in path.name
             assert path.is_dir() or votes not in path.read_bytes()
-
-
-@pytest.mark.slow
-def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
-    raw = RAW | {
-        "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none", "run_key": KEY},
-        "method": METHOD | {"teachers": 2},
-        "tune": {
-            "space": {
-                "method.screening": {"choice": [0.05, 0.5]},
-                "method.queries": {"choice": [15, 20]},
-                "method.threshold": {"uniform": [0.5, 1.5]},
-            },
-            "num_trials": {"name": "fixed", "runs": 3},
-            "score": {"public": {"name": "digits", "split": "test"}},
-            "concurrent": 1,
-        },
-    }
-    done = here(raw, "run", "x.yaml")
-    assert done.code == 0, done.err
-    trials = sorted((tmp_path / "runs/x/private").rglob("plan.json"))
-    phases = [json.loads(path.read_text())["phases"][0] for path in trials]
-    splits = {(phase["screening"], phase["queries"]) for phase in phases}
-    assert len(phases) >= 3 and len(splits) > 1
-    assert len({phase["noise_multiplier"] for phase in phases}) == 1
-    assert "of 12 that epsilon pays for" in done.out

@@ -3,7 +3,6 @@ released."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from methods.test_pate import METHOD, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.local_execution import JobRecorder, run_without_ray
-from support.training import execute, parameters
 
 from dpdist.methods.pate import (
     PATE,
@@ -26,7 +23,6 @@ from dpdist.methods.pate import (
     similarity_graph,
     spread_scores,
 )
-from dpdist.models.features import scattering
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob, prepare
@@ -90,35 +86,11 @@ def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit(alpha: float) ->
     assert np.allclose(rows, theirs.label_distributions_, atol=1e-5)
 
 
-def test_wrong_answers_are_overruled_and_every_input_gets_a_label() -> None:
-    points, classes = blobs()
-    asked = np.arange(30)
-    told = classes[asked].copy()
-    told[:4] = (told[:4] + 1) % 3
-    found = SpreadingRecipe(neighbors=8).spread_labels(similarity_graph(points, 8), asked, told, 3)
-    assert (found == classes).all()
-
-
 def test_what_no_label_reaches_has_none() -> None:
     two = sparse.block_diag([similarity_graph(blobs(4, seed)[0], 3) for seed in (1, 2)]).tocsr()
     found = SpreadingRecipe().spread_labels(two, np.array([0, 1]), np.array([2, 2]), 5)
     reached = spread_scores(two, np.array([0]), np.array([0]), 1, 0.9)[:, 0] > 0
     assert (found[12:] == UNANSWERED).all() and (found[:12][reached[:12]] == 2).all()
-
-
-def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
-    """Nine answers of one class and one of another, all tied to one input in the middle: the one
-    that was named otherwise, and the input behind it, keep their class."""
-    weights = np.zeros((12, 12))
-    for place in range(10):
-        weights[place, 10] = weights[10, place] = 1.0
-    weights[9, 11] = weights[11, 9] = 1.0
-    roots = np.sqrt(weights.sum(axis=1))
-    graph = sparse.csr_matrix(weights / roots[:, None] / roots[None])
-    asked, told = np.arange(10), np.array([0] * 9 + [1])
-    plain = SpreadingRecipe(equal_classes=False).spread_labels(graph, asked, told, 3)
-    equal = SpreadingRecipe(equal_classes=True).spread_labels(graph, asked, told, 3)
-    assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
 
 
 # ---- what flows into it
@@ -128,32 +100,6 @@ def given_to(job: TrainJob) -> Any:
     recorder = JobRecorder()
     fit(job, recorder)
     return recorder.jobs[0].records()
-
-
-@pytest.mark.slow
-def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        PATEExecution, "release_labels", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4
-    )
-    job = job_of(tmp_path, **SPREADING)
-    student, public = given_to(job), job.public_records()
-    assert public is not None
-    (told,) = Ledger.read(job.folder.ledger).recorded_answers
-    asked = np.flatnonzero(np.array(told) != UNANSWERED)
-    released = np.array(told, dtype=int)[asked]
-    graph = similarity_graph(public.batch(slice(0, len(public))).double().numpy(), 5)
-    expected = SpreadingRecipe(neighbors=5).spread_labels(graph, asked, released, 3)
-    kept = np.flatnonzero(expected != -1)
-    assert len(kept) > 20 and len(student) == job.plan.records
-    assert len(student.labels) == len(kept)
-    assert torch.equal(
-        torch.from_numpy(student.inputs), public.batch(slice(0, len(public)))[torch.tensor(kept)]
-    )
-    assert student.labels.tolist() == expected[kept].tolist()
-    execute(replace(job, replacement_records=student))
-    assert torch.isfinite(parameters(job.folder)).all()
 
 
 @pytest.mark.slow
@@ -208,14 +154,6 @@ def test_a_crash_before_they_spread_asks_nothing_again(
     assert job.folder.ledger.read_bytes() == kept
 
 
-def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
-    """Ties of equal length between duplicates, and no division by an empty class."""
-    graph = similarity_graph(np.zeros((12, 3)), 4)
-    assert np.isfinite(graph.toarray()).all()
-    found = SpreadingRecipe(neighbors=4).spread_labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
-    assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
-
-
 @pytest.mark.slow
 def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
@@ -223,25 +161,3 @@ def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     assert plain.plan.guarantee() == one.plan.guarantee()
     assert "labels spread over all public inputs" in one.recipe.method.describe(one.plan)
     assert "spread" not in PATE(**METHOD).describe(plan_of(2.0))
-
-
-def test_of_images_features_may_be_the_scattering_ones() -> None:
-    images = torch.rand(30, 1, 28, 28)
-
-    class Images:
-        name, input_shape = "images", (1, 28, 28)
-
-        def __len__(self) -> int:
-            return len(images)
-
-        def batch(self, rows: slice) -> torch.Tensor:
-            return images[rows]
-
-    public: Any = Images()
-    found = SpreadingRecipe(features="scattering", neighbors=4).build_graph(public)
-    features = scattering((1, 28, 28), 10)[0](images).double().numpy()
-    assert np.allclose(found.toarray(), similarity_graph(features, 4).toarray(), atol=1e-6)
-    inputs = SpreadingRecipe(neighbors=4).build_graph(public)
-    assert np.allclose(
-        inputs.toarray(), similarity_graph(images.flatten(1).double().numpy(), 4).toarray()
-    )

@@ -28,7 +28,7 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import ModulePerturbation
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.zoo import ResidualBlock, residual_blocks
+from dpdist.models.zoo import residual_blocks
 from dpdist.papers.residual import claims
 from dpdist.papers.residual import method as residual
 from dpdist.papers.residual.method import ResidualPerturbation, largest_mean_norm
@@ -73,15 +73,6 @@ def test_the_network_is_the_mean_of_its_members(ensemble: int, skip: bool) -> No
         assert not torch.allclose(each[0], each[1], atol=1e-3)  # they begin apart
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
-def test_it_takes_the_paper_s_images(shape: tuple[int, ...]) -> None:
-    assert network(shape)(torch.rand(2, *shape)).shape == (2, 5)
-    assert len(residual_blocks(network(shape, depth=14))) == 6
-    for options, message in (({"depth": 9}, "6n [+] 2"), ({"ensemble": 0}, "ensemble must be")):
-        with pytest.raises(UserError, match=message):
-            network(shape, **options)
-
-
 # ---- the noise
 
 
@@ -120,22 +111,6 @@ def test_a_model_without_blocks_and_options_that_do_not_fit_are_refused() -> Non
     ):
         with pytest.raises(ValueError, match=message):
             ResidualPerturbation(gamma=1, **wrong)
-
-
-def test_the_mean_norm_of_a_block_is_the_norm_of_its_mean() -> None:
-    class Plus(ResidualBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 5 * torch.eye(1, 400)
-
-    model, x = nn.Sequential(Plus(), Plus()), torch.zeros(1, 400)
-    assert largest_mean_norm(model, ModuleNoise({"0": 0.0, "1": 0.0}), x, KEY, 2) == pytest.approx(
-        10
-    )
-    # Its own noise is no part of it; nor is what is left of others': the norm of the mean over
-    # all 100 passes is 14, here the standard deviation is 0.7.
-    for stds, off in (({"0": 0.0, "1": 1e6}, 1e-5), ({"0": 5.0, "1": 0.0}, 3.0)):
-        found = largest_mean_norm(model, ModuleNoise(stds), x, KEY, 100)
-        assert found == pytest.approx(10, abs=off)
 
 
 # ---- what it is worth

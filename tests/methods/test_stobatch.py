@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from support.threads import one_thread_each  # noqa: F401
 from support.training import execute, make
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.attacks.gradient_attacks import Ball, distance, i_fgsm, loss_gradient, mim
-from dpdist.core.errors import UserError
+from dpdist.attacks.gradient_attacks import Ball, distance
 from dpdist.gradients import perturbations
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
@@ -111,53 +109,6 @@ def test_examples_lie_in_their_ball_and_lead_away_from_the_predicted_class(norm,
     assert kept(found) < kept(inputs) - 0.15 and kept(found) < kept(chance) - 0.1
 
 
-@pytest.mark.parametrize("attack", ["i-fgsm", "mim", "pgd"])
-def test_every_attack_of_the_ensemble_is_the_attack_of_its_name(attack) -> None:
-    """Row by row the joint ascent is what the pure function gives the record alone."""
-    draws = draws_of(network(), sigma=0.0)
-    inputs, _, ids = batch()
-    everyone = draws.adversarial_examples(inputs, ids, key(3))
-    which = draws.method.attacks.index(attack)
-    rows = torch.nonzero(draws.attack_indices(ids, key(3)) == which).flatten()
-    assert len(rows) > 2
-    size = torch.full((len(inputs),), draws.attack_size(key(3)), dtype=torch.float64)
-    ball = Ball(inputs, size, "linf")
-    targets = draws._predicted(inputs, None)
-
-    def gradient(point: Tensor, step: int) -> Tensor:
-        return loss_gradient(draws.classifier, point, targets, None)
-
-    if attack == "pgd":
-        start = draws._random_points(ball, ids, key(3))
-        assert (start - inputs).abs().flatten(1).amax(1).min() > 0.5 * size[0]
-        point = start
-        for _ in range(3):
-            point = ball.project(
-                point + size[0] / 3 * gradient(ball.project_to_float32(point), 0).sign()
-            )
-        want = ball.project_to_float32(point)
-    else:
-        want = {"i-fgsm": i_fgsm, "mim": mim}[attack](gradient, ball, 3)
-    assert torch.allclose(everyone[rows], want[rows], atol=1e-6)
-
-
-def test_an_attack_leads_away_from_the_class_that_is_predicted_under_its_noise() -> None:
-    draws = draws_of(network(), sigma=1.0, eot=2, attacks=("i-fgsm",))
-    inputs, _, ids = batch()
-    normals = draws._noise(inputs, ids, key(3))
-    scores = draws.classifier.logits(inputs.repeat_interleave(2, 0), normals).double().softmax(1)
-    targets = scores.view(len(inputs), 2, -1).mean(1).argmax(1)
-    assert (targets != draws._predicted(inputs, None)).sum() > 2
-    assert (targets != scores[::2].argmax(1)).sum() > 2
-    size = torch.full((len(inputs),), draws.attack_size(key(3)), dtype=torch.float64)
-
-    def gradient(point: Tensor, step: int) -> Tensor:
-        return loss_gradient(draws.classifier, point, targets, normals)
-
-    want = i_fgsm(gradient, Ball(inputs, size, "linf"), 3)
-    assert torch.allclose(draws.adversarial_examples(inputs, ids, key(3)), want, atol=1e-6)
-
-
 def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> None:
     """Size, attack, start, three draws of the attack's noise; two noises of record and example."""
     draws, (inputs, targets, ids) = draws_of(network(), split=0.5, eot=3), batch(4)
@@ -180,32 +131,6 @@ def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> Non
     spied(perturbations, "standard_normal_per_record", slice(0, 3))
     engine.clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
     assert len(set(seen)) == 1 + 1 + 1 + 3 + 2 * 2
-
-
-def test_which_attack_and_what_size_are_keyed_laws() -> None:
-    draws, ids = draws_of(network(), size=(0.0, 0.5)), torch.arange(6000)
-    counts = torch.bincount(draws.attack_indices(ids, key(1)), minlength=3)
-    assert stats.chisquare(counts).pvalue > 1e-4  # false failure 1e-4
-    both = draws.attack_indices(ids, key(1)), draws.attack_indices(ids, key(2))
-    table = np.histogram2d(*(members.numpy() for members in both), bins=3)[0]
-    assert stats.chi2_contingency(table).pvalue > 1e-4  # another step, another choice
-    sizes = [draws.attack_size(number.to_bytes(32, "little")) for number in range(2000)]
-    assert stats.kstest(sizes, stats.uniform(0, 0.5).cdf).pvalue > 1e-4
-
-
-def test_the_attack_meets_the_parameters_of_its_step() -> None:
-    model, (inputs, _, ids) = network(), batch()
-    draws = draws_of(model)
-    before = draws.adversarial_examples(inputs, ids, key(1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-0.7)
-    after = draws.adversarial_examples(inputs, ids, key(1))
-    assert not torch.equal(after, before)
-    assert torch.equal(after, draws_of(model).adversarial_examples(inputs, ids, key(1)))
-    assert all(
-        parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
-    )
 
 
 # ---- of one record alone
@@ -329,16 +254,6 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
     assert found.loss_sum == pytest.approx(losses, rel=1e-4)
 
 
-def test_without_xi_nobody_is_attacked(monkeypatch) -> None:
-    draws = draws_of(network(), xi=0.0)
-    monkeypatch.setattr(draws, "adversarial_examples", None)
-    inputs, targets, ids = batch(4)
-    assert draws.count == 1 and draws.draw_weights == (1.0,)
-    engine_of(draws.model, draws).clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
-    with pytest.raises(UserError, match="need record_ids"):
-        draws.perturb_inputs(inputs, None, key(1), 0)
-
-
 # ---- whole runs
 
 
@@ -375,20 +290,6 @@ def test_neighbor_replay(tmp_path, monkeypatch, workers) -> None:
             execute(prepare(recipe, folder, "test"), workers, until=1)
         special, sums[present] = min(drawn), captured[0]
     assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
-
-
-def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> None:
-    captured: dict[int, np.ndarray] = {}
-    for workers in (1, 2):
-        recipe, folder = recipe_of(tmp_path, f"w{workers}")
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                private_step,
-                "add_noise",
-                lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy(),
-            )
-            execute(prepare(recipe, folder, "test"), workers, until=1)
-    assert captured[1] == pytest.approx(captured[2], abs=1e-4)
 
 
 def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:

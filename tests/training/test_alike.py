@@ -78,9 +78,6 @@ def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reprod
     assert found == {-(-planned // count)}
 
 
-# --- checkpoints
-
-
 # --- what is fixed before the first step
 
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
@@ -139,6 +136,3 @@ def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
         trainer(number)
     assert len(set(seen)) == 4 and seen[4] == seen[1]
     assert not {shared, derive_key(shared, "shards")} & set(seen)
-
-
-# --- the archive's leave

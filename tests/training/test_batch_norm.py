@@ -79,12 +79,6 @@ def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:
         assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
 
 
-def test_residual_noise_goes_with_it(tmp_path: Path) -> None:
-    method = {"name": "residual", "gamma": 0.5, "pi": 0.1, "input_norm": 7.5}
-    recipe, folder = run(tmp_path, method=method)
-    assert bool(train(recipe, folder).isfinite().all())
-
-
 def test_statistics_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = {"checkpoint_seconds": 1e-9}
     recipe, folder = run(tmp_path, "whole", resources=checkpoints)

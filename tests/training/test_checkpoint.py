@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,21 +79,6 @@ def test_a_disk_without_room_is_told_as_such(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, own)
     assert caught.value.errno == errno.EFBIG
     assert list((tmp_path / "step-00000004").iterdir()) == []
-
-
-def test_a_checkpoint_is_written_without_a_copy(tmp_path):
-    """Ten million parameters are 38 MiB; the memory that the process has at most, reset before."""
-    big = TrainState(3, torch.zeros(10_000_000), {"mean": torch.zeros(10_000_000)})
-    checkpoint.save(tmp_path, big, ANCHOR)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    checkpoint.save(tmp_path, TrainState(4, big.parameters, big.slots), ANCHOR)
-    assert _status("VmHWM") - before < 20
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def test_the_digest_sees_every_bit_and_every_place():

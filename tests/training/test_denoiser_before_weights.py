@@ -3,19 +3,15 @@ one folder, and only what is behind the denoiser is trained privately."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.local_execution import command, run_without_ray
-from support.recipes import write_recipe
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.models.outputs import ViewAverage
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -24,11 +20,8 @@ from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
-from dpdist.training.public_training import reconstruction_error
 from dpdist.training.records import (
     data_source,
-    declared_public_records,
-    load_test_records,
     records_with_canaries,
 )
 
@@ -61,49 +54,6 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Denoiser and classifier."""
     model = models.load_network(folder)
     return model.get_submodule(models.DENOISER), model.get_submodule(models.CLASSIFIER)
-
-
-@pytest.mark.slow
-def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
-    spec, recipe = models.read_spec(weights), parse_recipe(raw(weights), "test")
-    assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
-    test = load_test_records(recipe, data_source(recipe))
-    denoiser, classifier = parts(weights)
-    left = reconstruction_error(denoiser, test, 0.5)
-    assert left < 0.3  # noise of 0.5 comes in
-    x = test.batch(slice(0, len(test)))
-    noise = 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    labels = test.targets(slice(0, len(test)))
-    with torch.no_grad():
-        right = (classifier(denoiser(x + noise)).argmax(1) == labels).float().mean()
-        assert torch.equal(models.load(weights)(x), classifier(denoiser(x)))
-        alone = (classifier(x + noise).argmax(1) == labels).float().mean()
-    assert right > 0.6 and right > alone + 0.03
-
-
-def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_path, monkeypatch):
-    from dpdist.training import public_training
-
-    seen, real = [], public_training.train_public
-
-    def spied(model, records, shape, section, part, progress):
-        before = [p.detach().clone() for p in model.parameters()]
-        trained = [p.requires_grad for p in model.parameters()]
-        steps = real(model, records, shape, section, part, progress)
-        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-        assert moved == trained
-        seen.append((part, sum(trained), len(trained), section, len(records)))
-        return steps
-
-    monkeypatch.setattr(public_training, "train_public", spied)
-    described = raw(tmp_path / "w")
-    described["public"]["training"] = TRAINING | {"steps": 3}
-    recipe = parse_recipe(described, "test")
-    pretrain(recipe, "test")
-    public = len(declared_public_records(recipe, data_source(recipe)))
-    first, second = seen
-    assert first == ("denoiser", 6, 6, recipe.public, public)
-    assert second == ("initial", 6, 12, recipe.public, public)
 
 
 @pytest.mark.slow
@@ -147,28 +97,6 @@ def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, 
     folder.pretraining_record.write_text(json.dumps(about | change))
     with pytest.raises(UserError, match="initial has changed since this run was begun"):
         prepare(recipe, folder, "test")
-
-
-@pytest.mark.slow
-def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeypatch, capsys):
-    described = raw(
-        weights,
-        method={"name": "private-prediction", "teachers": 3, "logit_bound": 2.0, "queries": 2},
-        privacy={"noise_multiplier": 2.0, "delta": 1e-4, "nominal_records": 1400},
-    )
-    write_recipe(tmp_path, described)
-    run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
-    assert done.code == 0, done.err
-    card = load_results(RunFolder(tmp_path / "runs" / "run")).privacy_card()["extra"]
-    assert card["frozen denoiser"] == "came with the initial weights"
-
-
-@pytest.mark.slow
-def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
-    recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
-    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
-        prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
 @pytest.mark.parametrize("change", [{"denoiser": None}, {"denoiser": {**UNET, "options": {}}}])
@@ -228,37 +156,6 @@ def test_the_trained_modules_are_those_behind_the_denoiser(weights):
     described["model"]["trained"] = ["denoiser"]
     with pytest.raises(UserError, match="no module 'denoiser'"):
         initial_model(parse_recipe(described, "test"), spec)
-
-
-class Named(torch.nn.Module):
-    """Somebody's network, whose parts happen to have these names."""
-
-    def __init__(self, denoiser: torch.nn.Module, classifier: torch.nn.Module) -> None:
-        super().__init__()
-        self.denoiser, self.classifier = denoiser, classifier
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(x - self.denoiser(x))
-
-
-def test_what_is_averaged_is_told_by_the_description_not_by_names(weights, tmp_path):
-    network, x = Named(*parts(weights)), torch.rand(4, 1, 8, 8)
-    with torch.no_grad():
-        moved = [network(x.roll(m, (2, 3))).log_softmax(1) for m in MOVES]
-        torch.testing.assert_close(ViewAverage(network, 1)(x), sum(moved) / 5)
-    # As a model of before, whose description says nothing of it.
-    spec = dataclasses.replace(models.read_spec(weights), shifts=1)
-    models.save(models.load_network(weights), spec, tmp_path)
-    assert "denoised_shifts" not in (tmp_path / "model.json").read_text()
-    whole = models.load_network(weights)
-    with torch.no_grad():
-        moved = [whole(x.roll(m, (2, 3))).log_softmax(1) for m in MOVES]
-        torch.testing.assert_close(models.load(tmp_path)(x), sum(moved) / 5)
-    path = tmp_path / "model.json"
-    damaged = json.loads(path.read_text()) | {"denoised_shifts": True, "denoiser": None}
-    path.write_text(json.dumps(damaged))
-    with pytest.raises(UserError, match="damaged: denoised_shifts"):
-        models.load(tmp_path)
 
 
 MOVES = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))

@@ -98,21 +98,6 @@ def test_the_model_stays_as_it_is():
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
-@pytest.mark.slow
-def test_memory_counts_what_an_optimizer_keeps():
-    size = sum(parameter.numel() for parameter in net().parameters())
-    momentum = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731
-    found = [estimated(optimizer=each).memory_bytes for each in ("sgd", momentum, "adam", "adamw")]
-    assert [each - found[0] for each in found] == [0, 4 * size, 8 * size, 8 * size]
-    wide = nn.Sequential(nn.Linear(6, 5000), nn.Tanh(), nn.Linear(5000, 2))
-    more = sum(parameter.numel() for parameter in wide.parameters()) - size
-    assert estimated(wide).memory_bytes - found[0] > more * 12
-    # Of one record's activations, 4 bytes each, there are as many as rows in a pass, twice over.
-    # A pass has a third of a block of 29, where 11 are the most.
-    fewer = estimated(wide, micro_batch=1).memory_bytes
-    assert estimated(wide, micro_batch=11).memory_bytes - fewer == 9 * 4 * 4 * (5000 + 5000 + 2)
-
-
 # --- rates by class
 
 

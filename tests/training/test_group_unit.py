@@ -124,9 +124,6 @@ def test_identity_of_data_and_recipe_know_the_users(root, tmp_path):
     assert recipe_of(root).experiment_settings["privacy.unit"] == "user"
 
 
-# --- plans of records ---------------------------------------------------------------------------
-
-
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -255,16 +252,6 @@ def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     assert found.guarantee.relation == card["relation"]
     told = dict(describe_cost(recipe, found.plan))
     assert told["users"].startswith(f"{USERS} to train")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp-sgd", "dplis", "input-noise"])
-def test_methods_with_users_learn(root, tmp_path, name):
-    method = {"name": name, **({"sigma": 0.05, "draws": 2} if name == "input-noise" else {})}
-    method |= {"draws": 2} if name == "dplis" else {}
-    recipe = recipe_of(root, method=method, training__steps=4, training__epochs=None)
-    weights = train(recipe, RunFolder(tmp_path / name))
-    assert torch.isfinite(weights).all() and float(weights.abs().sum()) > 0
 
 
 def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):

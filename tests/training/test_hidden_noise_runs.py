@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import HiddenPerturbation
-from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
+from dpdist.models.noise import first_layer_norm_bound
 from dpdist.papers.secure_sgd import shares as hidden_noise_shares
 from dpdist.papers.secure_sgd.shares import HiddenNoiseExecution
-from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.results import ROWS_MADE_ALONE, load_results
@@ -29,9 +26,7 @@ from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import private_step, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import data_source, method_public_records, records_with_canaries
-from dpdist.training.worker import read_method_state
 
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
@@ -120,21 +115,6 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tmp_path):
-    """In another shape nothing could be compared; the card says so."""
-    recipe, folder = make(tmp_path, "secure-sgd")
-    train(recipe, folder)
-    facts = load_results(folder)
-    section = recipe.method.redistribution.model_copy(update={"data": "strokes"})
-    method = recipe.method.model_copy(update={"redistribution": section})
-    facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
-    assert (
-        "in another shape, among the public records of strokes"
-        in facts.privacy_card()["assumptions"][-1]
-    )
-
-
-@pytest.mark.slow
 def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):
     recipe, folder = make(tmp_path, "paid")
     plan = prepare(recipe, folder, "test").plan
@@ -148,53 +128,6 @@ def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):
     calibrated = prepare(recipe, folder, "test").plan
     assert 1.98 < calibrated.guarantee().epsilon <= 2.0
     assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())) == calibrated
-
-
-def test_plans_know_what_cannot_be_proved():
-    steps = GaussianSteps(3, 1.0, 0.1)
-    assert math.isinf(PrivacyPlan(100, (NonPrivate("x"), steps), 1e-3).guarantee().epsilon)
-    silent = PrivacyPlan(100, (GaussianSteps(3, 0.0, 0.1),), 1e-3, math.inf)
-    assert math.isinf(silent.guarantee().epsilon) and silent.step(0).noise_std == 0
-    assert PrivacyPlan.from_dict(silent.to_dict()) == silent
-    assert len(silent.fingerprint()) == 64
-    with pytest.raises(ValueError, match="clip_norm"):
-        PrivacyPlan(100, (steps,), 1e-3, math.inf)
-
-
-@pytest.mark.slow
-def test_without_privacy_the_update_is_plain_sgd(tmp_path):
-    """Two steps against an own loop on the same batches and the same noise."""
-    recipe, folder = make(
-        tmp_path, "pixeldp", training={"batch_size": 30, "steps": 2, "learning_rate": 0.3}
-    )
-    seen: list[tuple[Tensor, Tensor, bytes, Tensor]] = []
-    real = GradientEngine.clipped_sum
-
-    def spy(self, inputs, targets, *, draw_key, record_ids, out, members):
-        seen.append((inputs, targets, draw_key, record_ids))
-        assert members is None
-        return real(self, inputs, targets, draw_key=draw_key, record_ids=record_ids, out=out)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientEngine, "clipped_sum", spy)
-        got = train(recipe, folder)
-    job = prepare(recipe, folder, "test")
-    model = initial_model(recipe, model_spec(recipe, records_with_canaries(recipe, job.source)))
-    split = models.require_split(model)
-
-    project_first_layer_norm(split, 1.0)
-    std = read_method_state(job.folder)["std"]
-    for inputs, targets, key, ids in seen:
-        h = split.first(inputs)
-        h = HiddenPerturbation(1, "0", std).perturb_output(h, ids, key, 0)
-        loss = torch.nn.functional.cross_entropy(split.rest(h), targets, reduction="sum")
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.3 * gradient / 30
-        project_first_layer_norm(split, 1.0)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(got[name], parameter.detach(), atol=1e-5), name
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -129,21 +128,3 @@ def test_an_interrupted_step_leaves_a_training_that_continues(tmp_path: Path) ->
     assert state is not None and state.step == 2 and training in unfinished
     assert training.run_all().training_summary.exists()
     assert training.keep_interrupted() is None
-
-
-def test_the_progress_bar_is_on_terminals_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _training(tmp_path / "quiet").run_all()
-    assert capsys.readouterr().err == ""
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", screen)
-    training = _training(tmp_path / "shown")
-    training.run_all()
-    said = screen.getvalue()
-    assert "4/4" in said and "steps/s" in said
-    assert f"{training.guarantee.epsilon:.3f}" in said.replace("ε ", "") or "ε" in said
-    screen.truncate(0)
-    _training(tmp_path / "off").run_all(progress=False)
-    assert screen.getvalue().strip("\0") == ""

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import KEY, make, parameters, release_ids, run_thread_workers, train
+from support.training import make, parameters, release_ids, run_thread_workers, train
 
 from dpdist.cluster.executor import Executor, LocalExecutor
 from dpdist.cluster.work import WorkerGroup
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import find_recipe, load_recipe
 from dpdist.training import monitoring, trainer, worker
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.monitoring import (
@@ -86,26 +85,6 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
     assert not job.folder.interruption.exists() and job.folder.training_summary.exists()
-
-
-@pytest.mark.slow
-def test_a_method_with_steps_of_its_own_hears_of_a_preemption(tmp_path):
-    """DPAL's, whose checkpoints are far apart: without the word all steps were repeated."""
-    changes = {
-        "data.max_train": 120, "training.batch_size": 30, "training.steps": 6,
-        "privacy.run_key": KEY, "resources.workers": 2,
-    }  # fmt: skip
-    found = {}
-    for name, threads in {"undisturbed": Threads(), "told": Threads(2, 3)}.items():
-        recipe = load_recipe(find_recipe("digits-dpal"), {**changes, "name": name})
-        job = prepare(recipe, RunFolder(tmp_path / name), "test")
-        trainer.fit(job, threads)
-        groups = [(g.step, g.saved, g.again) for g in read_users(job.folder)]
-        assert groups == {"undisturbed": [(0, 0, 0)]}.get(name, [(0, 0, 0), (2, 2, 0), (5, 3, 0)])
-        assert Ledger.read(job.folder.ledger).release_counts == dict.fromkeys(range(6), 1)
-        assert not job.folder.stop_request.exists() and job.folder.training_summary.exists()
-        found[name] = parameters(job.folder)
-    assert torch.equal(found["told"], found["undisturbed"])
 
 
 def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
@@ -216,6 +195,3 @@ def test_sigterm_that_nobody_can_answer_is_ctrl_c(tmp_path):
             raise AssertionError("it waits for ever")
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# --- what Ray has -----------------------------------------------------------------------------

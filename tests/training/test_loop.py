@@ -31,7 +31,6 @@ from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.gradients.passes import rows_per_pass
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
-from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.collectives import MissingRank
@@ -426,17 +425,3 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(
         assert shapes == {rows_per_pass(blocks, blocks.capacity, "fixed-row")}
     else:
         assert len(shapes) > 2 and max(shapes) <= 64
-
-
-@pytest.mark.parametrize(("vmap", "how"), [(False, "known layers"), (True, "per-example")])
-def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, vmap, how):
-    """dpdist's own factory by its path counts as custom; isolated, it learns the same."""
-    custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "vmap": vmap}
-    recipe, folder = make(tmp_path, "custom", model=custom, training__steps=3)
-    found = train(recipe, folder)
-    notes = load_results(folder).privacy_card()["notes"]
-    assert any("independence" in n and f": {how} (" in n for n in notes)
-    assert any("Custom model: dpdist.models.zoo:small_cnn" in n for n in notes)
-    recipe, folder = make(tmp_path, "zoo", training__steps=3)
-    assert relative(found, train(recipe, folder)) < 1e-3  # another plan's noise would be 0.1 away
-    assert not any("Custom" in note for note in load_results(folder).privacy_card()["notes"])

@@ -20,7 +20,7 @@ from support.training import KEY
 from torch import nn
 
 import dpdist
-from dpdist import Privacy, PrivateTraining, UserError
+from dpdist import PrivateTraining, UserError
 from dpdist.core.files import read_json
 from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients import noise as gaussian_noise
@@ -504,9 +504,14 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
          "score.value: must be a function of module and batch where targets are no classes"),
         (SCORED, once(), {"data": Person(TRAINED, 7)}, "must say whose they are"),
         (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.unit: must be user"),
+        (SCORED, once(), {"privacy": {**FRESH, "budget": "budget"}},
+         "score: must be left out with privacy.budget"),
     ],
 )  # fmt: skip
-def test_refusals_are_one_line_and_leave_nothing(tmp_path, private_eval_data, terms, options, said):
+def test_refusals_are_one_line_and_leave_nothing(
+    tmp_path, monkeypatch, private_eval_data, terms, options, said
+):
+    monkeypatch.chdir(tmp_path)
     t = training(tmp_path / "own", **options)
     with pytest.raises(UserError, match=re.escape(said)) as error:
         t.score(private_eval_data, **terms)
@@ -658,17 +663,15 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
     assert again.plan == t.plan
     with pytest.raises(UserError, match=r"begun with scores every 2 steps on 40 .*: call score"):
         again.step()
-    for given, said in (
-        (once(every=3, noise=None), "score.every: must be 2, as the run was begun, got 3"),
-        (once(noise=9.0), "score.noise: must be "),
-        (once(noise=None, value=lambda m, b: torch.ones(1)), "score.value: must be accuracy"),
+    for records, given, said in (
+        (SCORED, once(every=3, noise=None), r"score\.every: must be 2"),
+        (SCORED, once(noise=9.0), r"score\.noise"),
+        (SCORED, once(noise=None, value=lambda m, b: torch.ones(1)), r"score\.value"),
+        (tuple(part[1:] for part in SCORED), {"every": 2}, r"score\.records: must be 40"),
+        (rows(EVAL_DATA, 9), {"every": 2}, "held-out records must be those"),
     ):
-        with pytest.raises(UserError, match=re.escape(said)):
-            again.score(SCORED, **given)
-    with pytest.raises(UserError, match=r"score\.records: must be 40"):
-        again.score(tuple(part[1:] for part in SCORED), every=2)
-    with pytest.raises(UserError, match=r"held-out records must be those that .* was begun with"):
-        again.score(rows(EVAL_DATA, 9), every=2)
+        with pytest.raises(UserError, match=said):
+            again.score(records, **given)
     again.score(SCORED, every=2)
     assert scores(again)[1] == first[1]
     with pytest.raises(UserError, match=r"a different recipe \(training\.steps differ\)"):
@@ -676,36 +679,6 @@ def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
 
 
 # --- what is printed
-
-
-@pytest.mark.slow
-def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
-    def halved(module: nn.Module, batch: Any) -> torch.Tensor:
-        return (module(batch[0]).argmax(1) == batch[1]) / 2
-
-    t = training(tmp_path / "own", privacy=Privacy(epsilon=3.0, delta=1e-3))
-    t.score(SCORED, every=2, noise=9.0, value=halved)
-    scores(t)
-    facts = dpdist.load_results(t.run)
-    said = "every 2 steps, test_private_score."
-    rows_ = dict(facts.summary())
-    assert said in rows_["private scores"] and "on 40 held-out records" in rows_["private scores"]
-    assert "noise 9 on their sum; epsilon covers them" in rows_["private scores"]
-    card = facts.privacy_card()
-    (mechanism,) = card["mechanism"]
-    assert "3 noisy scores at most, noise multiplier 9, each of 40 held-out records" in mechanism
-    assert any("Private scores: every 2 steps" in note for note in card["notes"])
-    for line in (
-        "a held-out record adds at most 1 to a score, and no step trains on it",
-        "the number of held-out records (40) is public",
-        "a held-out record's value depends on that record and the model alone",
-        *private_score.ASSUMED,
-    ):
-        assert line in card["assumptions"], line
-    assert "a held-out record adds at most 1" in " ".join(t.guarantee.assumptions)
-    plain = training(tmp_path / "plain")
-    plain.run_all()
-    assert "private scores" not in dict(dpdist.load_results(plain.run).summary())
 
 
 def test_a_model_with_dropout_is_scored_without_it():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from dpdist.core.fields import KNOWN_LAYERS, PER_EXAMPLE, SCREENED, describe_rou
 from dpdist.gradients.engine import GradientEngine
 from dpdist.models import ModelSpec, initialize
 from dpdist.reports.results import load_results
-from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training import monitoring
 from dpdist.training.model_setup import public_examples
 from dpdist.training.records import data_source
@@ -100,35 +97,6 @@ def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch,
         run = root / "runs" / "run"
         left.append(sorted(str(path.relative_to(run)) for path in run.rglob("*")))
     assert left[0] == left[1]
-
-
-class Raising(nn.Module):
-    """Its own code refuses a record."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x > 1e9).any()):
-            raise RuntimeError("too large")
-        return self.layer(x)
-
-
-def raising(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return Raising(classes)
-
-
-@pytest.mark.slow
-def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
-    """As the sharp edges say: nothing else than the model knows what to do then."""
-    for name, first in (("one", None), ("other", tied())):
-        root = written(tmp_path / name, first)
-        recipe = parse_recipe(recipe_of(root, model=f"{HERE}:raising"), "test")
-        job = prepare(recipe, RunFolder(root / "run"), "test")
-        with nullcontext() if first is None else pytest.raises(RuntimeError, match="too large"):
-            execute(job)
-    assert load_results(RunFolder(tmp_path / "one" / "run")).record_independence == SCREENED
 
 
 def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
@@ -270,13 +238,6 @@ def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
             json.dumps(trained | ({"independence": said} if said else {}))
         )
         assert load_results(folder).record_independence == SCREENED
-
-
-def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
-    recipe, folder = make(tmp_path, training__steps=2, privacy__noise_multiplier=0)
-    train(recipe, folder)
-    assert [group.independence for group in monitoring.read_users(folder)] == [""]
-    assert not any("independence" in note for note in load_results(folder).privacy_card()["notes"])
 
 
 def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) -> None:

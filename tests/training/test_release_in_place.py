@@ -3,21 +3,17 @@ and nothing of their length is made beside them."""
 
 from __future__ import annotations
 
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.training import ThreadReducer, run_thread_workers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dpdist.gradients import noise
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import LEAF, FlatOptimizer, Reducer, Shards
 from dpdist.training.private_step import PrivateStep
-from dpdist.training.worker import DivergenceCheck
 
 KEY, STD, BATCH, STEPS = bytes(range(32)), 1.7, 24.0, 3
 PIECE = 2 * noise._PIECE
@@ -95,45 +91,6 @@ def test_two_workers_do_it_alike() -> None:
 
     run_thread_workers(2, work)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
-
-
-class Made(TorchDispatchMode):
-    """The largest tensor that any operation made, in bytes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        def storages(tree):
-            held = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-            return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-
-        found = func(*args, **(kwargs or {}))
-        old = storages([args, kwargs])
-        new = [size for place, size in storages(found).items() if place not in old]
-        self.most = max(self.most, *new, 0)
-        return found
-
-
-def test_nothing_as_long_as_the_sum_is_made() -> None:
-    """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
-    size, step_plan = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
-    release = Release(Reducer(0, 1, torch.device("cpu")), 1, size)
-    flat = torch.zeros(size)
-    optimizer = FlatOptimizer(TRAINING, STEPS, flat)
-    divergence = DivergenceCheck(torch.nn.Linear(1, 1), torch.zeros(1, 1))
-    rows, _ = release._clipped_sums(0, step_plan)
-    release._clipped_sums = lambda step, step_plan: (rows, None)
-    for step in range(2):  # the first one imports what it needs
-        if step:
-            tracemalloc.start()
-        with Made() as made:
-            gradient, *_ = release.gradient(step, step_plan)
-            optimizer.update(flat, gradient, step)
-            assert not divergence.not_finite(flat, step + 1, False)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert made.most <= 8 * LEAF and peak <= 2 << 20
-    assert gradient.data_ptr() == rows.data_ptr()
 
 
 def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:

@@ -55,18 +55,6 @@ def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path: Path
     assert any("idle.weight" in note for note in notes)
 
 
-def test_a_module_that_is_given_again_continues_its_run(tmp_path: Path) -> None:
-    model = Net(idle=True)
-    with pytest.warns(UserWarning):
-        training = begin(model, tmp_path / "run")
-    training.step()
-    training.checkpoint()
-    training.close()
-    again = begin(model, tmp_path / "run")
-    assert again.remaining_steps == 2
-    again.run_all()
-
-
 def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: Path) -> None:
     model = Net(idle=True)
     with pytest.warns(UserWarning):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
-from support.recipes import write_recipe
 
-from dpdist.cli.run import _print_search_costs as plan_search
 from dpdist.config.search import TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.privacy import accounting
@@ -24,7 +21,6 @@ from dpdist.privacy.phases import (
     WorstOf,
 )
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.selection import TrialDistribution
 from dpdist.runs.recipe import make_plan, plan_with_noise
 from dpdist.tuning import preview
 from dpdist.tuning.space import (
@@ -95,16 +91,6 @@ def test_the_target_is_met_where_settings_cost_differently(searched):
     full = asked.training.model_copy(update={"batch_size": 9000})  # its curve is quickly computed
     cost = cost_of(asked.model_copy(update={"training": full}))
     assert 0.99 * 2.0 <= cost.guarantee.epsilon <= 2.0
-
-
-def test_a_fixed_number_of_runs_is_composed(searched):
-    """Four runs cost what four runs cost: a search accounted as one run is far below."""
-    cost = cost_of(searched(LAWS[3], tune={"score": {"noise": 1e6}}))
-    steps = GaussianSteps(400, 4.0, 200 / 9000)
-    assert cost.guarantee.epsilon == pytest.approx(
-        PrivacyPlan(9000, (steps,), 1e-4).guarantee().epsilon, rel=1e-6
-    )
-    assert cost.guarantee.epsilon > 1.8 * cost.one_training_guarantee.epsilon
 
 
 def test_public_scores_are_free(searched):
@@ -231,44 +217,6 @@ def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
 
     assert price(3.0, 6.0) == pytest.approx(price(3.0), rel=1e-9)
     assert price(3.0) > 1.05 * price(6.0)
-
-
-@pytest.mark.slow
-def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched):
-    """Least noise with which r's release and the steps stay below the recipe's own profile."""
-    space = {"method.redistribution.noise_multiplier": {"choice": [4.0, 6.0, 12.0]}}
-    cost = cost_of(searched(LAWS[0], space, PUBLIC, privacy=TARGET, method=paid_shares(6.0)[0]))
-    assert 1.98 < cost.guarantee.epsilon <= 2.0
-    floor = 1e-3 * 1e-5 / LAWS[0]["mean"]
-    epsilons = np.arange(0, 2, 0.1)
-
-    def profile(shares: float, noise: float) -> np.ndarray:
-        """Of both releases together, by the library."""
-        grid = {"value_discretization_interval": 1e-3}
-        steps = from_gaussian_mechanism(noise, sampling_prob=200 / 9000, **grid)
-        both = steps.self_compose(100).compose(from_gaussian_mechanism(shares, **grid))
-        sides = (both._pmf_remove, both._pmf_add)
-        return np.array([side.get_delta_for_epsilon(epsilons) for side in sides])
-
-    ceiling = np.maximum(profile(6.0, cost.noise_multiplier), floor)
-    noises = []
-    for shares in (4.0, 6.0, 12.0):
-        values = {"method.redistribution.noise_multiplier": shares}
-        noises.append(cost.trial_noise_multiplier(apply_values(cost.recipe, values, "r.yaml")))
-        assert (profile(shares, noises[-1]) <= ceiling * (1 + 2e-3)).all()
-        assert (profile(shares, 0.95 * noises[-1]) > ceiling).any()
-    assert noises[0] > noises[1] > noises[2]
-
-
-def test_splits_of_one_mu_cost_the_same(searched):
-    """Functional's sums: whatever part the first has, the profile is that of one Gaussian."""
-    space = {"method.center": {"choice": [0.02, 0.05, 0.2]}}
-    asked = searched(LAWS[0], space, PUBLIC, privacy=TARGET, method={"name": "functional"})
-    cost = cost_of(asked)
-    assert cost.varies_cost and 1.98 < cost.guarantee.epsilon <= 2.0
-    for center in (0.02, 0.05, 0.2):
-        trial = apply_values(asked, {"method.center": center}, "r.yaml")
-        assert cost.trial_noise_multiplier(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
 
 
 # --- no name, no nesting, no combination of entries hides what a trial costs
@@ -403,33 +351,6 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
     for steps, covered in ((500, True), (5000, False)):
         trial = replace(base, phases=(GaussianSteps(steps, 50.0, 1e-3),))
         assert TrialLimit(base).allows(trial) is covered
-
-
-def test_the_plan_prices_what_the_method_reads_besides_its_steps(
-    recipe, tmp_path, capsys, monkeypatch
-):
-    """Secure-SGD's paid r: the noise said to meet epsilon 2 meets it together with r's release."""
-    monkeypatch.setattr(
-        preview, "iter_distributions", lambda asked, means: [(asked.tune.num_trials, True)]
-    )
-    paid = {"source": "paid", "noise_multiplier": 6.0}
-    asked = recipe(
-        data={"name": "mine", "root": "/nowhere"},
-        method={"name": "secure-sgd", "redistribution": paid},
-        privacy=TARGET,
-        training={"batch_size": 200, "steps": 100},
-        tune={"score": {"public": {"name": "digits"}}},
-    )
-    plan_search(asked, str(write_recipe(tmp_path, asked)), None, 2000, False, None)
-    head, _, own = capsys.readouterr().out.splitlines()[:3]
-    noise = float(re.search(r"one untuned run: noise multiplier ([\d.]+), epsilon 2", head)[1])
-    together = (GaussianReleases(6.0), GaussianSteps(100, noise, 200 / 2000))
-    assert 1.99 < PrivacyPlan(2000, together, 1e-5).guarantee().epsilon < 2.001
-    num_trials = TrialDistribution(3.0, 1.0)
-    expected = search_guarantee(together, num_trials, records=2000, delta=1e-5).epsilon
-    assert float(re.search(r"mean 3 +([\d.]+)", own)[1]) == pytest.approx(expected, rel=2e-3)
-    steps_alone = search_guarantee(together[1:], num_trials, records=2000, delta=1e-5).epsilon
-    assert steps_alone < 0.95 * expected
 
 
 # --- what a method costs is said once

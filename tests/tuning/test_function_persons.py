@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -236,6 +237,7 @@ generator = torch.Generator().manual_seed(1)
 inputs = torch.rand(160, 4, generator=generator)
 labels = (inputs.sum(1) > 2).long()
 owner = [f"p{row // 2}" for row in range(160)]
+seen = []
 
 
 class Slow(torch.optim.Adam):
@@ -249,6 +251,8 @@ def part(rows):
 
 
 def train(config):
+    seen.append(1)
+    print("seen", len(seen), "in", os.getpid(), "input", sys.stdin.read())
     model = torch.nn.Linear(4, 2)
     return dpdist.PrivateTraining(
         model, Slow(model.parameters(), lr=config["lr"]), config.data, loss="cross-entropy",
@@ -288,6 +292,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     out, err = process.communicate()
     assert process.returncode == 0, err
     (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert "seen" not in out + err, "a trial's print left private/"
     return json.loads(line.removeprefix("RESULT "))
 
 
@@ -307,11 +312,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def check_released_once(folder: Path) -> None:
-    """Each step of each trial was released once, whatever was killed."""
+    """Each step of each trial was released once, whatever was killed, and each trial saw the
+    script as it was before the first call, in a process of its own."""
     search = SearchFolder(RunFolder(folder))
     for trial in read_trials(search):
         ledger = Ledger.read(search.trial_folder(trial.number).ledger)
         assert ledger.release_counts == dict.fromkeys(range(12), 1)
+        log = (search.path / "logs" / f"{trial.number:05d}.txt").read_text()
+        assert set(re.findall(r"seen (\d) in \d+ input (.*)", log)) == {("1", "")}
+    assert not (search.path / "function.pickle").exists()
+    assert stat.S_IMODE(search.path.stat().st_mode) == 0o700
 
 
 def kill_and_go_on(folder: Path, times: int, seed: int) -> None:
@@ -330,6 +340,7 @@ def kill_and_go_on(folder: Path, times: int, seed: int) -> None:
         killed += 1
     for place in range(min(4, times)):
         assert result_of(script(folder, f"killed{place}")) == whole
+        assert result_of(script(folder, f"killed{place}")) == whole  # the call's end, once more
         check_released_once(folder / f"killed{place}")
 
 

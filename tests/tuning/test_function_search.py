@@ -7,20 +7,13 @@ import dataclasses
 import json
 import math
 import os
-import random
-import re
 import shutil
-import signal
-import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.processes import descendants, wait_for
 from torch import nn
 
 import dpdist
@@ -49,7 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*run_key"),
 ]  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH, RECORDS, EVAL_DATA = 6, 120, 40
 FIXED, POISSON = {"name": "fixed", "runs": 3}, {"name": "poisson", "mean": 3.0}
 PRIVATE = {"noise_multiplier": 4.0, "delta": 1e-3}
@@ -346,14 +338,6 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
         )
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    wanted = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    prepare(tmp_path / "own")
-    assert (torch.rand(1), np.random.rand(), random.random()) == wanted
 
 
 # --- a trial ----------------------------------------------------------------------------------
@@ -736,82 +720,6 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
     assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
 
 
-# --- whole calls, each trial in a process of its own --------------------------------------------
-
-
-SCRIPT = """
-import json, os, sys
-from pathlib import Path
-from types import SimpleNamespace
-
-import torch
-import dpdist
-from dpdist.cluster.executor import LocalExecutor
-
-generator = torch.Generator().manual_seed(1)
-inputs = torch.rand(160, 6, generator=generator)
-labels = (inputs.sum(1) > 3).long()
-seen = []
-
-class Slow(torch.optim.SGD):
-    def step(self, closure=None):
-        import time
-        time.sleep(float(os.environ.get("SLOW", "0")))
-        super().step()
-
-def train(config):
-    seen.append(1)
-    print("seen", len(seen), "in", os.getpid(), "input", input_or_none())
-    model = torch.nn.Linear(6, 2)
-    return dpdist.PrivateTraining(
-        model, Slow(model.parameters(), lr=config["lr"]), config.data, loss="cross-entropy",
-        privacy=config.privacy, batch_size=20, steps=30, folder=config.folder,
-        resources={"checkpoint_seconds": 1e-6},
-    )
-
-def input_or_none():
-    try:
-        return input()
-    except EOFError:
-        return None
-
-if __name__ == "__main__":
-    search = dpdist.tune(
-        train, {"lr": {"log_uniform": [0.05, 2.0]}}, data=(inputs[:120], labels[:120]),
-        num_trials={"name": "fixed", "runs": 3}, score={"private_eval_data": (inputs[120:],
-        labels[120:])}, privacy={"noise_multiplier": 4.0, "delta": 1e-3, "run_key": "7f" * 32},
-        folder=sys.argv[1], executor=sys.argv[2],
-    )
-    told = [dict(values=t.values, scores=t.scores, chosen=t.chosen) for t in search.trials]
-    print("RESULT", json.dumps([told, search.config, search.guarantee.epsilon]))
-"""
-
-
-def script(folder: Path, name: str, executor: str = "local", **environment: str) -> Any:
-    (folder / "search.py").write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, "search.py", name, executor], cwd=folder, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
-
-
-def alive(number: int) -> bool:
-    """Whether a process is there, and not merely unreaped."""
-    try:
-        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
-    except OSError:
-        return False
-
-
-def result_of(process: subprocess.Popen[str]) -> Any:
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
-    assert "seen" not in out + err, "a trial's print left private/"
-    return json.loads(line.removeprefix("RESULT "))
-
-
 @pytest.mark.slow
 def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatch):
     """The winner's folder holds what the checkpoints of its trial said of the module."""
@@ -833,39 +741,3 @@ def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatc
     release = dpdist.load(run.release_folder, trusted_factory="nets_of_winners:net")
     assert release.card["guarantee"]["epsilon"] == search.cost.plan.guarantee().epsilon
     torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(1200)
-@pytest.mark.nightly
-def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
-    """kill -9 of the driver inside the second trial; the script again. Each trial in its own
-    process, which sees nothing of another one, and ends with the driver."""
-    process = script(tmp_path, "killed", SLOW="0.2")
-    folder = SearchFolder(RunFolder(tmp_path / "killed"))
-    metrics = folder.trial_folder(1).metrics
-    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 3, process=process)
-    children = list(descendants(process.pid))
-    assert children
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    wait_for(lambda: not any(alive(each) for each in children))
-    manifest = folder.manifest.read_bytes()
-    assert read_scores(folder, 0)["done"] and not read_scores(folder, 1)["done"]
-    found = result_of(script(tmp_path, "killed"))
-    assert folder.manifest.read_bytes() == manifest
-    whole = result_of(script(tmp_path, "whole"))
-    assert found == whole
-    assert found == result_of(script(tmp_path, "whole")), "the same call again returns its end"
-    for number in range(3):
-        ledger = Ledger.read(folder.trial_folder(number).ledger)
-        assert ledger.release_counts == dict.fromkeys(range(30), 1)
-        log = (folder.path / "logs" / f"{number:05d}.txt").read_text()
-        # A copy of the module as it was before the first call: each process begins with that.
-        assert set(re.findall(r"seen (\d) in", log)) == {"1"}
-        assert "input None" in log
-    own = SearchFolder(RunFolder(tmp_path / "whole"))
-    logs = [(own.path / "logs" / f"{n:05d}.txt").read_text() for n in range(3)]
-    assert len({re.search(r"in (\d+)", log)[1] for log in logs}) == 3
-    assert not (own.path / "function.pickle").exists()
-    assert stat.S_IMODE(own.path.stat().st_mode) == 0o700

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,23 +223,6 @@ def test_a_whole_user_moves_a_score_by_one_at_most(tmp_path, model, pictures, se
     assert max(moved) > 0.3 and len(set(moved)) > 2
 
 
-def test_a_score_is_the_mean_of_means_with_the_noise_of_one_user(tmp_path, model, pictures):
-    dataset = stored(tmp_path / "own", *pictures, WHOM)
-    right = np.array([place % 3 != 0 for place in range(len(WHOM))], dtype=float)
-    whom = np.array(WHOM)
-    total = sum(math.floor(right[whom == each].mean() * 2**20 + 1e-6) / 2**20 for each in range(9))
-    drawn = [
-        compute_score(
-            model, dataset, ScoreRecipe(), sigma=None, noise=noise, key=bytes([number] * 32)
-        )
-        for noise in (1e-4, NOISE)
-        for number in range(40)
-    ]
-    np.testing.assert_allclose(np.array(drawn[:40]) * 9, total, atol=1e-3)
-    spread = ((np.array(drawn[40:]) * 9 - total) / NOISE) ** 2
-    assert 16.9 < spread.sum() < 80.1  # chi-square of 40: one in 10^4 on either side
-
-
 # --- a whole search -----------------------------------------------------------------------------
 
 
@@ -277,15 +259,6 @@ def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tm
     moved = sums[0] - sums[1]
     assert (abs(moved) <= 1 + 1e-3).all() and (abs(moved) > 1e-3).any(), moved
     assert abs(max(sums[0]) - max(sums[1])) <= 1 + 1e-3
-
-
-def test_a_trained_person_moves_no_record_that_is_scored(root, tmp_path):
-    own, recipe = write(root), asked(root)
-    hidden = names(scoring_data(recipe))
-    who = max((each for each in set(own) if hash_users([each]) not in hidden), key=own.count)
-    write(tmp_path / "fewer", drop=who)
-    public_scans(tmp_path / "fewer")
-    assert scoring_data(asked(tmp_path / "fewer")).fingerprint == scoring_data(recipe).fingerprint
 
 
 def test_each_score_of_a_search_counts_users_and_carries_the_noise_paid_for(
@@ -352,20 +325,6 @@ def test_a_search_becomes_a_run_that_states_its_users(root, tmp_path):
     assert stated["guarantee"]["epsilon"] == facts.guarantee.epsilon
     again = prepare_search(recipe, run, "r.yaml", only_resume=True)
     again.run(LocalExecutor())
-
-
-@pytest.mark.slow
-def test_published_scores_are_shares_of_a_public_number_of_users(root, tmp_path):
-    pipeline.tune(asked(root), runs=tmp_path, context="r.yaml", executor="local")
-    run = RunFolder(tmp_path / "x")
-    trained, scored = sides(asked(root))
-    planned = len(trained) * 0.3 / 0.7
-    states = [
-        read_json(path)["scores"][-1]
-        for path in sorted((run.private / "search" / "scores").glob("*.json"))
-    ]
-    shown = [row["scores"][-1] for row in json.loads(run.trials.read_text())]
-    np.testing.assert_allclose(shown, np.array(states) * len(scored) / planned, atol=1e-5)
 
 
 @pytest.mark.parametrize(

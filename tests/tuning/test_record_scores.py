@@ -219,24 +219,6 @@ def test_a_bound_that_is_none_is_refused(make, said):
         make()
 
 
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.usefixtures("own_scores")
-def test_a_whole_search_of_a_recipe_by_a_score(recipe, begin, run_trials, name):
-    more: dict[str, Any] = {
-        "log-loss": {"log_loss_cap": 4.0},
-        "balanced-accuracy": {"class_weights": [1.0] * 10},
-        "value": {"value": FUNCTION, "value_range": [-300.0, 0.0]},
-    }.get(name, {})
-    num_trials = {"name": "fixed", "runs": 1, "mean": None}
-    search = begin(
-        recipe(tune={"num_trials": num_trials, "score": {"objectives": {name: 1.0}, **more}})
-    )
-    plain = begin(recipe(name="plain", tune={"num_trials": num_trials}))
-    assert search.cost.plan == plain.cost.plan, "the price does not depend on the score"
-    (((_, score),),) = run_trials(search)
-    assert -1 < score < 2
-
-
 def test_a_model_without_numbers_scores_nothing():
     nothing = torch.full((2, CLASSES), torch.nan)
     for name in ("brier", "log-loss", "balanced-accuracy"):

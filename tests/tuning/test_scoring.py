@@ -102,6 +102,22 @@ def test_each_record_adds_its_own_number_between_zero_and_one(records, model, se
     assert np.array_equal(_record_scores(model[0], smaller, settings, 0.1, 1.0, KEY), values[:29])
 
 
+def test_no_objective_counts_for_another_one(records, model):
+    """A radius beyond its cap is worth the cap: it does not stand in for what is not certified."""
+    root, inputs, _ = records
+    with torch.inference_mode():
+        labels = model[0](torch.from_numpy(inputs[:15] / 255).float()).argmax(1).numpy()
+    dataset = stored(root / "records", inputs[:15], labels)
+    cap, radius, sigma = 0.01, 0.3, 0.2
+    both = {"certified-accuracy": 1.0, "average-radius": 1.0}
+    settings = ScoreRecipe(objectives=both, radius=radius, radius_cap=cap, samples=200)
+    radii = certified_radii(model[0], dataset, settings, sigma, KEY)
+    assert ((radii > 3 * cap) & (radii < radius)).any()  # else this test shows nothing
+    values = _record_scores(model[0], dataset, settings, sigma, 1.0, KEY)
+    expected = ((radii >= radius) + np.clip(radii, 0, cap) / cap) / 2
+    np.testing.assert_allclose(values, expected, atol=1e-12)
+
+
 class Company(torch.nn.Module):
     """Class 0 for who is executed alone, class 1 for who is not."""
 

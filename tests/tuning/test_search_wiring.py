@@ -202,21 +202,6 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
 
 
 @pytest.mark.slow
-def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
-    """A search that continues finds it failed: a second attempt would be another mechanism."""
-    search = begin(
-        recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
-    )
-    failed = {**read_scores(search.folder, 0), "done": True, "failed": "it diverged"}
-    write_json(search.folder.scores_file(0), failed)
-    run_trials(search)
-    assert (
-        read_scores(search.folder, 0) == failed and not search.folder.trial_folder(0).path.exists()
-    )
-    assert len(read_scores(search.folder, 1)["scores"]) == 1
-
-
-@pytest.mark.slow
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
     search = begin(recipe(privacy=FIXED, tune=ASHA))
@@ -347,7 +332,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
 
     assert key() == key()
     tune = search.tune.model_copy(
-        update={"score": search.tune.score.model_copy(update={"draws": 7})}
+        update={"score": search.tune.score.model_copy(update={"samples": 7})}
     )
     scaled = job.recipe.training.model_copy(update={"learning_rate": 9.0})
     others = [
