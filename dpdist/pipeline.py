@@ -42,8 +42,7 @@ from dpdist.training.trainer import place_training, train
 from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
-    from dpdist.certification.job import DatasetLike
-    from dpdist.certification.subject import Subject
+    from dpdist.certification.subject import DatasetLike, Subject
     from dpdist.certification.table import CertificateTable
 
 

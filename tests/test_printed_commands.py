@@ -110,10 +110,9 @@ def check_dpdist(words: list[str]) -> None:
             raise UserError(f"{each}: no recipe, and no run that a page names")
     if name == "attack" and given:
         sections = changes_by_section(given["changes"], {"attack": None, "data": ("root",)})
-        asked = parse_section(audit.AttackKeys, sections["attack"], "attack").model_dump()
-        for own in ("certificates", "claim"):
-            asked.pop(own)
-        AttackSettings(**{key: value for key, value in asked.items() if value is not None})
+        own = {"certificates", "claim"}
+        asked = {key: each for key, each in sections["attack"].items() if key not in own}
+        parse_section(AttackSettings, asked, "attack")
     if name in ("certify", "predict") and given:
         changes_by_section(given["changes"], dict.fromkeys(SECTIONS[name]))
     if name == "audit" and given.get("kind") == "membership":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpdist.certification.subject import NamedDatasetLike
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     extract_numbers,
@@ -41,7 +42,7 @@ from dpdist.release.files import (
     table_name,
 )
 from dpdist.release.model_card import model_card
-from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
+from dpdist.release.tables import check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
 _REASON_COUNTS = "until --redraw counts inputs again"
@@ -109,7 +110,7 @@ def verify_release(
     trusted_factory: str | None = None,
     signer: Path | None = None,
     num_redrawn_inputs: int = 0,
-    load_data: Callable[[Release], DatasetLike] | None = None,
+    load_data: Callable[[Release], NamedDatasetLike] | None = None,
 ) -> list[tuple[str, str]]:
     """Return what was found to hold: name and value.
 
@@ -155,7 +156,9 @@ def verify_release(
 
 
 def _check_tables(
-    release: Release, num_redrawn_inputs: int, load_data: Callable[[Release], DatasetLike] | None
+    release: Release,
+    num_redrawn_inputs: int,
+    load_data: Callable[[Release], NamedDatasetLike] | None,
 ) -> list[tuple[str, str]]:
     """Compute certified accuracy again from the tables; count some inputs again where asked to."""
     if not release.description.certified:
@@ -189,9 +192,7 @@ def _check_tables(
         raise ValueError("counting again needs data")
     dataset, again, rounded = load_data(release), 0, 0
     for table in found:
-        done, differing = redraw_counts(
-            table, release.model, release.spec, dataset, num_redrawn_inputs
-        )
+        done, differing = redraw_counts(table, release.subject, dataset, num_redrawn_inputs)
         again, rounded = again + done, rounded + differing
     words = f"re-drawn for {again:,} inputs of {dataset.name}, chosen now: as stated"
     if rounded:

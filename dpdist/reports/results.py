@@ -107,9 +107,6 @@ def describe_search(
 # Of every kind of data: nobody sees from a row what its numbers were made of.
 KEEPS_NOTHING = "the model and the loss are the user's code, and keep nothing from pass to pass"
 _BEGAN_WITH = "initial weights trained on"
-_EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
-_MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
-MAX_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
 
@@ -694,7 +691,7 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
         check_shape(trained, str(folder.training_summary), {"model": str})
     evaluation = None
     if folder.evaluation.exists():
-        evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
+        evaluation = read_json(folder.evaluation)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.read_all(folder) for kind in public}
@@ -706,41 +703,6 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
     _check_same_model(trained, [(each.path, each.model) for each in found])
     _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
     return RunResults(folder, recipe, account, trained, evaluation, tables, evaluations)
-
-
-def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
-    if targets != "class":
-        return _read_measures(path, targets)
-    found = read_json(path, _EVALUATION)
-    pairs = found.get("by_class", [])
-    sound = 1 <= found["inputs"] <= MAX_INPUTS and 0 <= found["accuracy"] <= 1
-    if "next_tokens" in found:
-        check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
-    if "base_perplexity" in found:
-        check_shape(found, str(path), {"base_perplexity": float})
-    asked = max(1, found.get("next_tokens", found["inputs"]))
-    sound &= found["accuracy"] == found["correct"] / asked
-    if not sound or not isinstance(pairs, list) or not all(map(_is_class_count, pairs)):
-        raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
-    return found
-
-
-def _read_measures(path: Path, targets: str) -> dict[str, Any]:
-    found = read_json(path, _MEASURED)
-    values = found["measures"]
-    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MAX_INPUTS
-    most = 1.0 if targets == "labels" else math.inf
-    for value in values.values() if sound else ():
-        sound &= value is None or (isinstance(value, float | int) and 0 <= value <= most)
-    if not sound:
-        raise UserError(f"{path}: damaged: its measures are not those of data.targets: {targets}")
-    return found
-
-
-def _is_class_count(value: Any) -> bool:
-    """Return whether the value is a number of inputs and the number of right answers."""
-    whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
-    return whole and 0 <= value[1] <= value[0] <= MAX_INPUTS
 
 
 def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | None]]) -> None:

@@ -82,7 +82,7 @@ def test_a_weaker_attack_does_not_take_back_what_another_found(here, place, tmp_
     """The verdict is on all points that the folder has, with the error of all."""
     path = place / "certificates" / job.TABLE
     for attacks in (("pgd",), ("fgsm",)):
-        attack = replace(ATTACK, attacks=attacks)
+        attack = ATTACK.model_copy(update={"attacks": attacks})
         table, verdict = check_certificates(
             place / "model", POINTS, path, attack, tmp_path / "check", actors=1
         )
