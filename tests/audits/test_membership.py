@@ -80,7 +80,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     done = dpdist_without_ray(
         "audit", "x.yaml", "--kind", "membership", "--set", "membership.attacks=[shadow]"
     )
-    assert done.code == 0 and "above 0.55" in done.out, done.err
+    assert done.code == 0 and "Above 0.55" in done.out, done.err
     assert "ceiling," not in done.out and "nothing is proved of these trainings" in done.out
     settings = Membership(game="quarters", models=2, seed=SEED)
     (own, plan), (plain, free) = settings.plan_shadows(recipe, 108)

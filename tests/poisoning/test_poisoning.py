@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.numpy import load as load_tensors
@@ -21,15 +20,12 @@ from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.cli.audit import _assumption_rows
-from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
     FILE,
-    KEY,
     NONE,
-    SCHEMA,
     BaggingPoisoningBound,
     PrivatePoisoningBound,
     Votes,
@@ -526,35 +522,3 @@ def said_by(voter: Voter) -> Votes:
     found = [load_tensors(voter(number)[FILE])["votes"] for number in range(shared.models)]
     rows = np.array(shared.indices)
     return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))
-
-
-ASKED = {"models": 3, "partitions": True, "sigma": None, "inputs": [0, 10, 5], "seed_given": False}
-
-
-def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
-    """Votes of three models on inputs 0 and 5, with columns in another way."""
-    right = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
-    rows = pa.table(right | columns).to_pylist()
-    about = {"format": 2, "settings": ASKED if settings is None else settings}
-    job_folder.write_table(job_folder.build_table(rows, SCHEMA, about, KEY), path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("settings", "columns"),
-    [
-        ({}, {}), ([], {}), (ASKED | {"models": 2}, {}), (ASKED | {"models": "3"}, {}),
-        (ASKED | {"inputs": [0, 10, 0]}, {}), (ASKED | {"inputs": ["a"]}, {}),
-        (ASKED | {"inputs": []}, {}),
-        (ASKED | {"inputs": [0, 2**62, 1]}, {}), (ASKED | {"inputs": [0, 10, 4]}, {}),
-        (ASKED | {"sigma": "x"}, {}), (ASKED | {"bag": "x"}, {}), (ASKED | {"bag": None}, {}),
-        (None, {"model": [0] * 6}), (None, {"model": [2**62] * 6}), (None, {"vote": [2**62] * 6}),
-        (None, {"index": [0, 6] * 3}), (None, {"label": [-1] * 6}),
-    ],
-)  # fmt: skip
-def test_a_table_of_votes_that_was_edited_is_refused(
-    tmp_path: Path, settings: Any, columns: Any
-) -> None:
-    """Its digest is that of its settings: who edits computes it again."""
-    with pytest.raises(UserError, match="damaged"):
-        read_votes(write_votes(tmp_path / "votes.parquet", settings, **columns))

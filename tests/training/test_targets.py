@@ -135,10 +135,6 @@ def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_pat
         answer = json.loads(line.strip().splitlines()[-1])
         assert code == 0 and answer[kind] == pytest.approx(wanted)
         assert answer["outputs"] == pytest.approx(outputs)
-    code, line = said("predict", folder.path, tmp_path / "row.npy", "--set", "certify.sigma=0.1")
-    assert (
-        code != 0 and "certify.sigma: must be left out: numbers and labels are not smoothed" in line
-    )
     code, line = said("certify", folder.release_folder)
     assert code != 0 and "is for records of one label" in line
 
