@@ -376,18 +376,13 @@ def require_workers(workers: int, cpus_each: float) -> None:
     if workers <= most:
         return
     total = f"{workers:,} x {cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has "
-    total += f"{cpus:g}; resources.cpus_per_worker: {_share(cpus / workers):g} would let them "
-    total += "share, more slowly"
+    share = max(1, 100 * cpus // workers) / 100
+    total += f"{cpus:g}; resources.cpus_per_worker: {share:g} would let them share, more slowly"
     raise UserError(
         f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
         "(resources.workers), or set RAY_ADDRESS to a cluster with room",
         see="how-to/cluster.md#where-work-runs",
     )
-
-
-def _share(cpus: float) -> float:
-    """Return an amount of CPUs in hundredths, rounded down, at least one."""
-    return max(1, int(100 * cpus + 1e-9)) / 100
 
 
 def count_local_cpus() -> int:

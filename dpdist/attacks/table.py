@@ -30,7 +30,7 @@ from dpdist.core.fields import (
     Section,
     Text,
 )
-from dpdist.core.files import ColumnSpec, check_shape, quoted, read_json
+from dpdist.core.files import ColumnSpec, quoted, read_json
 from dpdist.randomness.noise_location import NOISE_LOCATIONS, NoiseLocation
 
 # --- the options ------------------------------------------------------------------------------
@@ -143,11 +143,6 @@ COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
     "prediction": (int, -1),
 }  # fmt: skip
-_ABOUT = {
-    "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
-    "settings.restarts": int, "settings.samples": int, "settings.n": int, "settings.alpha": float,
-    "noise.kind": str, "model": str, "data": str, "input_shape": list,
-}  # fmt: skip
 CHECK_SCHEMA = pa.schema(
     [
         pa.field("attack", pa.string(), nullable=False),
@@ -175,13 +170,6 @@ SUBMITTED = "submitted"
 def read_job_record(table: pa.Table) -> dict[str, Any]:
     """Return the executed settings: seed, model, data and noise included."""
     return job_folder.read_job_record(table, KEY)
-
-
-def read(path: Path) -> pa.Table:
-    """A table of attacks. Raises UserError when it is none, or not of its settings."""
-    table = job_folder.read_table(path, COLUMNS, KEY)
-    check_shape(read_job_record(table), str(path), _ABOUT)
-    return table
 
 
 # --- can contradictions be chance? ------------------------------------------------------------
@@ -239,10 +227,6 @@ def assess_plausibility(
 
 NONE = "none"
 VERDICT = "check.json"
-_CHECK = {
-    "plausible": bool, "contradictions": int, "certified": int, "inputs": int, "alpha": float,
-    "allowed": int, "p_value": float, "certificates": str,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -354,15 +338,14 @@ class AttackTable:
 
 def read_attack(path: Path) -> AttackTable:
     """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
-    columns = read(path)
+    columns = job_folder.read_table(path, COLUMNS, KEY)
     said = read_job_record(columns)
-    settings, noise = said["settings"], {"sigma": None, **said["noise"]}
-    check_shape(noise, str(path), {"sigma": float | None})
+    settings, noise = said["settings"], said["noise"]
     table = AttackTable(
         path=path,
         norm=settings["norm"],
         noise_kind=noise["kind"],
-        sigma=noise["sigma"],
+        sigma=noise.get("sigma"),
         steps=settings["steps"],
         restarts=settings["restarts"],
         samples=settings["samples"],
@@ -375,7 +358,6 @@ def read_attack(path: Path) -> AttackTable:
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
-    job_folder.check_labels(said, table.index, table.label, path)
     return table
 
 
@@ -388,10 +370,9 @@ def input_dimension(shape: list[Any], context: Path) -> int:
 
 def read_check(path: Path) -> dict[str, Any]:
     """Return one check.json, with the hash of its model. Raises UserError where it is damaged."""
-    stated, table = read_json(path, _CHECK), path.with_name(CHECK_TABLE)
-    about = read_job_record(job_folder.read_table(table, CHECK_COLUMNS, KEY))
-    model = check_shape(about, str(table), {"model": str})["model"]
-    return {**stated, "name": path.parent.name, "model": model, "path": path}
+    table = job_folder.read_table(path.with_name(CHECK_TABLE), CHECK_COLUMNS, KEY)
+    model = read_job_record(table)["model"]
+    return {**read_json(path), "name": path.parent.name, "model": model, "path": path}
 
 
 def attack_line(table: AttackTable) -> str:

@@ -49,10 +49,8 @@ if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
     from dpdist.audits.membership import Membership
     from dpdist.audits.membership_findings import MembershipAttack, MembershipFindings
-    from dpdist.audits.target import AuditResult, Target
     from dpdist.poisoning.certificates import PoisoningBound, PoisoningCertificates, Votes
     from dpdist.poisoning.evaluation import Poisoning
-    from dpdist.privacy.card import AuditFinding
     from dpdist.privacy.plan import PrivacyPlan
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
@@ -317,8 +315,9 @@ def _audit_epsilon(
 ) -> None:
     from dpdist.audits import registry
     from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.target import audit_result_of
+    from dpdist.audits.target import audit_result_of, target_of_recipe, target_of_run
     from dpdist.privacy.card import CONSISTENT
+    from dpdist.reports.results import load_results
     from dpdist.runs.folder import RunFolder
 
     asked = registry.resolve_audit_options(recipe, kind, overrides)
@@ -328,15 +327,25 @@ def _audit_epsilon(
     if folder is None and asked.canary_audit is not None:
         planted = audited_recipe(recipe, asked, name)
         folder = pipeline.train_only(planted, runs=runs, context=name)
-    target = _audit_target(recipe, folder, name)
+    target = (
+        target_of_recipe(recipe, name)
+        if folder is None
+        else target_of_run(folder, load_results(folder).guarantee)
+    )
     if folder is not None or output is not None:
         output = result.output_folder(folder or RunFolder(runs / recipe.name), output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
-    found = _run_audit(result, target, output)
+    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
+        found = registry.run_audit(
+            asked, target, output, lambda done, total: show(done, total, 0.0)
+        )
     if as_json:
         console.print_json(read_json(output / result.file))
     else:
-        typer.echo(console.format_table(_result_rows(found), title=f"audit of {name}"))
+        rows = [("epsilon", found.comparison_line), ("audited", found.summary_line)]
+        rows += [("it rests on", line) for line in found.assumptions]
+        rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+        typer.echo(console.format_table(rows, title=f"audit of {name}"))
         kept = ", which stays private: it is made of many trainings" * result.private
         typer.echo(f"result{kept}: {output / result.file}")
     if folder is not None:
@@ -367,31 +376,6 @@ def _open_run_or_recipe(
     if assignments:
         raise UserError(f"--set {assignments[0]}: {name} is a run, whose recipe is fixed")
     return folder.read_recipe(), folder
-
-
-def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
-    """Return the audited target: the run, or else the recipe."""
-    from dpdist.audits.target import target_of_recipe, target_of_run
-    from dpdist.reports.results import load_results
-
-    if folder is None:
-        return target_of_recipe(recipe, name)
-    return target_of_run(folder, load_results(folder).guarantee)
-
-
-def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:
-    from dpdist.audits import registry
-
-    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
-        return registry.run_audit(
-            result.options, target, output, lambda done, total: show(done, total, 0.0)
-        )
-
-
-def _result_rows(result: AuditFinding) -> list[tuple[str, str]]:
-    rows = [("epsilon", result.comparison_line), ("audited", result.summary_line)]
-    rows += [("it rests on", line) for line in result.assumptions]
-    return rows + [(key.replace("_", " "), str(value)) for key, value in result.details.items()]
 
 
 # --- membership -------------------------------------------------------------------------------

@@ -282,21 +282,17 @@ def _certify_run(
             recipe, folder, settings, output, subject=subject, inputs=copies
         )
     if copies is not None:
+        from dpdist.certification.table_reader import read
+
+        clean = folder.certificates / settings.folder_name / "certificates.parquet"
         measured = [
             ("inputs", f"{len(found.index):,}"),
-            *copies.summary_rows(found, _clean_table(folder, settings)),
+            *copies.summary_rows(found, read(clean) if clean.is_file() else None),
             ("table", str(found.path)),
         ]
     if folder.archive.exists():
         pipeline.archive_stage(folder)
     return found, folder.name, measured
-
-
-def _clean_table(folder: RunFolder, settings: Certificate) -> CertificateTable | None:
-    from dpdist.certification.table_reader import read
-
-    path = folder.certificates / settings.folder_name / "certificates.parquet"
-    return read(path) if path.is_file() else None
 
 
 def _table_folder(named: str) -> Path | None:

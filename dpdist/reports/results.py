@@ -591,7 +591,9 @@ def _privacy_rows(facts: RunResults) -> list[Row]:
     rows += [Row(*pair, brief=True) for pair in told]
     if facts.search is not None:
         rows.append(Row("private search", str(facts.search)))
-        rows.append(Row("chosen", _chosen_values(facts.search, facts.recipe), brief=True))
+        values = facts.search.values_of(facts.recipe)
+        chosen = ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
+        rows.append(Row("chosen", chosen, brief=True))
     if (total := facts.data_set_guarantee) is not None:
         said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
         rows.append(Row("data set", said, brief=True))
@@ -718,12 +720,6 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
                 f"{path}: of another model than this run's (it comes from another run, or the run "
                 f"was trained anew); remove {path if alone else path.parent}"
             )
-
-
-def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
-    """Return the searched fields with the values of the run that was chosen."""
-    values = search.values_of(recipe)
-    return ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
 
 
 def _format_value(value: Any) -> str:
