@@ -188,7 +188,6 @@ def _check_ray_up_token(
 
 def check_kuberay(documents: list[dict[str, Any]], report: Report) -> None:
     """Add to `report` what is wrong with a file of manifests."""
-    seen = 0
     for number, document in enumerate(documents):
         kind, spec = document.get("kind"), document.get("spec") or {}
         key = f"[{number}].{kind}"
@@ -199,43 +198,30 @@ def check_kuberay(documents: list[dict[str, Any]], report: Report) -> None:
         elif kind == "Service" and spec.get("type") in ("LoadBalancer", "NodePort"):
             report.add_error(f"{key}.spec.type", f"{spec['type']} opens the cluster; use ClusterIP")
         elif kind in ("RayCluster", "RayJob"):
-            seen += 1
             key = f"{key}.spec"
-            if kind == "RayJob" and "rayClusterSpec" not in spec:
-                if not spec.get("clusterSelector"):
-                    report.add_error(f"{key}.rayClusterSpec", "is missing")
-                continue
-            if kind == "RayJob":
+            if kind == "RayJob" and "rayClusterSpec" in spec:
                 key, spec = f"{key}.rayClusterSpec", spec["rayClusterSpec"]
-            _check_cluster(key, spec, report)
-    if not seen:
-        report.add_error("kind", "there is no RayCluster and no RayJob in the file")
+            if "headGroupSpec" in spec:  # else the job is for a cluster that is there
+                _check_cluster(key, spec, report)
 
 
 def _check_cluster(key: str, spec: dict[str, Any], report: Report) -> None:
     head = spec.get("headGroupSpec") or {}
-    workers = spec.get("workerGroupSpecs") or []
-    if not head or not workers:
-        report.add_error(key, "needs headGroupSpec and workerGroupSpecs")
-        return
     if head.get("serviceType") not in (None, "ClusterIP"):
         report.add_error(
             f"{key}.headGroupSpec.serviceType",
             f"{head['serviceType']} opens the dashboard and the job server; leave it at ClusterIP",
         )
+    if (spec.get("authOptions") or {}).get("mode") == "token":
+        return
     groups = {f"{key}.headGroupSpec": head}
-    groups |= {f"{key}.workerGroupSpecs[{n}]": group for n, group in enumerate(workers)}
-    managed = (spec.get("authOptions") or {}).get("mode") == "token"
+    for number, group in enumerate(spec.get("workerGroupSpecs") or []):
+        groups[f"{key}.workerGroupSpecs[{number}]"] = group
     for where, group in groups.items():
         pod = (group.get("template") or {}).get("spec") or {}
-        containers = pod.get("containers") or []
-        if not containers:
-            report.add_error(f"{where}.template.spec.containers", "is missing")
-            continue
-        ray = containers[0]
-        if not managed:
-            environment = {entry.get("name"): entry for entry in ray.get("env") or []}
-            _check_kuberay_token(f"{where}.template.spec.containers[0]", environment, report)
+        ray = (pod.get("containers") or [{}])[0]
+        environment = {entry.get("name"): entry for entry in ray.get("env") or []}
+        _check_kuberay_token(f"{where}.template.spec.containers[0]", environment, report)
 
 
 def _check_kuberay_token(key: str, environment: dict[Any, Any], report: Report) -> None:

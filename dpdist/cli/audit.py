@@ -41,7 +41,6 @@ from dpdist.core.fields import (
     PositiveOrZero,
     Probability,
     Section,
-    Text,
 )
 from dpdist.core.files import read_json, write_result
 
@@ -381,6 +380,9 @@ def _open_run_or_recipe(
 # --- membership -------------------------------------------------------------------------------
 
 
+_MembershipAttack = Literal["shadow", "lira", "lira-offline", "rmia", "rmia-offline"]
+
+
 class MembershipKeys(Section):
     """Keys of `--kind membership`.
 
@@ -391,7 +393,11 @@ class MembershipKeys(Section):
     """
 
     models: ModelCount = 16
-    attacks: Annotated[tuple[Text, ...], OneOrMore] = ("shadow", "lira", "rmia")
+    attacks: Annotated[tuple[_MembershipAttack, ...], OneOrMore, Field(min_length=1)] = (
+        "shadow",
+        "lira",
+        "rmia",
+    )
     game: Literal["coins", "halves"] = "coins"
     passes: Annotated[tuple[Annotated[Count, Field(le=100_000)], ...], OneOrMore] = (100,)
     seed: HexKey | None = None
@@ -401,8 +407,9 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys) -> None:
     """Train a bank of shadow models, attack all of them, and compare with what is proved."""
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
+    from dpdist.audits.membership_findings import ATTACKS
 
-    chosen = _attacks_named(keys.attacks)
+    chosen = [ATTACKS[name]() for name in dict.fromkeys(keys.attacks)]
     averaged = tuple(sorted(set(keys.passes)))
     banks: list[tuple[Membership, list[MembershipAttack]]] = []
     if quarters := [one for one in chosen if one.needs_quarters_game]:
@@ -440,15 +447,6 @@ def _check_banks(
     dataset, _ = check_trainable(asked.recipe, asked.context)
     for bank, _ in banks:
         bank.plan_shadows(asked.recipe, len(dataset))
-
-
-def _attacks_named(names: Sequence[str]) -> list[MembershipAttack]:
-    from dpdist.audits.membership_findings import ATTACKS
-
-    unknown = [name for name in names if name not in ATTACKS]
-    if unknown or not names:
-        raise UserError(f"membership.attacks: must be out of {', '.join(ATTACKS)}, got {unknown}")
-    return [ATTACKS[name]() for name in dict.fromkeys(names)]
 
 
 def _run_membership_attacks(
