@@ -45,7 +45,7 @@ from dpdist.release.files import BASE, SETTINGS, TOKENIZER, WORDS
 
 FORMAT = 2
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
-PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
+PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "backend"}
 
 Ratio = Annotated[float, RejectBool, Field(ge=0, le=1)]
 Perplexity = Annotated[float, RejectBool, Field(ge=1, le=1e308)]
