@@ -28,25 +28,10 @@ from dpdist.core.files import read_yaml
 # --- findings, and rules for both kinds of file -----------------------------------------------
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The needs of a recipe: so many training workers, each with so many CPUs and GPUs."""
-
-    workers: int
-    cpus: float
-    gpus: float
-
-    @classmethod
-    def of(cls, resources: Any) -> Needs:
-        """Return the needs of a recipe's section `resources`."""
-        return cls(resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker)
-
-
 @dataclass
 class Report:
     """errors: "key: what is wrong; what would be right". notes: worth knowing, not wrong."""
 
-    needs: Needs | None = None
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -78,30 +63,6 @@ def iter_strings(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, value
 
 
-def check_capacity(host_types: list[tuple[int, float, float]], key: str, report: Report) -> None:
-    """host_types: (number of hosts, CPUs, GPUs of each). Complains when the recipe does not fit."""
-    needs = report.needs
-    if needs is None:
-        return
-    room = 0
-    for hosts, cpus, gpus in host_types:
-        by_cpu = cpus // needs.cpus
-        by_gpu = gpus // needs.gpus if needs.gpus else by_cpu
-        room += hosts * int(min(by_cpu, by_gpu))
-    if room < needs.workers:
-        each = f"{needs.cpus:g} CPUs and {needs.gpus:g} GPUs each"
-        report.add_error(
-            key,
-            f"has room for {room} training workers, the recipe asks for {needs.workers} with "
-            f"{each}; raise the number of hosts, take a larger type, or lower resources.workers",
-        )
-    if needs.gpus == 0 and any(gpus for _, _, gpus in host_types):
-        report.notes.append(
-            "training asks for no GPU (resources.gpus_per_worker), hosts have: certification takes "
-            "them, unless resources.certify_gpus is 0"
-        )
-
-
 # --- files for ray up -------------------------------------------------------------------------
 
 
@@ -121,10 +82,6 @@ def check_ray_up(raw: dict[str, Any], report: Report) -> None:
             "start it with RAY_UP_enable_autoscaler_v2=0 ray up: the newer autoscaler counts the "
             "head among the workers of one's own hosts and leaves one host out"
         )
-        if report.needs is not None:
-            report.notes.append("whether the recipe fits on your own hosts cannot be seen here")
-    elif report.needs is not None:
-        _check_resources(config, report)
 
 
 def _complete_config(raw: dict[str, Any], report: Report) -> dict[str, Any] | None:
@@ -226,28 +183,11 @@ def _check_ray_up_token(
             )
 
 
-def _check_resources(config: dict[str, Any], report: Report) -> None:
-    """Hold a recipe's needs against the resources that the file gives its hosts."""
-    kinds = []
-    for name, node in config.get("available_node_types", {}).items():
-        resources = node.get("resources") or {}
-        if "CPU" not in resources:
-            report.add_error(
-                f"available_node_types.{name}.resources",
-                "give CPU and GPU, so that the recipe can be checked",
-            )
-        hosts = min(node.get("max_workers", config["max_workers"]), config["max_workers"])
-        hosts = 1 if name == config.get("head_node_type") else hosts
-        kinds.append((hosts, resources.get("CPU", 0), resources.get("GPU", 0)))
-    check_capacity(kinds, "available_node_types", report)
-
-
 # --- KubeRay manifests ------------------------------------------------------------------------
 
 
 def check_kuberay(documents: list[dict[str, Any]], report: Report) -> None:
     """Add to `report` what is wrong with a file of manifests."""
-    seen = 0
     for number, document in enumerate(documents):
         kind, spec = document.get("kind"), document.get("spec") or {}
         key = f"[{number}].{kind}"
@@ -258,50 +198,30 @@ def check_kuberay(documents: list[dict[str, Any]], report: Report) -> None:
         elif kind == "Service" and spec.get("type") in ("LoadBalancer", "NodePort"):
             report.add_error(f"{key}.spec.type", f"{spec['type']} opens the cluster; use ClusterIP")
         elif kind in ("RayCluster", "RayJob"):
-            seen += 1
             key = f"{key}.spec"
-            if kind == "RayJob" and "rayClusterSpec" not in spec:
-                if not spec.get("clusterSelector"):
-                    report.add_error(f"{key}.rayClusterSpec", "is missing")
-                continue
-            if kind == "RayJob":
+            if kind == "RayJob" and "rayClusterSpec" in spec:
                 key, spec = f"{key}.rayClusterSpec", spec["rayClusterSpec"]
-            _check_cluster(key, spec, report)
-    if not seen:
-        report.add_error("kind", "there is no RayCluster and no RayJob in the file")
+            if "headGroupSpec" in spec:  # else the job is for a cluster that is there
+                _check_cluster(key, spec, report)
 
 
 def _check_cluster(key: str, spec: dict[str, Any], report: Report) -> None:
     head = spec.get("headGroupSpec") or {}
-    workers = spec.get("workerGroupSpecs") or []
-    if not head or not workers:
-        report.add_error(key, "needs headGroupSpec and workerGroupSpecs")
-        return
     if head.get("serviceType") not in (None, "ClusterIP"):
         report.add_error(
             f"{key}.headGroupSpec.serviceType",
             f"{head['serviceType']} opens the dashboard and the job server; leave it at ClusterIP",
         )
+    if (spec.get("authOptions") or {}).get("mode") == "token":
+        return
     groups = {f"{key}.headGroupSpec": head}
-    groups |= {f"{key}.workerGroupSpecs[{n}]": group for n, group in enumerate(workers)}
-    kinds = []
-    managed = (spec.get("authOptions") or {}).get("mode") == "token"
+    for number, group in enumerate(spec.get("workerGroupSpecs") or []):
+        groups[f"{key}.workerGroupSpecs[{number}]"] = group
     for where, group in groups.items():
         pod = (group.get("template") or {}).get("spec") or {}
-        containers = pod.get("containers") or []
-        if not containers:
-            report.add_error(f"{where}.template.spec.containers", "is missing")
-            continue
-        ray = containers[0]
-        if not managed:
-            environment = {entry.get("name"): entry for entry in ray.get("env") or []}
-            _check_kuberay_token(f"{where}.template.spec.containers[0]", environment, report)
-        limits = (ray.get("resources") or {}).get("limits") or {}
-        hosts = 1 if where.endswith("headGroupSpec") else int(group.get("maxReplicas", 1))
-        start = group.get("rayStartParams") or {}
-        cpus = float(start.get("num-cpus", _parse_cpus(limits.get("cpu", 0))))
-        kinds.append((hosts, cpus, float(limits.get("nvidia.com/gpu", 0))))
-    check_capacity(kinds, f"{key}.workerGroupSpecs", report)
+        ray = (pod.get("containers") or [{}])[0]
+        environment = {entry.get("name"): entry for entry in ray.get("env") or []}
+        _check_kuberay_token(f"{where}.template.spec.containers[0]", environment, report)
 
 
 def _check_kuberay_token(key: str, environment: dict[Any, Any], report: Report) -> None:
@@ -315,21 +235,15 @@ def _check_kuberay_token(key: str, environment: dict[Any, Any], report: Report) 
         report.add_error(f"{key}.env", "RAY_AUTH_TOKEN must come from a secret (valueFrom)")
 
 
-def _parse_cpus(text: Any) -> float:
-    """Kubernetes counts CPUs as 4 or "3500m"."""
-    text = str(text)
-    return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
-
-
 # --- any cluster file -------------------------------------------------------------------------
 
 
-def check_file(path: Path, needs: Needs | None = None) -> tuple[list[str], list[str]]:
+def check_file(path: Path) -> tuple[list[str], list[str]]:
     """(complaints, notes) about a cluster file. Raises UserError when it cannot be read."""
     documents = [document for document in read_yaml(path, other_bases=True) if document is not None]
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ClusterError(f"{path}: holds no mapping of keys to values")
-    findings = Report(needs)
+    findings = Report()
     if any("apiVersion" in document for document in documents):
         check_kuberay(documents, findings)
     elif len(documents) > 1:

@@ -359,8 +359,7 @@ WORKER_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker, b
 def require_workers(workers: int, cpus_each: float) -> None:
     """Raise UserError, before Ray is started, for training workers that this machine cannot hold.
 
-    Counted are their CPUs, and the memory of their processes before model and data. A cluster is
-    asked when it is connected to: hosts may join it.
+    Counted are their CPUs. A cluster is asked when it is connected to: hosts may join it.
 
     Args:
         workers: the least number that trains.
@@ -372,29 +371,18 @@ def require_workers(workers: int, cpus_each: float) -> None:
 
     if is_elastic() or ray.is_initialized():
         return
-    cpus, mebibytes = count_local_cpus(), local_memory_mebibytes()
-    by_cpus, by_memory = int(cpus / cpus_each + 1e-9), int(mebibytes / WORKER_MIB)
-    if workers <= min(by_cpus, by_memory):
+    cpus = count_local_cpus()
+    most = int(cpus / cpus_each + 1e-9)
+    if workers <= most:
         return
-    if by_cpus <= by_memory:
-        most = by_cpus
-        total = f"{workers:,} x {cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has "
-        total += f"{cpus:g}; resources.cpus_per_worker: {_share(cpus / workers):g} would let them "
-        total += "share, more slowly"
-    else:
-        most = by_memory
-        total = f"{workers:,} x {WORKER_MIB} MiB are {workers * WORKER_MIB:,} MiB before model and "
-        total += f"data, this machine has {mebibytes:,.0f}"
+    total = f"{workers:,} x {cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has "
+    share = max(1, 100 * cpus // workers) / 100
+    total += f"{cpus:g}; resources.cpus_per_worker: {share:g} would let them share, more slowly"
     raise UserError(
         f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
         "(resources.workers), or set RAY_ADDRESS to a cluster with room",
         see="how-to/cluster.md#where-work-runs",
     )
-
-
-def _share(cpus: float) -> float:
-    """Return an amount of CPUs in hundredths, rounded down, at least one."""
-    return max(1, int(100 * cpus + 1e-9)) / 100
 
 
 def count_local_cpus() -> int:
@@ -439,17 +427,6 @@ def _quota_of(group: Path) -> float:
         except (OSError, ValueError, ZeroDivisionError):
             continue
     return _UNLIMITED
-
-
-def local_memory_mebibytes() -> float:
-    """Return the memory of this machine, or of the container; infinity where Ray does not say."""
-    try:
-        from ray._private import utils
-
-        total: Any = vars(utils)["get_system_memory"]()
-        return float(total) / 2**20
-    except Exception:  # another Ray may have no such function
-        return math.inf
 
 
 def count_local_gpus() -> float:

@@ -53,8 +53,6 @@ class PoolSettings:
     def __post_init__(self) -> None:
         if self.actors is not None and self.actors < 1:
             raise ClusterError(f"actors: must be at least 1, got {self.actors}")
-        if self.calls_per_actor < 1:
-            raise ClusterError(f"calls_per_actor: must be at least 1, got {self.calls_per_actor}")
 
 
 @dataclass(frozen=True)

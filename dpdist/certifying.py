@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from dpdist import models
 from dpdist.certification import job, statistics, table
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import DatasetLike
-from dpdist.certification.subject import Subject, require_logits
+from dpdist.certification.subject import DatasetLike, Subject, require_logits
 from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
 from dpdist.cluster.resumable_job import CHUNK_SECONDS
 from dpdist.config.training import ResourcesRecipe

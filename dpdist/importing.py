@@ -90,13 +90,11 @@ def import_model(
     folder: RunFolder,
     *,
     certify: Mapping[str, Any] | None = None,
-    evaluate: int | None = None,
 ) -> Recipe:
     """Make the run folder of a model from elsewhere; return its recipe.
 
     The same import into the same folder finds the run that is there. certify: the recipe's section,
-    of a run that is made. evaluate: on how many test inputs clean accuracy will be measured; None:
-    all.
+    of a run that is made.
 
     Raises:
         UserError: model, weights or data cannot be read or do not fit together, or the weights are
@@ -111,7 +109,7 @@ def import_model(
         network, spec = build_foreign(foreign, shape, section["classes"])
         section |= _classes(section, spec.classes)
         require_trained_weights(foreign, network, spec)
-        recipe = _recipe(foreign, folder.name, section, spec, resized, certify, evaluate)
+        recipe = _recipe(foreign, folder.name, section, spec, resized, certify)
         _write(RunFolder(aside), recipe, network, spec, asked)
     return _found(folder, asked)  # another import of the same may have been faster
 
@@ -279,11 +277,11 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
 
 def _recipe(
     foreign: ForeignModel, name: str, section: Mapping[str, Any], spec: ModelSpec, resized: str,
-    certify: Mapping[str, Any] | None, evaluate: int | None,
+    certify: Mapping[str, Any] | None,
 ) -> Recipe:  # fmt: skip
     from dpdist.models.weights import file_digest
 
-    method: dict[str, Any] = {"name": "imported", "inputs": resized, "evaluate": evaluate}
+    method: dict[str, Any] = {"name": "imported", "inputs": resized}
     if foreign.weights is not None:
         method |= {"weights": foreign.weights.name, "sha256": file_digest(foreign.weights)}
     raw = {

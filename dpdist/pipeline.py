@@ -42,8 +42,7 @@ from dpdist.training.trainer import place_training, train
 from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
-    from dpdist.certification.job import DatasetLike
-    from dpdist.certification.subject import Subject
+    from dpdist.certification.subject import DatasetLike, Subject
     from dpdist.certification.table import CertificateTable
 
 
@@ -175,7 +174,6 @@ def _train_and_evaluate(
     context: str,
     *,
     search: bool,
-    only_resume: bool = False,
     executor: ExecutorName | None = None,
 ) -> Iterator[tuple[Recipe, RunFolder]]:
     """Yield the recipe and the trained run with its executor open; then update its archive.
@@ -188,7 +186,7 @@ def _train_and_evaluate(
         asha = search and recipe.tune is not None and recipe.tune.asha is not None
         require_one_process(recipe.resources.max_workers, stops_early=asha)
     # Complaints come before anything is written, the archive is claimed and Ray started.
-    checked = _check_run(recipe, folder, context, search=search, only_resume=only_resume)
+    checked = _check_run(recipe, folder, context, search=search)
     Archive.check_writable(folder, recipe.resources.archive)
     if not folder.training_summary.exists():
         require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
@@ -214,7 +212,6 @@ def _check_run(
     context: str,
     *,
     search: bool,
-    only_resume: bool = False,
     pretrain: bool = True,
 ) -> Search | CheckedTraining:
     """Return the search or training that a run will execute, after every check before it.
@@ -229,7 +226,7 @@ def _check_run(
     if pretrain:
         pretrain_stage(recipe, context)
     if search:
-        return check_search(recipe, folder, context, only_resume=only_resume)
+        return check_search(recipe, folder, context)
     return check_training(recipe, folder, context)
 
 

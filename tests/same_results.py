@@ -138,6 +138,7 @@ NAMES = {
     "score.draws": "score.samples",
     "settings.draws": "settings.samples",
     "neighbours": "adjacency",
+    "neighbour": "neighbor",
     "form": "backend",
     "law": "num_trials",
     "isolate": "vmap",

@@ -110,16 +110,15 @@ def check_dpdist(words: list[str]) -> None:
             raise UserError(f"{each}: no recipe, and no run that a page names")
     if name == "attack" and given:
         sections = changes_by_section(given["changes"], {"attack": None, "data": ("root",)})
-        asked = parse_section(audit.AttackKeys, sections["attack"], "attack").model_dump()
-        for own in ("certificates", "claim"):
-            asked.pop(own)
-        AttackSettings(**{key: value for key, value in asked.items() if value is not None})
+        own = {"certificates", "claim"}
+        asked = {key: each for key, each in sections["attack"].items() if key not in own}
+        parse_section(AttackSettings, asked, "attack")
     if name in ("certify", "predict") and given:
         changes_by_section(given["changes"], dict.fromkeys(SECTIONS[name]))
     if name == "audit" and given.get("kind") == "membership":
         own = [each for each in given["changes"] or () if each.startswith("membership.")]
         keys = changes_by_section(own, {"membership": None})["membership"]
-        audit._attacks_named(parse_section(audit.MembershipKeys, keys, "membership").attacks)
+        parse_section(audit.MembershipKeys, keys, "membership")
 
 
 class Parsed(Exception):

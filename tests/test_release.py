@@ -43,7 +43,7 @@ from dpdist.core.files import json_equal
 from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verify as verifying
 from dpdist.release.description import certified_accuracy_record, parse_description
@@ -342,53 +342,15 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
 
 
 @pytest.mark.slow
-def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
-    """What it says in words may be worded otherwise now; each number must be there."""
-    monkeypatch.setattr(verifying, "__version__", "9.9")
+def test_a_release_of_another_version_is_verified_with_that_one(copied, monkeypatch):
+    """A machine with another accounting library verifies it; another dpdist does not."""
     for name in (PRIVACY_CARD, PRIVACY_CARD_TEXT, MODEL_CARD):
         text = (copied / name).read_text()
         (copied / name).write_text(text.replace(accounting.library_version(), "dp-accounting 9.9"))
     sum_again(copied)
-    said = dict(verify_release(copied))["pages"]
-    assert said.startswith("README.md and privacy_card.md name the numbers of the other files")
-    card, page = json.loads((copied / PRIVACY_CARD).read_text()), (copied / MODEL_CARD).read_text()
-    edit(copied, PRIVACY_CARD, at("mechanism", 0, to=card["mechanism"][0].replace(" ", " or so ")))
-    (copied / PRIVACY_CARD_TEXT).write_text(
-        card_markdown(json.loads((copied / PRIVACY_CARD).read_text()))
-    )
-    (copied / MODEL_CARD).write_text(page.replace("trained by", "brought about by"))
-    sum_again(copied)
     verify_release(copied)
-    for name, change in (
-        (PRIVACY_CARD, at("mechanism", 0, to="epsilon = 0.01")),
-        (PRIVACY_CARD, at("accountant", to="epsilon = 0.01 by RDP")),
-        (PRIVACY_CARD, at("relation", to="replace 2 records")),
-        (PRIVACY_CARD, at("more", to="epsilon = 0.01")),
-        (PRIVACY_CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001)),
-    ):
-        whole = (copied / name).read_bytes()
-        edit(copied, name, change)
-        with pytest.raises(ReleaseError, match=r"verify it with dpdist 0\.1\.0"):
-            verify_release(copied)
-        (copied / name).write_bytes(whole)
-    epsilon = format_epsilon(card["guarantee"]["epsilon"])
-    for name in (MODEL_CARD, PRIVACY_CARD_TEXT):
-        whole = (copied / name).read_text()
-        assert epsilon in whole
-        for text in (whole.replace(epsilon, "0.01"), whole + "\nepsilon = 0.01\n"):
-            (copied / name).write_text(text)
-            sum_again(copied)
-            with pytest.raises(ReleaseError, match="does not say what the files beside it say"):
-                verify_release(copied)
-        (copied / name).write_text(whole)
-    stated = {"epsilon": 0.01, "delta": 1e-4, "adjacency": "add-or-remove-one"}
-    whole = (copied / PRIVACY_CARD).read_bytes()
-    edit(copied, PRIVACY_CARD, at("group", to={"size": 2, "guarantee": stated}))
-    with pytest.raises(ReleaseError, match=r"has not the entries of a card \(group\)"):
-        verify_release(copied)
-    (copied / PRIVACY_CARD).write_bytes(whole)
-    edit(copied, PRIVACY_CARD, halved)
-    with pytest.raises(ReleaseError, match="guarantee does not follow"):
+    monkeypatch.setattr(verifying, "__version__", "9.9")
+    with pytest.raises(ReleaseError, match=r"verify it with dpdist 0\.1\.0"):
         verify_release(copied)
 
 

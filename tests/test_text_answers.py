@@ -271,7 +271,7 @@ def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monk
         return found
 
     monkeypatch.setattr(answerer, "next_scores", scores)
-    sampling = generation.Sampling(1, 9, 1.0, 3)
+    sampling = generation.Sampling(count=1, max_tokens=9, temperature=1.0, seed=3)
     assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
     assert asked == [[0], [0, 4], [0, 4, 4]]
     dict(verify_release(run.release_folder))
@@ -290,14 +290,24 @@ def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     scores = answerer.next_scores(np.array([BEGIN, 3, 4])).clone()  # begin, the, cat
     scores[[BEGIN, 2]] = float("-inf")  # no text
     wanted = scores.softmax(-1)
-    sampling = generation.Sampling(4000, 1, 1.0, 7)
+    sampling = generation.Sampling(count=4000, max_tokens=1, temperature=1.0, seed=7)
     found = list(generation.sample_texts(answerer, "The cat", sampling))
     names = ["", "the", "cat", "sat", "mat"]  # "" of the end
     shares = [found.count(name) / 4000 for name in names]
     # Hoeffding: all five within 0.04 but with probability 10 exp(-2 * 4000 * 0.04^2) < 3e-5
     assert shares == pytest.approx([float(wanted[place]) for place in (1, 3, 4, 5, 6)], abs=0.04)
     assert sum(shares) == 1
-    best = next(generation.sample_texts(answerer, "The cat", generation.Sampling(1, 1, 0.0, 7)))
+    best = next(
+        generation.sample_texts(
+            answerer, "The cat", generation.Sampling(count=1, max_tokens=1, temperature=0.0, seed=7)
+        )
+    )
     assert best == names[max(range(5), key=lambda place: float(wanted[[1, 3, 4, 5, 6]][place]))]
-    cold = list(generation.sample_texts(answerer, "The cat", generation.Sampling(200, 1, 0.001, 7)))
+    cold = list(
+        generation.sample_texts(
+            answerer,
+            "The cat",
+            generation.Sampling(count=200, max_tokens=1, temperature=0.001, seed=7),
+        )
+    )
     assert set(cold) == {best}

@@ -492,21 +492,14 @@ def load_training_records(recipe: Recipe, private_eval_fraction: float, fraction
 # --- checks before a search -------------------------------------------------------------------
 
 
-def prepare_search(
-    recipe: Recipe, folder: RunFolder, context: str, *, only_resume: bool = False
-) -> Search:
+def prepare_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
     """Check as `check_search` does, then draw the search, or read it back. Raises UserError, and
     then nothing was written."""
-    return check_search(recipe, folder, context, only_resume=only_resume).begin()
+    return check_search(recipe, folder, context).begin()
 
 
-def check_search(
-    recipe: Recipe, folder: RunFolder, context: str, *, only_resume: bool = False
-) -> Search:
-    """Check all that can be checked, account the search, and write nothing.
-
-    only_resume: refuse to begin. Raises UserError.
-    """
+def check_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
+    """Check all that can be checked, account the search, and write nothing. Raises UserError."""
     assert recipe.tune is not None
     if recipe.by_script is not None:
         raise UserError(
@@ -514,8 +507,6 @@ def check_search(
             "the script, which also continues it"
         )
     continued = check_same_search(recipe, folder)
-    if only_resume and not continued:
-        raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
     check_space(recipe, context)
     private_eval_fraction = private_eval_fraction_of(recipe)
     dataset = load_training_records(recipe, private_eval_fraction, recipe.data.fraction)

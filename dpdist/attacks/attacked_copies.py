@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpdist.attacks.gradient_attacks import Ball, RandomizedClassifier, attack, input_range
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import DatasetLike
+from dpdist.certification.subject import DatasetLike
 from dpdist.certification.table import CertificateTable, CertifiedSizes, attack_noise
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.console import format_exact, format_percent
@@ -98,7 +98,7 @@ class AttackedCopies:
         centers = dataset.batch(indices)
         sizes = torch.full((len(indices),), self.spec.size, dtype=torch.float64)
         return attack(
-            attack_settings.attacks[0], classifier, Ball(centers, sizes, attack_settings.norm,
+            self.spec.attack, classifier, Ball(centers, sizes, attack_settings.norm,
                 input_range(centers)),
             torch.from_numpy(self.labels[indices]), indices.tolist(), KeyedGenerator(source),
             steps=attack_settings.steps, samples=attack_settings.samples,

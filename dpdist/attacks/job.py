@@ -22,7 +22,7 @@ import json
 import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from dpdist.attacks.gradient_attacks import (
     input_range,
 )
 from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
-from dpdist.certification import job as certification
 from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
@@ -50,7 +49,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.certification.subject import Subject, require_logits
+from dpdist.certification.subject import NamedDatasetLike, Subject, require_logits
 from dpdist.certification.table import ABSTAIN, CertificateTable
 from dpdist.certification.worker import HiddenNoiseCounter, KeyedGenerator
 from dpdist.cluster import job_folder
@@ -58,7 +57,7 @@ from dpdist.cluster.executor import SMALL_TRAINING, current_executor
 from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems
 from dpdist.core.errors import UserError
 from dpdist.core.fields import NORMS, Norm
-from dpdist.core.files import quoted, write_json
+from dpdist.core.files import write_json
 from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import NO_CLASS, find_batch_dependence, predicted_classes
 from dpdist.models.factory_code import FactoryCode
@@ -370,13 +369,6 @@ class Worker:
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
-class NamedDatasetLike(certification.DatasetLike, Protocol):
-    """The part of a data set that an attack reads: ``dpdist.data.Dataset`` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-
 class _AttackItems(WorkItems):
     """Blocks of attacked inputs. passes: of the model for each input, at most."""
 
@@ -637,13 +629,14 @@ class CertificateCheckJob(BaseAttackJob):
         ).on_cpu()
         like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
-        settings = replace(settings, norm=norm, sizes=None, n=found.n)
         if found.attack_noise is None:
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
         self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
-        settings = replace(settings, sigma=self._certificate.sigma)
+        settings = settings.model_copy(
+            update={"norm": norm, "n": found.n, "sigma": self._certificate.sigma}
+        )
         self.n0 = self._certificate.n0
         self.draws_per_point, self.min_draws_per_point = (
             self._certificate.n0 + self._certificate.n,
@@ -721,16 +714,6 @@ def _check_same_origin(
         raise UserError(f"{path}: certificates of another model than {subject.where}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
-    labels = np.asarray(dataset.labels)
-    there = {"inputs": len(labels), "classes": dataset.classes, "format": job_folder.FORMAT}
-    for name, right in there.items():
-        if about.get(name, right) != right:
-            raise UserError(f"{path}: damaged: {name} must be {right}, got {quoted(about[name])}")
-    if (
-        certificates.index.max() >= len(labels)
-        or (labels[certificates.index] != certificates.label).any()
-    ):
-        raise UserError(f"{path}: damaged: its inputs and labels are not those of {dataset.name}")
     if certificates.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from dpdist.attacks.job import AttackJob, CertificateCheckJob
 
 
-@dataclass(frozen=True)
 class AttackSettings(AttackOptions, Evaluation):
     """Accuracy of a model under attack, by the options of `dpdist.attacks.table.AttackOptions`."""
 

@@ -7,40 +7,52 @@ well.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import AfterValidator, Field
 
 from dpdist.certification.table import ABSTAIN
 from dpdist.cluster import job_folder
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import ATTACKS, NORMS, AttackName, Norm
-from dpdist.core.files import ColumnSpec, check_shape, quoted, read_json
+from dpdist.core.fields import (
+    ATTACKS,
+    Count,
+    CountOrZero,
+    Norm,
+    OneOrMore,
+    Positive,
+    Probability,
+    Section,
+    Text,
+)
+from dpdist.core.files import ColumnSpec, quoted, read_json
 from dpdist.randomness.noise_location import NOISE_LOCATIONS, NoiseLocation
 
 # --- the options ------------------------------------------------------------------------------
 
 
+def _check_attack(name: str) -> str:
+    if name not in ATTACKS:
+        raise ValueError(f"must be out of {', '.join(ATTACKS)}")
+    return name
+
+
+_KnownAttack = Annotated[str, AfterValidator(_check_attack)]
 Labels = Literal["true", "predicted"]
 DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
     "linf": (0.025, 0.05, 0.1, 0.2),
     "l2": (0.25, 0.5, 1.0, 1.5),
 }
-# Settings that only some attacks have; all others are of every attack.
-_OF_ATTACKS: dict[str, tuple[AttackName, ...]] = {
-    "steps": ("i-fgsm", "mim", "pgd"), "restarts": ("pgd",), "step_scale": ("pgd",)
-}  # fmt: skip
 _BLOCK = 100
 _MAX_BLOCK_NUMBERS = 16 * 2**20
 
 
-@dataclass(frozen=True)
-class AttackOptions:
+class AttackOptions(Section):
     """Options of an attack: everything that its results depend on.
 
     norm, sizes: "linf" or "l2", sizes in input units; None: ``DEFAULT_SIZES``. attacks: names out
@@ -54,70 +66,35 @@ class AttackOptions:
     attack.
     start, every, max_inputs: as in a certification. batch: inputs attacked at once, which is also
     the canonical block. seed: None draws a secret one when the attack starts, and stores it.
-
-    Raises UserError for a value that cannot be used.
     """
 
     norm: Norm = "linf"
-    sizes: tuple[float, ...] | None = None
-    attacks: tuple[AttackName, ...] = ATTACKS
-    steps: int = 10
-    restarts: int = 1
-    step_scale: float = 2.5
-    sigma: float | None = None
-    samples: int = 16
-    n: int = 1000
-    alpha: float = 0.001
+    sizes: Annotated[tuple[Positive, ...], OneOrMore, Field(min_length=1)] | None = None
+    attacks: Annotated[tuple[_KnownAttack, ...], OneOrMore, Field(min_length=1)] = ATTACKS
+    steps: Count = 10
+    restarts: Count = 1
+    step_scale: Positive = 2.5
+    sigma: Positive | None = None
+    samples: Count = 16
+    n: Count = 1000
+    alpha: Probability = 0.001
     labels: Labels = "true"
-    start: int = 0
-    every: int = 1
-    max_inputs: int | None = None
-    batch: int | None = None
-    seed: str | None = None
-
-    def __post_init__(self) -> None:
-        self._require(self.norm in NORMS, "norm", f"one of {', '.join(NORMS)}")
-        sizes = DEFAULT_SIZES[self.norm] if self.sizes is None else self.sizes
-        object.__setattr__(self, "sizes", tuple(sorted({float(size) for size in sizes})))
-        object.__setattr__(self, "attacks", tuple(dict.fromkeys(self.attacks)))
-        good_sizes = bool(self.sizes) and all(0 < size < math.inf for size in self.sizes or ())
-        self._require(good_sizes, "sizes", "positive numbers")
-        known = bool(self.attacks) and all(name in ATTACKS for name in self.attacks)
-        self._require(known, "attacks", f"out of {', '.join(ATTACKS)}")
-        for name in ("steps", "restarts", "samples", "n", "every"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("max_inputs", "batch"):
-            self._require(getattr(self, name) is None or getattr(self, name) >= 1, name, ">= 1")
-        self._require(self.start >= 0, "start", "at least 0")
-        self._require(0 < self.step_scale < math.inf, "step_scale", "a positive number")
-        sigma = self.sigma
-        self._require(sigma is None or 0 < sigma < math.inf, "sigma", "a positive number")
-        self._require(0 < self.alpha < 1, "alpha", "between 0 and 1")
-        self._require(self.labels in ("true", "predicted"), "labels", "true or predicted")
-
-    def _require(self, condition: bool, name: str, right: str) -> None:
-        if not condition:
-            raise UserError(f"attack.{name}: must be {right}, got {getattr(self, name)!r}")
-
-    def refuse_unused(self, given: Collection[str]) -> None:
-        """Raise UserError for a setting that was given and that none of the attacks has.
-
-        An attack of a user's own may have any.
-        """
-        own = set(self.attacks) - set(get_args(AttackName))
-        for name, attacks in _OF_ATTACKS.items():
-            if name in given and not own and not set(attacks) & set(self.attacks):
-                raise UserError(
-                    f"attack.{name}: must be left out with attacks {', '.join(self.attacks)}, got "
-                    f"{getattr(self, name)!r}; it is a setting of {', '.join(attacks)}"
-                )
+    start: CountOrZero = 0
+    every: Count = 1
+    max_inputs: Count | None = None
+    batch: Count | None = None
+    seed: Text | None = None
 
     @property
     def attack_sizes(self) -> list[tuple[str, float]]:
         """(attack, size) of everything asked for; ("none", 0) is the unattacked input."""
         return [
             ("none", 0.0),
-            *((name, size) for size in self.sizes or () for name in self.attacks),
+            *(
+                (name, size)
+                for size in sorted(set(self.sizes or DEFAULT_SIZES[self.norm]))
+                for name in dict.fromkeys(self.attacks)
+            ),
         ]
 
     @property
@@ -126,10 +103,7 @@ class AttackOptions:
 
         More attacks and sizes may be added.
         """
-        kept = asdict(self)
-        for name in ("attacks", "sizes", "seed"):
-            del kept[name]
-        return kept
+        return self.model_dump(exclude={"attacks", "sizes", "seed"})
 
     def batch_size(self, numbers_per_input: int) -> int:
         """Inputs attacked at once."""
@@ -169,11 +143,6 @@ COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
     "prediction": (int, -1),
 }  # fmt: skip
-_ABOUT = {
-    "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
-    "settings.restarts": int, "settings.samples": int, "settings.n": int, "settings.alpha": float,
-    "noise.kind": str, "model": str, "data": str, "input_shape": list,
-}  # fmt: skip
 CHECK_SCHEMA = pa.schema(
     [
         pa.field("attack", pa.string(), nullable=False),
@@ -201,13 +170,6 @@ SUBMITTED = "submitted"
 def read_job_record(table: pa.Table) -> dict[str, Any]:
     """Return the executed settings: seed, model, data and noise included."""
     return job_folder.read_job_record(table, KEY)
-
-
-def read(path: Path) -> pa.Table:
-    """A table of attacks. Raises UserError when it is none, or not of its settings."""
-    table = job_folder.read_table(path, COLUMNS, KEY)
-    check_shape(read_job_record(table), str(path), _ABOUT)
-    return table
 
 
 # --- can contradictions be chance? ------------------------------------------------------------
@@ -242,8 +204,6 @@ def assess_plausibility(
     inputs: int,
     alpha: float,
     points: int,
-    *,
-    level: float = LEVEL,
 ) -> Plausibility:
     """Compare a count of contradictions with what the certificates' own error allows.
 
@@ -256,9 +216,9 @@ def assess_plausibility(
     counts = np.arange(inputs + 1)
     tails = stats.binom.sf(counts - 1, inputs, error)
     method = f"exact tail of Binomial({inputs}, {error:g})"
-    allowed = int(counts[tails >= level].max())
+    allowed = int(counts[tails >= LEVEL].max())
     return Plausibility(
-        contradictions, inputs, error, allowed, float(tails[contradictions]), level, method
+        contradictions, inputs, error, allowed, float(tails[contradictions]), LEVEL, method
     )
 
 
@@ -267,10 +227,6 @@ def assess_plausibility(
 
 NONE = "none"
 VERDICT = "check.json"
-_CHECK = {
-    "plausible": bool, "contradictions": int, "certified": int, "inputs": int, "alpha": float,
-    "allowed": int, "p_value": float, "certificates": str,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -382,17 +338,14 @@ class AttackTable:
 
 def read_attack(path: Path) -> AttackTable:
     """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
-    columns = read(path)
+    columns = job_folder.read_table(path, COLUMNS, KEY)
     said = read_job_record(columns)
-    settings, noise = said["settings"], {"sigma": None, **said["noise"]}
-    check_shape(noise, str(path), {"sigma": float | None})
-    if noise["kind"] not in NOISE_LOCATIONS:
-        raise UserError(f"{path}: damaged: no such place of noise: {quoted(noise['kind'])}")
+    settings, noise = said["settings"], said["noise"]
     table = AttackTable(
         path=path,
         norm=settings["norm"],
         noise_kind=noise["kind"],
-        sigma=noise["sigma"],
+        sigma=noise.get("sigma"),
         steps=settings["steps"],
         restarts=settings["restarts"],
         samples=settings["samples"],
@@ -405,9 +358,6 @@ def read_attack(path: Path) -> AttackTable:
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
-    job_folder.check_labels(said, table.index, table.label, path)
-    if not table.has(NONE, 0.0):
-        raise UserError(f"{path}: damaged: has no answers without an attack")
     return table
 
 
@@ -420,10 +370,9 @@ def input_dimension(shape: list[Any], context: Path) -> int:
 
 def read_check(path: Path) -> dict[str, Any]:
     """Return one check.json, with the hash of its model. Raises UserError where it is damaged."""
-    stated, table = read_json(path, _CHECK), path.with_name(CHECK_TABLE)
-    about = read_job_record(job_folder.read_table(table, CHECK_COLUMNS, KEY))
-    model = check_shape(about, str(table), {"model": str})["model"]
-    return {**stated, "name": path.parent.name, "model": model, "path": path}
+    table = job_folder.read_table(path.with_name(CHECK_TABLE), CHECK_COLUMNS, KEY)
+    model = read_job_record(table)["model"]
+    return {**read_json(path), "name": path.parent.name, "model": model, "path": path}
 
 
 def attack_line(table: AttackTable) -> str:

@@ -7,24 +7,26 @@ public archive or fetch takes anything from there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
 from dpdist.audits.target import refuse_not_releasable, refuse_planted, refuse_users
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MAX_MODELS, check_hex_key
+from dpdist.core.fields import Count, HexKey, ModelCount, OneOrMore, Section
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 
 if TYPE_CHECKING:
     from dpdist.audits.trainings import ShadowBankJob, ShadowSetup
 
+_Passes = Annotated[Count, Field(le=100_000)]
 
-@dataclass(frozen=True)
-class Membership(Evaluation):
+
+class Membership(Section, Evaluation):
     """A bank of shadow models of a recipe.
 
     game: who is in which model. models: how many. passes: of a model with noise of its own, over
@@ -33,11 +35,11 @@ class Membership(Evaluation):
     one. With a given seed the split is nobody's secret, and no guarantee bounds an attack.
     """
 
-    game: str = "coins"
-    models: int = 16
-    passes: tuple[int, ...] = (100,)
-    population: int = 5000
-    seed: str | None = None
+    game: Literal["coins", "halves", "quarters"] = "coins"
+    models: ModelCount = 16
+    passes: Annotated[tuple[_Passes, ...], OneOrMore, Field(min_length=1)] = (100,)
+    population: Count = 5000
+    seed: HexKey | None = None
 
     name: ClassVar[str] = "membership"
     file: ClassVar[str] = TABLE
@@ -45,25 +47,12 @@ class Membership(Evaluation):
     needs_trained_model: ClassVar[bool] = False
     progress_unit: ClassVar[str] = "models"
 
-    def __post_init__(self) -> None:
-        if self.game not in GAMES:
-            raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
-        if self.models > MAX_MODELS:
-            raise UserError(f"--set models: must be <= {MAX_MODELS:,}, got {self.models:,}")
-        if self.models < 1 or self.population < 1 or min(self.passes, default=0) < 1:
-            raise UserError("membership: models, passes and population must be at least 1")
-        if self.seed is not None:
-            try:
-                check_hex_key(self.seed)
-            except ValueError as error:
-                raise UserError(f"membership.seed: {error}") from None
-
     @property
     def folder_name(self) -> str:
         return f"{self.name}-{self.game}-{self.models}"
 
     @property
-    def rules(self) -> Game:
+    def game_rules(self) -> Game:
         """Return the rules of the game."""
         return GAMES[self.game](self.models)
 
@@ -92,7 +81,7 @@ class Membership(Evaluation):
             recipes, plans = zip(*shadow, strict=True)
             passes = tuple(sorted({1, *self.passes}))
             return ShadowSetup(
-                self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population
+                self.game_rules, bytes.fromhex(seed), recipes, plans, passes, self.population
             )
 
         return ShadowBankJob(wanted, self.seed, share)
@@ -119,10 +108,10 @@ class Membership(Evaluation):
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "
                 "that a run of it wrote"
             )
-        size, found = self.rules.expected_members(records), []
+        size, found = self.game_rules.expected_members(records), []
         for own in (training_only(recipe), without_privacy(recipe)):
             planned = own
-            if self.rules.has_random_size:
+            if self.game_rules.has_random_size:
                 privacy = own.privacy.model_copy(update={"nominal_records": size})
                 planned = own.model_copy(update={"privacy": privacy})
             where = f"{recipe.name}, a shadow with {size:,} of {records:,} records"

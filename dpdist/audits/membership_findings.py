@@ -303,7 +303,7 @@ def run_attacks(
     """Every attack on every target of the bank in `path`, at every number of passes; written beside
     it. Raises UserError for too few models."""
     about, banks = settings.read(path)
-    game, key = settings.rules, bytes.fromhex(about["seed"])
+    game, key = settings.game_rules, bytes.fromhex(about["seed"])
     _, plan = settings.plan_shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
     guarantee = plan.guarantee()
     ceilings: tuple[Ceiling, ...] = ()

@@ -248,8 +248,6 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
     found = {}
     for each in np.unique(passes).tolist():
         own, outside = (passes == each) & (member >= 0), (passes == each) & (member < 0)
-        if not own.any() or own.sum() % models or outside.sum() % models:
-            raise UserError(f"{path}: damaged: not every model scores every record")
         found[each] = BankScores(
             member[own].reshape(models, -1) == 1,
             table["phi"].to_numpy()[own].reshape(models, -1),
@@ -277,12 +275,12 @@ def log_odds(logits: ArrayLike, labels: ArrayLike) -> Array:
     return np.asarray(own - logsumexp(values, axis=1), np.float64)
 
 
-def top_probabilities(logits: ArrayLike, count: int = 3) -> Array:
-    """The largest class probabilities of each row, sorted: (N, count), 0 where classes lack."""
+def top_probabilities(logits: ArrayLike) -> Array:
+    """The largest class probabilities of each row, sorted: (N, TOP), 0 where classes lack."""
     values = np.asarray(logits, dtype=np.float64)
     values = np.exp(values - logsumexp(values, axis=1, keepdims=True))
-    top = -np.sort(-values, axis=1)[:, :count]
-    return np.pad(top, ((0, 0), (0, count - top.shape[1])))
+    top = -np.sort(-values, axis=1)[:, :TOP]
+    return np.pad(top, ((0, 0), (0, TOP - top.shape[1])))
 
 
 def lira_online(phi: Array, member: Bits, target: int) -> Array:
@@ -299,6 +297,9 @@ def lira_offline(phi: Array, member: Bits, target: int) -> Array:
     return np.asarray(ndtr((phi[target] - mean) / deviation))
 
 
+_GAMMA, _SHIFT = 2.0, 0.3  # gamma and a of the paper
+
+
 def rmia(
     phi: Array,
     member: Bits,
@@ -306,8 +307,6 @@ def rmia(
     population: Array,
     *,
     online: bool = True,
-    gamma: float = 2.0,
-    a: float = 0.3,
 ) -> Array:
     """The share of population points z that the record beats: ratio(x) >= gamma ratio(z), ratio =
     p_target(y | x) / p(x) (Zarifzadeh, Liu and Shokri 2024, equation 4).
@@ -321,11 +320,11 @@ def rmia(
         usual, usual_z = p[others].mean(0), p_z[others].mean(0)
     else:
         usual, _ = _mean(p, ~member & others[:, None])
-        usual, usual_z = (((1 + a) * q + 1 - a) / 2 for q in (usual, p_z[others].mean(0)))
+        usual, usual_z = (((1 + _SHIFT) * q + 1 - _SHIFT) / 2 for q in (usual, p_z[others].mean(0)))
     least = np.finfo(float).tiny
     ratio = p[target] / np.maximum(usual, least)
     ratio_z = np.sort(p_z[target] / np.maximum(usual_z, least))
-    result: Array = np.searchsorted(ratio_z, ratio / gamma, side="right") / len(ratio_z)
+    result: Array = np.searchsorted(ratio_z, ratio / _GAMMA, side="right") / len(ratio_z)
     return result
 
 

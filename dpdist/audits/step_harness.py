@@ -161,26 +161,26 @@ class StepHarness:
 _COMMON = 8
 
 
-def reuses_noise(harness: StepHarness, steps: int = 4) -> bool:
+def reuses_noise(harness: StepHarness) -> bool:
     """Whether two of the first steps, or of two attempts at them, have noise in common: the
     difference of two such releases is noise-free. Without records all is noise."""
     released = []
     for attempt in ("audit/0", "audit/1"):
         harness.step.attempt = attempt
-        released += [harness.run_step(np.arange(0), step) for step in range(steps)]
+        released += [harness.run_step(np.arange(0), step) for step in range(4)]
     noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
     return len(noise) - len(np.unique(noise)) >= _COMMON
 
 
-def forgets_releases(ledger: type[Ledger] = Ledger, steps: int = 5) -> bool:
+def forgets_releases(ledger: type[Ledger] = Ledger) -> bool:
     """Whether a ledger, read back, lacks releases of an attempt that another one superseded."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
         with ledger.open(path, "0" * 64) as kept:
             for attempt in ("first", "second"):
                 kept.begin_attempt({"attempt": attempt})
-                for step in range(steps):
+                for step in range(5):
                     name = f"{attempt}/{step}".encode()
                     kept.record(step, hashlib.blake2b(name, digest_size=32).hexdigest())
         found = ledger.read(path)
-        return found.release_counts != dict.fromkeys(range(steps), 2)
+        return found.release_counts != dict.fromkeys(range(5), 2)

@@ -714,21 +714,16 @@ def table_row(
     }
 
 
-def recertify_rows(
-    table: pa.Table, alpha: float, bound: ScoreBound | None = None
-) -> list[dict[str, Any]]:
-    """The same sums at another error or by another bound (chosen without seeing the sums)."""
+def recertify_rows(table: pa.Table, alpha: float) -> list[dict[str, Any]]:
+    """The same sums at another error."""
     norms = Sensitivity(**read_job_record(table)["sensitivity"])
     rows = []
     for old in table.to_pylist():
         kept = {name: old[name] for name in ("n", "n0", "norm")}
-        settings = ExpectedScores(**kept, alpha=alpha, bound=bound or old["bound"])
+        settings = ExpectedScores(**kept, alpha=alpha, bound=old["bound"])
         sums, squares, histogram = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
         verdict = certify_scores(
             sums, squares, histogram, old["selected"], settings, old["sigma"], norms
         )
         rows.append(table_row(old["index"], old["label"], verdict, settings, old["sigma"]))
     return rows
-
-
-# --- the tables and their words ---------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
 from dpdist.certification.registry import require_readable
-from dpdist.certification.subject import Subject
+from dpdist.certification.subject import DatasetLike, Subject
 from dpdist.certification.table import CertificateTable
 from dpdist.certification.worker import (
     CLEAN_DRAWS,
@@ -50,8 +51,6 @@ from dpdist.cluster.session import is_elastic
 from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    parse_any_json,
-    quoted,
     read_text,
     write_atomic,
     write_json,
@@ -63,25 +62,6 @@ TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
 _TIMINGS = "timings.csv"
 _CLEAN_ROWS = 100  # answered at a time without smoothing noise
-
-
-class DatasetLike(Protocol):
-    """The part of a data set that a certification reads: ``dpdist.data.Dataset`` has it."""
-
-    @property
-    def classes(self) -> int:
-        """Return the number of classes."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return the hash that identifies the records."""
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Return the labels: int (N,)."""
-
-    def batch(self, indices: np.ndarray | slice) -> Any:
-        """Return the inputs of these indices as a tensor (B, ...)."""
 
 
 def certify(
@@ -159,7 +139,7 @@ class CertificationJob(JobSpec):
         free = settings.result_free_fields | {"sensitivity"}
         self.kind = job_folder.JobKind("certification", "certifying", free)
         self.schema = settings.table_schema()
-        self._assignment = _build_assignment(subject, dataset, settings, self._indices)
+        self._assignment = build_assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of settings.json that a continued certification must equal."""
@@ -237,7 +217,8 @@ class CertificationJob(JobSpec):
         )
 
     def _pinned_assignment(self, about: dict[str, Any], output: Path) -> Assignment:
-        spec = ClassifierSpec.from_pinned(about["classifier"], _read_rate(output))
+        rate = json.loads(read_text(output / _RATE)) if (output / _RATE).exists() else 1000.0
+        spec = ClassifierSpec.from_pinned(about["classifier"], rate)
         return replace(
             self._assignment,
             stream_keys=replace(self._assignment.stream_keys, seed=about["seed"]),
@@ -301,9 +282,10 @@ def _require_gpus(gpus: float) -> None:
         )
 
 
-def _build_assignment(
-    subject: Subject, dataset: DatasetLike, settings: Certificate, indices: range
+def build_assignment(
+    subject: Subject, dataset: DatasetLike, settings: Certificate, indices: Sequence[int]
 ) -> Assignment:
+    """Return what workers share. indices: of the certified inputs. Raises UserError."""
     some = np.asarray(indices[: min(len(indices), 64)])
     check_inputs = dataset.batch(some).numpy()
     shape = tuple(check_inputs.shape[1:])
@@ -323,14 +305,6 @@ def _build_assignment(
         subject.model, settings, place, source, dataset.classes, shape, check_inputs,
         inputs=len(indices), code=subject.code,
     )  # fmt: skip
-
-
-def _read_rate(output: Path) -> float:
-    path = output / _RATE
-    rate = parse_any_json(read_text(path), str(path)) if path.exists() else 1000.0
-    if not isinstance(rate, int | float) or rate <= 0:
-        raise UserError(f"{path}: damaged: must be a number > 0, got {quoted(rate)}")
-    return float(rate)
 
 
 class CertificationWorkItems(WorkItems):

@@ -92,11 +92,6 @@ def uniform_l1_radius(p_lower: ArrayLike, half_width: ArrayLike) -> Radius:
     return _down(2 * w * (p - 0.5))
 
 
-def linf_from_l2(l2_radius: ArrayLike, dimension: int) -> Radius:
-    """Largest L-infinity ball inside an L2 ball in ``dimension`` coordinates: radius / sqrt(d)."""
-    return _down(_distance(l2_radius) / np.sqrt(_dimension(dimension)))
-
-
 def norm_equivalence_factor(certified_norm: str, attacked_norm: str, dimension: int) -> float:
     """The certified radius that contains the attacked ball of size 1, in ``dimension`` dimensions.
 
@@ -134,19 +129,6 @@ def _positive(value: ArrayLike, name: str) -> np.ndarray:
     if not np.all((v > 0) & np.isfinite(v)):
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
     return v
-
-
-def _distance(value: ArrayLike) -> np.ndarray:
-    v = np.asarray(value, dtype=np.float64)
-    if not np.all(v >= 0):
-        raise ValueError(f"radius must not be negative, got {value!r}")
-    return v
-
-
-def _dimension(dimension: int) -> int:
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
-    return dimension
 
 
 # --- noises -----------------------------------------------------------------------------------

@@ -8,12 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpdist.models.factory_code import FactoryCode
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
+
+
+class DatasetLike(Protocol):
+    """The part of a data set that jobs read: ``dpdist.data.Dataset`` has it."""
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the hash that identifies the records."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Return the labels: int (N,)."""
+
+    def batch(self, indices: np.ndarray | slice) -> Any:
+        """Return the inputs of these indices as a tensor (B, ...)."""
+
+
+class NamedDatasetLike(DatasetLike, Protocol):
+    """A data set that messages name."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the data set."""
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,7 @@ class CertificateTable:
     def title(self) -> str:
         """Return a short name made of the table's settings, a str: "sigma-0.25-fixed-n-100".
 
-        It does not depend on the folder; the folder's name is returned only where the settings are
-        of another version.
+        It does not depend on the folder; the folder's name is returned where it states no settings.
         """
         settings = self.job_record.get("settings", {})
         given = {

@@ -9,7 +9,6 @@ under the noise.
 from __future__ import annotations
 
 import copy
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from dpdist.certification.inference import (
     default_generator,
     digest_classes,
 )
-from dpdist.certification.noise import Gaussian, Laplace, Noise
+from dpdist.certification.noise import Gaussian, Noise
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.subject import require_logits
@@ -163,7 +162,7 @@ class HiddenNoiseCounter:
     """Scores with fresh noise after the first layers (certificates: ``scores``).
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
-    deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
+    deviation of every component, a number or a tensor of the hidden shape
     (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream and inspect are,
     as in ``InputNoiseCounter``.
     """
@@ -175,7 +174,6 @@ class HiddenNoiseCounter:
         scale: float | Tensor,
         stream_keys: StreamKeys,
         *,
-        laplace: bool = False,
         noise_stream: Stream | None = None,
         inspector: Inspector | None = None,
     ) -> None:
@@ -184,7 +182,7 @@ class HiddenNoiseCounter:
         self._scale = torch.as_tensor(scale, dtype=torch.float32).to(self._stream.device)
         if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
             raise ValueError("scales must be >= 0, and one of them positive")
-        self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
+        self._noise: Noise = Gaussian(1.0)
         self._units = stream_keys
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._buffers: dict[int, Tensor] = {}
@@ -698,14 +696,13 @@ def _of_short_passes(assignment: Assignment) -> Assignment:
 class Worker:
     """Called with a list of pieces; returns a JSON row for each, with the seconds it took."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, counter: Any = None) -> None:
+        """counter: of the executed classifier; by default one that passed the check here."""
         self._assignment, self._settings = assignment, assignment.settings
         self._noise_sampler = assignment.sampler
         self._device = torch.device(assignment.device)
-        self._counter, self._batch = (
-            build_checked_counter(assignment),
-            assignment.executed_spec.batch,
-        )
+        self._counter = counter or build_checked_counter(assignment)
+        self._batch = assignment.executed_spec.batch
 
     def __call__(self, pieces: list[InputWorkUnit]) -> list[dict[str, Any]]:
         rows = []

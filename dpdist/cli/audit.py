@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from dpdist.cli.options import (
     DEFAULT_RUNS,
@@ -37,11 +37,10 @@ from dpdist.core.fields import (
     CountOrZero,
     HexKey,
     ModelCount,
-    Positive,
+    OneOrMore,
     PositiveOrZero,
     Probability,
     Section,
-    Text,
 )
 from dpdist.core.files import read_json, write_result
 
@@ -49,44 +48,13 @@ if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
     from dpdist.audits.membership import Membership
     from dpdist.audits.membership_findings import MembershipAttack, MembershipFindings
-    from dpdist.audits.target import AuditResult, Target
     from dpdist.poisoning.certificates import PoisoningBound, PoisoningCertificates, Votes
     from dpdist.poisoning.evaluation import Poisoning
-    from dpdist.privacy.card import AuditFinding
     from dpdist.privacy.plan import PrivacyPlan
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
-OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else (given,))
-
-
 # --- dpdist attack ----------------------------------------------------------------------------
-
-
-class AttackKeys(Section):
-    """Keys of an attack that --set changes; null leaves each at the default of `AttackSettings`.
-
-    certificates, claim: with --check-certificates, the table to check by name or path (default:
-    each), and the column of sizes that is attacked in place of the radius.
-    """
-
-    norm: Text | None = None
-    sizes: Annotated[tuple[Positive, ...], OneOrMore] | None = None
-    attacks: Annotated[tuple[Text, ...], OneOrMore] | None = None
-    steps: Count | None = None
-    restarts: Count | None = None
-    step_scale: Positive | None = None
-    sigma: Positive | None = None
-    samples: Count | None = None
-    n: Count | None = None
-    alpha: Probability | None = None
-    labels: Text | None = None
-    start: CountOrZero | None = None
-    every: Count | None = None
-    max_inputs: Count | None = None
-    seed: Text | None = None
-    certificates: Text | None = None
-    claim: Text | None = None
 
 
 _Set = Annotated[
@@ -124,6 +92,7 @@ def attack_command(
     norm, sizes, attacks, steps, restarts, step_scale, sigma, samples, n, alpha, labels, start,
     every, max_inputs and seed; with --check-certificates also certificates and claim.
     """
+    from dpdist.attacks.settings import AttackSettings
     from dpdist.runs.folder import open_run
     from dpdist.runs.recipe import parse_section
 
@@ -131,9 +100,10 @@ def attack_command(
     sections = changes_by_section(changes, {"attack": None, "data": ("root",)})
     changed = {f"data.{key}": value for key, value in sections["data"].items()}
     recipe = load_trained_recipe(folder, "attack", changed)
-    given = parse_section(AttackKeys, sections["attack"], "attack")
-    asked = {k: v for k, v in given.model_dump().items() if v is not None}
+    asked = {key: value for key, value in sections["attack"].items() if value is not None}
     about = {name: asked.pop(name, None) for name in ("certificates", "claim")}
+    usual = {"attacks": ("pgd",)} if check_certificates else {}
+    settings = parse_section(AttackSettings, usual | asked, "attack")
     how = (output, workers, as_json)
     if check_certificates:
         useless = [n for n in ("norm", "sizes", "n", "alpha", "labels", "sigma") if n in asked]
@@ -142,17 +112,17 @@ def attack_command(
                 f"attack.{', attack.'.join(useless)}: not with --check-certificates, which takes "
                 "norm, sizes, noise and samples from the certificates"
             )
-        _attack_certificates(recipe, folder, asked, about, *how)
+        _attack_certificates(recipe, folder, settings, about, *how)
         return
     if any(value is not None for value in about.values()):
         raise UserError("attack.certificates, attack.claim: only with --check-certificates")
-    _run_attack(recipe, folder, asked, *how)
+    _run_attack(recipe, folder, settings, *how)
 
 
 def _run_attack(
     recipe: Recipe,
     folder: RunFolder,
-    asked: dict[str, Any],
+    settings: AttackSettings,
     output: Path | None,
     workers: int | None,
     as_json: bool,
@@ -161,8 +131,6 @@ def _run_attack(
     from dpdist.reports.charts import attack_outcome_table
     from dpdist.reports.results import load_results
 
-    settings = _attack_settings(asked)
-    _refuse_noise_options(recipe, folder, settings, asked)
     with pipeline.run_session(folder, executor=executor_name()):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, workers)
     table = settings.read(path)
@@ -188,36 +156,10 @@ def _run_attack(
     typer.echo(f"table: {path}")
 
 
-def _attack_settings(asked: dict[str, Any]) -> AttackSettings:
-    """Return the attack that is asked for. Raises UserError for a setting that it has not."""
-    from dpdist.attacks.settings import AttackSettings
-
-    settings = AttackSettings(**asked)
-    settings.refuse_unused(asked)
-    return settings
-
-
-def _refuse_noise_options(
-    recipe: Recipe, folder: RunFolder, settings: AttackSettings, asked: dict[str, Any]
-) -> None:
-    """Raise UserError for settings of noise where the attacked classifier has none."""
-    useless = [name for name in ("samples", "n", "alpha") if name in asked]
-    if not useless or settings.sigma is not None:
-        return
-    from dpdist.evaluation import load_model
-    from dpdist.randomness.noise_location import find_noise_location
-
-    if not find_noise_location(load_model(recipe, folder)).is_random:
-        raise UserError(
-            f"attack.{', attack.'.join(useless)}: must be left out: the model has no noise, so "
-            "nothing is drawn; set attack.sigma to attack it smoothed"
-        )
-
-
 def _attack_certificates(
     recipe: Recipe,
     folder: RunFolder,
-    asked: dict[str, Any],
+    settings: AttackSettings,
     about: dict[str, Any],
     output: Path | None,
     workers: int | None,
@@ -227,7 +169,6 @@ def _attack_certificates(
     from dpdist.attacks.settings import CheckSettings
     from dpdist.attacks.table import check_line
 
-    settings = _attack_settings({"attacks": ("pgd",), **asked})
     tables = _tables_to_attack(folder, about["certificates"])
     if not tables:
         raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
@@ -354,7 +295,11 @@ def audit_command(
     if kind == "membership":
         _audit_membership(asked, parse_section(MembershipKeys, of_audit, section))
     else:
-        _audit_poison(asked, parse_section(PoisonKeys, of_audit, section))
+        from dpdist.poisoning.evaluation import Poisoning
+
+        read = {key: of_audit.pop(key) for key in VoteKeys.model_fields if key in of_audit}
+        votes = parse_section(VoteKeys, read, section)
+        _audit_poison(asked, parse_section(Poisoning, of_audit, section), votes)
 
 
 def _audit_epsilon(
@@ -369,8 +314,9 @@ def _audit_epsilon(
 ) -> None:
     from dpdist.audits import registry
     from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.target import audit_result_of
+    from dpdist.audits.target import audit_result_of, target_of_recipe, target_of_run
     from dpdist.privacy.card import CONSISTENT
+    from dpdist.reports.results import load_results
     from dpdist.runs.folder import RunFolder
 
     asked = registry.resolve_audit_options(recipe, kind, overrides)
@@ -380,15 +326,25 @@ def _audit_epsilon(
     if folder is None and asked.canary_audit is not None:
         planted = audited_recipe(recipe, asked, name)
         folder = pipeline.train_only(planted, runs=runs, context=name)
-    target = _audit_target(recipe, folder, name)
+    target = (
+        target_of_recipe(recipe, name)
+        if folder is None
+        else target_of_run(folder, load_results(folder).guarantee)
+    )
     if folder is not None or output is not None:
         output = result.output_folder(folder or RunFolder(runs / recipe.name), output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
-    found = _run_audit(result, target, output)
+    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
+        found = registry.run_audit(
+            asked, target, output, lambda done, total: show(done, total, 0.0)
+        )
     if as_json:
         console.print_json(read_json(output / result.file))
     else:
-        typer.echo(console.format_table(_result_rows(found), title=f"audit of {name}"))
+        rows = [("epsilon", found.comparison_line), ("audited", found.summary_line)]
+        rows += [("it rests on", line) for line in found.assumptions]
+        rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+        typer.echo(console.format_table(rows, title=f"audit of {name}"))
         kept = ", which stays private: it is made of many trainings" * result.private
         typer.echo(f"result{kept}: {output / result.file}")
     if folder is not None:
@@ -421,32 +377,10 @@ def _open_run_or_recipe(
     return folder.read_recipe(), folder
 
 
-def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
-    """Return the audited target: the run, or else the recipe."""
-    from dpdist.audits.target import target_of_recipe, target_of_run
-    from dpdist.reports.results import load_results
-
-    if folder is None:
-        return target_of_recipe(recipe, name)
-    return target_of_run(folder, load_results(folder).guarantee)
-
-
-def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:
-    from dpdist.audits import registry
-
-    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
-        return registry.run_audit(
-            result.options, target, output, lambda done, total: show(done, total, 0.0)
-        )
-
-
-def _result_rows(result: AuditFinding) -> list[tuple[str, str]]:
-    rows = [("epsilon", result.comparison_line), ("audited", result.summary_line)]
-    rows += [("it rests on", line) for line in result.assumptions]
-    return rows + [(key.replace("_", " "), str(value)) for key, value in result.details.items()]
-
-
 # --- membership -------------------------------------------------------------------------------
+
+
+_MembershipAttack = Literal["shadow", "lira", "lira-offline", "rmia", "rmia-offline"]
 
 
 class MembershipKeys(Section):
@@ -459,7 +393,11 @@ class MembershipKeys(Section):
     """
 
     models: ModelCount = 16
-    attacks: Annotated[tuple[Text, ...], OneOrMore] = ("shadow", "lira", "rmia")
+    attacks: Annotated[tuple[_MembershipAttack, ...], OneOrMore, Field(min_length=1)] = (
+        "shadow",
+        "lira",
+        "rmia",
+    )
     game: Literal["coins", "halves"] = "coins"
     passes: Annotated[tuple[Annotated[Count, Field(le=100_000)], ...], OneOrMore] = (100,)
     seed: HexKey | None = None
@@ -469,14 +407,17 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys) -> None:
     """Train a bank of shadow models, attack all of them, and compare with what is proved."""
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
+    from dpdist.audits.membership_findings import ATTACKS
 
-    chosen = _attacks_named(keys.attacks)
+    chosen = [ATTACKS[name]() for name in dict.fromkeys(keys.attacks)]
     averaged = tuple(sorted(set(keys.passes)))
     banks: list[tuple[Membership, list[MembershipAttack]]] = []
     if quarters := [one for one in chosen if one.needs_quarters_game]:
-        banks.append((Membership("quarters", 2, averaged, seed=keys.seed), quarters))
+        bank = Membership(game="quarters", models=2, passes=averaged, seed=keys.seed)
+        banks.append((bank, quarters))
     if others := [one for one in chosen if not one.needs_quarters_game]:
-        banks.append((Membership(keys.game, keys.models, averaged, seed=keys.seed), others))
+        bank = Membership(game=keys.game, models=keys.models, passes=averaged, seed=keys.seed)
+        banks.append((bank, others))
     _check_banks(asked, banks)
     asked.folder.create_or_open(asked.recipe)
     with pipeline.run_session(asked.folder, executor=executor_name()):
@@ -499,22 +440,13 @@ def _check_banks(
         raise UserError("--output: holds one bank; give shadow and the other attacks apart")
     for bank, attacks in banks:
         for one in attacks:
-            one.check_game(bank.rules)
+            one.check_game(bank.game_rules)
         bank.output_folder(asked.folder, asked.output)
     if not asked.folder.check_same_recipe(asked.recipe):
         refuse_unused(asked.recipe, asked.context)
     dataset, _ = check_trainable(asked.recipe, asked.context)
     for bank, _ in banks:
         bank.plan_shadows(asked.recipe, len(dataset))
-
-
-def _attacks_named(names: Sequence[str]) -> list[MembershipAttack]:
-    from dpdist.audits.membership_findings import ATTACKS
-
-    unknown = [name for name in names if name not in ATTACKS]
-    if unknown or not names:
-        raise UserError(f"membership.attacks: must be out of {', '.join(ATTACKS)}, got {unknown}")
-    return [ATTACKS[name]() for name in dict.fromkeys(names)]
 
 
 def _run_membership_attacks(
@@ -545,53 +477,29 @@ def _run_membership_attacks(
 _DEFAULT_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class PoisonKeys(Section):
-    """Keys of `--kind poison`.
+class VoteKeys(Section):
+    """Keys of `--kind poison` beside those of `Poisoning`: how votes are read.
 
-    models: that vote. select: of them, those that choose the class (6). alpha: error of each
-    certificate (0.001). sigma: noise on each vote's input. radii: L2 changes of the input besides,
-    with sigma. changes: numbers of changed records to show. partitions: plain models on disjoint
-    shards instead. bag: plain models on so many random records instead. seed: 64 hex digits; null
-    draws a secret one, which is stored in private/.
+    select: of the models, those that choose the class. alpha: error of each certificate. radii: L2
+    changes of the input besides, with sigma. changes: numbers of changed records to show.
     """
 
-    models: ModelCount = 66
-    select: Count | None = None
-    alpha: Probability | None = None
-    sigma: Positive | None = None
+    select: Count = 6
+    alpha: Probability = 0.001
     radii: Annotated[tuple[PositiveOrZero, ...], OneOrMore] = ()
     changes: Annotated[tuple[CountOrZero, ...], OneOrMore] = ()
-    partitions: bool = False
-    bag: Count | None = None
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
-    seed: HexKey | None = None
 
 
-def _audit_poison(asked: _Asked, keys: PoisonKeys) -> None:
+def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
     """Certify answers against poisoned training records, by the votes of many models."""
     from dpdist import pipeline
-    from dpdist.poisoning.evaluation import Poisoning
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
     from dpdist.training.records import data_source, load_test_records
 
     recipe, folder = asked.recipe, asked.folder
-    if keys.partitions:
-        _refuse_sampling_keys(select=keys.select, alpha=keys.alpha, radii=keys.radii or None)
     at = (0.0, *[radius for radius in keys.radii if radius])
-    rule = _VoteSettings(keys.models, keys.select or 6, keys.alpha or 0.001, at, keys.sigma)
-    settings = Poisoning(
-        keys.models,
-        keys.partitions,
-        keys.sigma,
-        keys.start,
-        keys.every,
-        keys.max_inputs,
-        keys.seed,
-        keys.bag,
-    )
+    rule = _VoteSettings(settings.models, keys.select, keys.alpha, at, settings.sigma)
     settings.output_folder(folder, asked.output)
     if not folder.check_same_recipe(recipe):
         refuse_unused(recipe, asked.context)
@@ -599,7 +507,7 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys) -> None:
     records = len(check_trainable(trained, asked.context)[0])
     settings.choose_inputs(len(load_test_records(trained, data_source(trained))), asked.context)
     _, plan = settings.training_plan(trained, records)
-    poisoned = None if keys.partitions else rule.poisoning_effect(settings, plan, records)
+    poisoned = None if settings.partitions else rule.poisoning_effect(settings, plan, records)
     folder.create_or_open(recipe)
     with pipeline.run_session(folder, executor=executor_name()):
         path = pipeline.evaluation_stage(recipe, folder, settings, asked.output, asked.workers)
@@ -611,16 +519,6 @@ def _audit_poison(asked: _Asked, keys: PoisonKeys) -> None:
     else:
         typer.echo(console.format_table(rows, title="against poisoned training records"))
     _write_csv(path.with_name("inputs.csv"), votes, found[0])
-
-
-def _refuse_sampling_keys(**keys: object) -> None:
-    """Raise UserError for a key that says something of models that draw at random."""
-    for name, value in keys.items():
-        if value is not None:
-            raise UserError(
-                f"poison.{name}: goes with models that draw at random, not with partitions, whose "
-                "votes are exact"
-            )
 
 
 @dataclass(frozen=True)

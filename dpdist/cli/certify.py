@@ -38,7 +38,7 @@ from dpdist.cli.options import (
 from dpdist.core import console
 from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, Positive, Probability, ProcessCount
+from dpdist.core.fields import Count, Positive, ProcessCount
 from dpdist.core.files import (
     MAX_JSON_BYTES,
     check_regular_file,
@@ -282,21 +282,17 @@ def _certify_run(
             recipe, folder, settings, output, subject=subject, inputs=copies
         )
     if copies is not None:
+        from dpdist.certification.table_reader import read
+
+        clean = folder.certificates / settings.folder_name / "certificates.parquet"
         measured = [
             ("inputs", f"{len(found.index):,}"),
-            *copies.summary_rows(found, _clean_table(folder, settings)),
+            *copies.summary_rows(found, read(clean) if clean.is_file() else None),
             ("table", str(found.path)),
         ]
     if folder.archive.exists():
         pipeline.archive_stage(folder)
     return found, folder.name, measured
-
-
-def _clean_table(folder: RunFolder, settings: Certificate) -> CertificateTable | None:
-    from dpdist.certification.table_reader import read
-
-    path = folder.certificates / settings.folder_name / "certificates.parquet"
-    return read(path) if path.is_file() else None
 
 
 def _table_folder(named: str) -> Path | None:
@@ -312,19 +308,13 @@ def _table_folder(named: str) -> Path | None:
 
 def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateTable:
     """Write the stored counts of a table at another error, beside it. Raises UserError."""
-    from pydantic import TypeAdapter, ValidationError
-
     from dpdist.certification import table as tables
     from dpdist.certification.table_reader import read, recertify
     from dpdist.cluster.job_folder import SETTINGS
     from dpdist.runs.folder import RunFolder
 
-    stated = asked["certify"].pop("alpha", None)
-    try:
-        alpha = TypeAdapter(Probability).validate_python(stated)
-    except ValidationError:
-        alpha = None
-    if any(asked.values()) or alpha is None:
+    alpha = asked["certify"].pop("alpha", None)
+    if any(asked.values()) or not isinstance(alpha, float):
         raise UserError(
             f"{folder}: is a table, whose counts are certified again without the model: give "
             "--set certify.alpha=A with A between 0 and 1, and nothing else"
@@ -366,7 +356,7 @@ def _print_table(
 # --- dpdist predict ---------------------------------------------------------------------------
 
 
-DEFAULT_DRAWS, DEFAULT_ALPHA, MAX_DRAWS = 10_000, 0.001, 10_000_000  # one process makes them
+DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001
 _Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
@@ -427,11 +417,8 @@ def predict_command(
         check_regular_file(path)
     given = {key: value for key, value in asked["certify"].items() if value is not None}
     if to is not None:
-        _refuse_smoothing(given, label_only, "sampled texts")
         _write_texts(run, release, files or [], texts, asked["sampling"], to)
         return
-    if asked["sampling"]:
-        raise UserError("--set sampling: must be left out without --to, which names a new folder")
     recipe = None
     if release is not None:
         saved = _saved_release(release)
@@ -443,17 +430,14 @@ def predict_command(
     tokens, targets = saved.tokens, saved.targets
     _require_inputs(files, texts, tokens, saved.path)
     if tokens:
-        _refuse_smoothing(given, label_only, "texts")
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
     saved, images = _with_rows(saved, files or [])
     if targets != "class":
-        _refuse_smoothing(given, label_only, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
-        _refuse_smoothing(given, label_only, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
         _predict_with_paid_answers(QueryOracle(recipe, folder), saved, images, as_json)
@@ -468,10 +452,8 @@ def _write_texts(
     """Sample texts from a release into a new folder. Raises UserError."""
     import secrets
 
-    from pydantic import TypeAdapter, ValidationError
-
-    from dpdist.core.fields import validation_message
     from dpdist.release.generation import PAGE, Sampling, parse_prompts, write_texts
+    from dpdist.runs.recipe import parse_section
 
     if release is None:
         raise UserError(
@@ -481,14 +463,7 @@ def _write_texts(
     for path in files:
         prompts += parse_prompts(read_text(path), path)
     usual = {"count": 1, "max_tokens": 100, "temperature": 1.0, "seed": secrets.randbits(32)}
-    try:
-        how = TypeAdapter(Sampling).validate_python(usual | sampling)
-    except ValidationError as error:
-        item = error.errors()[0]
-        key = ".".join(map(str, item["loc"]))
-        raise UserError(
-            f"sampling.{key}: {validation_message(item)}, got {quoted(item['input'])}"
-        ) from None
+    how = parse_section(Sampling, usual | sampling, "sampling")
     folder = write_texts(release, prompts or [""], how, to)
     console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
     typer.echo(str(folder))
@@ -632,8 +607,6 @@ def _predict_smoothed(
         return
     sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
     settings = settings_of(options | {"sigma": sigma})
-    if settings.n > MAX_DRAWS:
-        raise UserError(f"certify.n: must be at most {MAX_DRAWS:,}, got {settings.n:,}")
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
@@ -653,13 +626,6 @@ def _predict_smoothed(
             "alpha": settings.alpha,
         }  # fmt: skip
         _print_label(path, saved_model.classes, label, more, said, as_json)
-
-
-def _refuse_smoothing(given: dict[str, Any], label_only: bool, what: str) -> None:
-    """Raise UserError for settings of answers with noise."""
-    useless = [f"certify.{name}" for name in given] + ["--label-only"] * label_only
-    if useless:
-        raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
 
 
 def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: bool) -> None:

@@ -59,21 +59,14 @@ def check(
     file: Annotated[
         Path, typer.Argument(callback=path_callback(), help="cluster.yaml, or KubeRay manifests.")
     ],
-    recipe: Annotated[str | None, option("A recipe that must fit on it.", None, "--recipe")] = None,
-    changes: Changes = None,
 ) -> None:
     """Check a cluster file without touching a cloud: Ray's schema, and five rules of security.
 
     Every complaint names file, key and what would be right; exit code 2 when there is one.
     """
-    from dpdist.cluster.cluster_file import Needs, check_file
-    from dpdist.runs.recipe import parse_changes, resolve_recipe
+    from dpdist.cluster.cluster_file import check_file
 
-    needs = None
-    if recipe is not None:
-        resolved = resolve_recipe(recipe, changes=parse_changes(changes))
-        needs = Needs.of(resolved.resources)
-    complaints, notes = check_file(file, needs)
+    complaints, notes = check_file(file)
     for note in notes:
         typer.echo(f"{file}: note: {note}")
     if complaints:

@@ -197,12 +197,8 @@ def imported(
     from dpdist.importing import ForeignModel, TestData, import_model  # loads torch
 
     recipe = import_model(ForeignModel(*model), TestData(*data), folder, certify=certify)
-    console.log(f"importing: {folder.path}: {recipe.method.describe(_plan(folder))}")
+    console.log(f"importing: {folder.path}: {recipe.method.describe(folder.read_plan())}")
     return recipe
-
-
-def _plan(folder: RunFolder) -> Any:
-    return folder.read_plan()
 
 
 def input_shape(text: str | None) -> tuple[int, ...] | None:

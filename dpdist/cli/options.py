@@ -62,7 +62,7 @@ def field_callback(field: Any) -> OptionCallback:
     return check
 
 
-def path_callback(*suffixes: str, for_writing: bool = False) -> OptionCallback:
+def path_callback(*suffixes: str) -> OptionCallback:
     """A path, or several. endings: of a file to be written, which must be able to lie there."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
@@ -79,7 +79,7 @@ def path_callback(*suffixes: str, for_writing: bool = False) -> OptionCallback:
             raise UserError(
                 f"{_option_name(param)}: the file must end in {right}, got {quoted(str(found))}"
             )
-        if suffixes or for_writing:
+        if suffixes:
             check_writable(found, _option_name(param))
         return found
 
@@ -105,8 +105,6 @@ def parse_numbers(
         return None
     parts = text.split(",")
     try:
-        if len(parts) > 100:
-            raise UserError(f"{context}: at most 100 numbers, got {len(parts)}")
         return tuple(TypeAdapter(field).validate_python(part) for part in parts)
     except ValidationError as error:
         item = error.errors()[0]
@@ -161,7 +159,6 @@ def executor_name() -> Literal["local", "ray"] | None:
     return cast(Literal["local", "ray"] | None, found)
 
 
-FIGURE_PATH = path_callback(".png", ".pdf", ".svg")
 DEFAULT_RUNS = Path("runs")
 
 # What a command is about.

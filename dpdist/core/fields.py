@@ -220,6 +220,10 @@ def check_hex_key(value: str) -> str:
 
 
 HexKey = Annotated[str, AfterValidator(check_hex_key)]
+# one value stands for a list of it
+OneOrMore = BeforeValidator(
+    lambda given: given if given is None or isinstance(given, list | tuple) else (given,)
+)
 RejectBool = BeforeValidator(_reject_bool)
 Count = Annotated[int, RejectBool, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, RejectBool, Field(ge=0, le=MAX_COUNT)]

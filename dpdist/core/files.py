@@ -564,9 +564,6 @@ def resolve_inside(folder: Path, path: str) -> Path:
 # --- comparing JSON values --------------------------------------------------------------------
 
 
-_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\binf(?:inite|inity)?\b")
-
-
 def json_equal(one: Any, other: Any) -> bool:
     """Return whether two JSON values are equal but for the last bits of numbers.
 
@@ -580,26 +577,6 @@ def json_equal(one: Any, other: Any) -> bool:
     if numbers:
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-300)
     return type(one) is type(other) and one == other
-
-
-def extract_numbers(text: str) -> list[str]:
-    """Return the numbers that a text names, in their order, whatever the words around them."""
-    return _NUMBER.findall(re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.lower()))
-
-
-def replace_text_by_numbers(value: Any) -> Any:
-    """Return a JSON value with every text replaced by the numbers in it.
-
-    Lists of texts are replaced by the numbers of all of them. The result is the same when a
-    statement is made in other words.
-    """
-    if isinstance(value, dict):
-        return {key: replace_text_by_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(inner, str) for inner in value):
-            return [number for inner in value for number in extract_numbers(inner)]
-        return [replace_text_by_numbers(inner) for inner in value]
-    return extract_numbers(value) if isinstance(value, str) else value
 
 
 # --- Parquet files ----------------------------------------------------------------------------

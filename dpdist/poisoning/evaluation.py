@@ -7,8 +7,7 @@ sum of their trainings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +15,15 @@ import numpy as np
 
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MAX_MODELS, check_hex_key
+from dpdist.core.fields import (
+    Count,
+    CountOrZero,
+    HexKey,
+    ModelCount,
+    Positive,
+    Rule,
+    Section,
+)
 from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_recipe
@@ -25,8 +32,7 @@ if TYPE_CHECKING:
     from dpdist.poisoning.job import VoterSetup, VotingJob
 
 
-@dataclass(frozen=True)
-class Poisoning(Evaluation):
+class Poisoning(Section, Evaluation):
     """Votes of many models of a recipe on test inputs.
 
     models: how many. partitions: plain models on disjoint shards of the records, instead of private
@@ -36,14 +42,14 @@ class Poisoning(Evaluation):
     max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
     """
 
-    models: int = 66
+    models: ModelCount = 66
     partitions: bool = False
-    sigma: float | None = None
-    start: int = 0
-    every: int = 1
-    max_inputs: int | None = None
-    seed: str | None = None
-    bag: int | None = None
+    sigma: Positive | None = None
+    start: CountOrZero = 0
+    every: Count = 1
+    max_inputs: Count | None = None
+    seed: HexKey | None = None
+    bag: Count | None = None
 
     name: ClassVar[str] = "poisoning"
     file: ClassVar[str] = TABLE
@@ -51,20 +57,10 @@ class Poisoning(Evaluation):
     needs_trained_model: ClassVar[bool] = False
     progress_unit: ClassVar[str] = "models"
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.models <= MAX_MODELS:
-            raise UserError(f"--set models: must be from 1 to {MAX_MODELS:,}, got {self.models:,}")
-        if self.partitions and self.sigma is not None:
-            raise UserError(
-                "--set sigma: goes with models that draw at random, not with partitions"
-            )
-        if self.partitions and self.bag is not None:
-            raise UserError("--set bag: partitions share the records in another way; choose one")
-        if self.seed is not None:
-            try:
-                check_hex_key(self.seed)
-            except ValueError as error:
-                raise UserError(f"poisoning.seed: {error}") from None
+    def rules(self) -> Iterator[Rule]:
+        drawn = "must be left out with partitions, which draw nothing at random"
+        yield Rule(self.partitions and self.sigma is not None, drawn, "sigma")
+        yield Rule(self.partitions and self.bag is not None, drawn, "bag")
 
     @property
     def folder_name(self) -> str:

@@ -401,9 +401,9 @@ class Release:
         return Answerer(self.subject, self.description, settings, shape)
 
 
-def _format_names(names: Sequence[str], shown: int = 10) -> str:
-    more = f", ... ({len(names):,} in all)" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _format_names(names: Sequence[str]) -> str:
+    more = f", ... ({len(names):,} in all)" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def refuse_fields(spec: ModelSpec, path: Path) -> None:

@@ -255,14 +255,11 @@ class ReleasedPictures(Section):
 
 
 class ReleasedBase(Section):
-    """The base that an adapter was trained in: public name, digest of its weights, their type.
-
-    dtype: None in folders that were written before it was stated.
-    """
+    """The base that an adapter was trained in: public name, digest of its weights, their type."""
 
     name: SingleLine
     digest: Digest
-    dtype: SingleLine | None = None
+    dtype: SingleLine
 
 
 def read_base(folder: Path) -> ReleasedBase:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BEGIN, FIRST_BYTE, UNKNOWN, Count, RejectBool
+from dpdist.core.fields import BEGIN, FIRST_BYTE, UNKNOWN, Count, RejectBool, Section
 from dpdist.core.files import atomic_folder, read_bytes, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.core.version import __version__
@@ -35,8 +34,7 @@ Seed = Annotated[int, RejectBool, Field(ge=0, lt=2**63)]
 TEXTS, ABOUT, PAGE = "texts.jsonl", "generated.json", "README.md"
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(Section):
     """State how texts are sampled.
 
     Attributes:
@@ -187,11 +185,6 @@ def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
     return int(torch.multinomial(shares, 1, generator=generator))
 
 
-def _for_prompt(sampling: Sampling, place: int) -> Sampling:
-    """Return the sampling of a prompt: each has random numbers of its own."""
-    return replace(sampling, seed=(sampling.seed + place) % 2**63)
-
-
 _PAGE = """# Synthetic texts of {name}
 
 {count:,} texts in {texts}, sampled by dpdist {version} from a released model. The privacy card of
@@ -241,7 +234,12 @@ def write_texts(
     rows = [
         {"prompt": prompt, "text": text}
         for place, prompt in enumerate(prompts)
-        for text in sample_texts(answerer, prompt, _for_prompt(sampling, place))
+        # each prompt has random numbers of its own
+        for text in sample_texts(
+            answerer,
+            prompt,
+            sampling.model_copy(update={"seed": (sampling.seed + place) % 2**63}),
+        )
     ]
     about = {
         "dpdist": __version__, "release": release.name, "model": release.description.model,

@@ -150,7 +150,6 @@ def _adapter_usage(description: ReleaseDescription) -> str:
     """Return how the adapter is loaded on its base; nothing of a release without one."""
     if (base := description.base) is None:
         return ""
-    kind = "" if base.dtype is None else f', dtype="{base.dtype}"'
     return f"""\
 The adapter alone, on its base {base.name} (digest of its weights {base.digest}):
 
@@ -158,7 +157,7 @@ The adapter alone, on its base {base.name} (digest of its weights {base.digest})
 from dpdist.integrations.transformers import load_adapter
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("BASE"{kind})
+base = AutoModelForCausalLM.from_pretrained("BASE", dtype="{base.dtype}")
 model = load_adapter(base, "FOLDER")    # refuses another base
 ```
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from dpdist.release.files import ReleaseError
 if TYPE_CHECKING:
     from torch import nn
 
+    from dpdist.certification.subject import NamedDatasetLike, Subject
     from dpdist.models import ModelSpec
 
 _FORMAT = 2  # of what a table says of itself
@@ -82,21 +83,6 @@ class TableRecord(FileShape):
     inputs: int
     settings: Keys
     classifier: ClassifierRecord
-
-
-class DatasetLike(Protocol):
-    """The part of a data set that is read here: ``dpdist.data.Dataset`` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def labels(self) -> np.ndarray: ...
-
-    def batch(self, indices: np.ndarray | slice) -> Any: ...
 
 
 def read_table(path: Path) -> CertificateTable:
@@ -182,7 +168,7 @@ def _check_rows(table: CertificateTable) -> None:
 
 
 def redraw_counts(
-    table: CertificateTable, model: nn.Module, spec: ModelSpec, data: DatasetLike, num_inputs: int
+    table: CertificateTable, subject: Subject, data: NamedDatasetLike, num_inputs: int
 ) -> tuple[int, int]:
     """Count inputs of a table again, by the noise of its seed, and compare.
 
@@ -191,7 +177,7 @@ def redraw_counts(
 
     Args:
         table: the table, as `check_table` left it.
-        model: the released model; spec: its architecture.
+        subject: the released model.
         data: the test data by whose inputs it was made, brought by the reader.
         num_inputs: how many to count again; all where the table has fewer.
 
@@ -210,7 +196,7 @@ def redraw_counts(
     chosen = secrets.SystemRandom().sample(
         range(len(table.index)), min(num_inputs, len(table.index))
     )
-    counter = _InputRecounter(table, model, spec, data)
+    counter = _InputRecounter(table, subject, data)
     differing = 0
     for row in chosen:
         stated = table.table.slice(row, 1).to_pylist()[0]
@@ -230,26 +216,17 @@ class _InputRecounter:
     """Counts inputs as those of a table were counted. hardware_note: says where that was, if not on
     a machine like this one."""
 
-    def __init__(
-        self,
-        table: CertificateTable,
-        model: nn.Module,
-        spec: ModelSpec,
-        data: DatasetLike,
-    ) -> None:
+    def __init__(self, table: CertificateTable, subject: Subject, data: NamedDatasetLike) -> None:
         import torch
 
         from dpdist.certification import inference
-        from dpdist.certification.inference import read_classifier_spec
-        from dpdist.certification.worker import Assignment
-        from dpdist.randomness.keys import StreamKeys
+        from dpdist.certification.job import build_assignment
+        from dpdist.certification.worker import Worker
 
-        settings, executed = (
-            table.read_settings(),
-            read_classifier_spec(table.job_record, table.path),
-        )
-        self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
-        here = inference.device_name(self._device)
+        settings = table.read_settings()
+        executed = inference.read_classifier_spec(table.job_record, table.path)
+        device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
+        here = inference.device_name(device)
         self.hardware_note = ""
         if (executed.machine, executed.torch_version) != (here, torch.__version__):
             self.hardware_note = (
@@ -257,39 +234,30 @@ class _InputRecounter:
                 f"{here} with {torch.__version__}: rounding explains "
                 f"{100 * _ROUNDING_TOLERANCE:g} %)"
             )
-        shape = tuple(spec.input_shape)
-        place = settings.build_sampler(model, shape).with_pinned(table.job_record)
-        source = StreamKeys(
-            "certify",
-            table.job_record["seed"],
-            table.job_record["model"],
-            data.fingerprint,
-            settings.noise,
-            place.sigma,
+        made = build_assignment(subject, data, settings, np.sort(table.index).tolist())
+        assignment = replace(
+            made,
+            stream_keys=replace(made.stream_keys, seed=table.job_record["seed"]),
+            sampler=made.sampler.with_pinned(table.job_record),
+            spec=replace(executed, device=device.type),
+            device=device.type,
+            gpus=float(device.type == "cuda"),
+            inputs=1,
         )
-        some = data.batch(np.sort(table.index)[:64]).numpy()
-        executed = replace(executed, device=self._device.type)
-        assignment = Assignment(
-            model, settings, place, source, spec.classes, shape, some, executed,
-            self._device.type, 1.0 if self._device.type == "cuda" else 0.0,
-        ).on_device()  # fmt: skip
-        self._assignment, self._data, self._table = assignment, data, table
+        self._settings, self._sampler, self._data = settings, assignment.sampler, data
         # The answers to the check batch are not compared: the counts themselves are.
-        self._sampler, _ = place.build_counter(assignment, executed)
+        counter, _ = assignment.sampler.build_counter(
+            assignment.on_device(), assignment.executed_spec
+        )
+        self._worker = Worker(assignment, counter)
 
     def __call__(self, index: int) -> dict[str, Any]:
         """Return the row of one input."""
-        import torch
-
-        assignment = self._assignment
-        settings, batch = assignment.settings, assignment.executed_spec.batch
         (values,) = self._data.batch(np.asarray([index])).numpy()
-        x = torch.from_numpy(np.array(values)).to(self._device)
-        partial = settings.sample(
-            self._sampler, x, index, 0, assignment.num_units, batch, assignment.sampler
-        )
+        verdict = self._worker.certify(np.array(values), index)
         label = int(self._data.labels[index])
-        return settings.table_row(index, label, assignment.decide(partial), assignment.sampler)
+        row: dict[str, Any] = self._settings.table_row(index, label, verdict, self._sampler)
+        return row
 
 
 def count_difference(stated: dict[str, Any], redrawn: dict[str, Any], schema: pa.Schema) -> float:

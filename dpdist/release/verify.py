@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpdist.certification.subject import NamedDatasetLike
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    extract_numbers,
     json_equal,
     quoted,
     read_text,
-    replace_text_by_numbers,
 )
 from dpdist.core.version import __version__
 from dpdist.privacy.accounting import library_version
@@ -41,7 +40,7 @@ from dpdist.release.files import (
     table_name,
 )
 from dpdist.release.model_card import model_card
-from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
+from dpdist.release.tables import check_table, read_table, redraw_counts
 
 _REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
 _REASON_COUNTS = "until --redraw counts inputs again"
@@ -109,7 +108,7 @@ def verify_release(
     trusted_factory: str | None = None,
     signer: Path | None = None,
     num_redrawn_inputs: int = 0,
-    load_data: Callable[[Release], DatasetLike] | None = None,
+    load_data: Callable[[Release], NamedDatasetLike] | None = None,
 ) -> list[tuple[str, str]]:
     """Return what was found to hold: name and value.
 
@@ -125,6 +124,11 @@ def verify_release(
         UserError: there is no release, no such key, a factory that nobody trusted, or no data.
     """
     release = load(folder, trusted_factory=trusted_factory, signer=signer)
+    if (version := release.description.dpdist) != __version__:
+        raise ReleaseError(
+            f"{release.path}: dpdist {version} wrote it, this is {__version__}: verify it with "
+            f"dpdist {version}"
+        )
     rows = [("files", f"{len(release.checksums)}, each with its SHA-256 sum")]
     if signer is not None:
         rows.append(("signature", f"of the key of {signer}"))
@@ -155,7 +159,9 @@ def verify_release(
 
 
 def _check_tables(
-    release: Release, num_redrawn_inputs: int, load_data: Callable[[Release], DatasetLike] | None
+    release: Release,
+    num_redrawn_inputs: int,
+    load_data: Callable[[Release], NamedDatasetLike] | None,
 ) -> list[tuple[str, str]]:
     """Compute certified accuracy again from the tables; count some inputs again where asked to."""
     if not release.description.certified:
@@ -189,9 +195,7 @@ def _check_tables(
         raise ValueError("counting again needs data")
     dataset, again, rounded = load_data(release), 0, 0
     for table in found:
-        done, differing = redraw_counts(
-            table, release.model, release.spec, dataset, num_redrawn_inputs
-        )
+        done, differing = redraw_counts(table, release.subject, dataset, num_redrawn_inputs)
         again, rounded = again + done, rounded + differing
     words = f"re-drawn for {again:,} inputs of {dataset.name}, chosen now: as stated"
     if rounded:
@@ -200,7 +204,7 @@ def _check_tables(
 
 
 def _check_card(release: Release) -> str:
-    """Hold the card against its phases. Of another version's texts the numbers are compared."""
+    """Hold the card against its phases."""
     where = release.path / PRIVACY_CARD
     try:
         again = recompute_card(release.card, release.plan)
@@ -210,18 +214,14 @@ def _check_card(release: Release) -> str:
     again = json.loads(json.dumps(again))
     if stated.keys() != again.keys():
         other = ", ".join(sorted(stated.keys() ^ again.keys()))
-        raise ReleaseError(
-            f"{where}: has not the entries of a card ({other}){_version_hint(release)}"
-        )
+        raise ReleaseError(f"{where}: has not the entries of a card ({other})")
     for name, value in again.items():
         said = stated[name]
-        if not _is_same_version(release):
-            said, value = replace_text_by_numbers(said), replace_text_by_numbers(value)
         if not json_equal(said, value):
             raise ReleaseError(
                 f"{where}: {name} does not follow from the phases that it names: it says "
                 f"{quoted(stated[name])}, computed again "
-                f"{quoted(again[name])}{_version_hint(release)}",
+                f"{quoted(again[name])}",
                 see="how-to/releases.md#what-verify-holds-against-what",
             )
     guarantee = again["guarantee"]
@@ -243,18 +243,6 @@ def _check_card(release: Release) -> str:
     return words
 
 
-def _is_same_version(release: Release) -> bool:
-    return release.description.dpdist == __version__
-
-
-def _version_hint(release: Release) -> str:
-    """Return how to check the words of a release that another version wrote."""
-    version = release.description.dpdist
-    if _is_same_version(release):
-        return ""
-    return f"; dpdist {version} wrote it, this is {__version__}: verify it with dpdist {version}"
-
-
 def _with_local_library_version(card: dict[str, Any]) -> dict[str, Any]:
     """The card as the accounting library of this machine would be named in it."""
     if not re.fullmatch(r"dp-accounting [\w.+-]{1,30}", card["library"]):
@@ -266,29 +254,12 @@ def _with_local_library_version(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_pages(release: Release) -> str:
-    """Check that the pages say what the other files say: word for word, and where another version
-    worded them, by the same numbers in the same order."""
+    """Check that the pages say what the other files say, word for word."""
     pages = {
         MODEL_CARD: model_card(release.description, release.card, release.spec),
         PRIVACY_CARD_TEXT: card_markdown(release.card),
     }
     for name, text in pages.items():
-        stated = read_text(release.path / name)
-        same = (
-            stated == text
-            if _is_same_version(release)
-            else extract_numbers(stated) == extract_numbers(text)
-        )
-        if not same:
-            raise ReleaseError(
-                f"{release.path / name}: does not say what the files beside it "
-                f"say{_version_hint(release)}"
-            )
-    *first, last = pages
-    named = f"{', '.join(first)} and {last}"
-    if _is_same_version(release):
-        return f"{named} say what the other files say"
-    return (
-        f"{named} name the numbers of the other files; the words are those of dpdist "
-        f"{release.description.dpdist}, this is {__version__}"
-    )
+        if read_text(release.path / name) != text:
+            raise ReleaseError(f"{release.path / name}: does not say what the files beside it say")
+    return f"{' and '.join(pages)} say what the other files say"

@@ -251,7 +251,7 @@ def attack_outcome_table(
     ball, on the inputs that both tables have. label_of: what a certification is called.
     """
     beside = [
-        (other, _in_both_tables(table, other))
+        (other, np.isin(other.index, table.index))
         for other in certificates
         if _same_model_and_data(table, other)
     ]
@@ -279,10 +279,6 @@ def attack_outcome_table(
         f"certified {label_of(o)}: {_comparison_note(table, o, int(c.sum()))}" for o, c in beside
     ]
     return TextTable(header, rows, notes)
-
-
-def _in_both_tables(table: AttackTable, other: CertificateTable) -> np.ndarray:
-    return np.isin(other.index, table.index)
 
 
 def _same_model_and_data(table: AttackTable, other: CertificateTable) -> bool:
@@ -329,7 +325,7 @@ _MAX_CURVE_POINTS = 180  # a step is drawn no finer than this part of the width
 
 
 def certified_accuracy_chart(
-    tables: Sequence[CertificateTable], clean_accuracy: float | None, element_id: str = "certified"
+    tables: Sequence[CertificateTable], clean_accuracy: float | None
 ) -> str:
     """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
     widest = max((float(table.size_if_correct().max()) for table in tables), default=0.0)
@@ -350,7 +346,7 @@ def certified_accuracy_chart(
         Axis(f"{' or '.join(norms)} radius, in units of the input", end),
         Axis(_PERCENT_TITLE, 100.0),
         description=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
-        element_id=element_id,
+        element_id="certified",
         title="Right and certified, against radius",
     )
 
@@ -405,9 +401,7 @@ def attacked_accuracy_chart(
     )
 
 
-def epsilon_chart(
-    curve: Sequence[tuple[int, float]], delta: float, element_id: str = "spent"
-) -> str:
+def epsilon_chart(curve: Sequence[tuple[int, float]], delta: float) -> str:
     """Epsilon against training step. curve: finite, ends above 0."""
     points = [(0.0, 0.0), *((float(step), epsilon) for step, epsilon in curve)]
     steps, last = points[-1]
@@ -416,6 +410,6 @@ def epsilon_chart(
         Axis("step", steps),
         Axis("epsilon", 1.05 * last),
         description=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
-        element_id=element_id,
+        element_id="spent",
         title="Privacy spent, against step",
     )

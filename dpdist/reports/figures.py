@@ -30,7 +30,7 @@ RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def plot_roc_curves(
-    panels: Sequence[tuple[str, RocCurves, RocCurves]], file_format: str = "png"
+    panels: Sequence[tuple[str, RocCurves, RocCurves]],
 ) -> bytes:
     """ROC curves of membership attacks on logarithmic axes, a panel for each bank: its title, the
     curves and the ceilings (dashed) by name, as false and true positive rates."""
@@ -44,7 +44,7 @@ def plot_roc_curves(
         axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1.05), title=title)
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
         axes.legend(frameon=False, fontsize=7, loc="lower right")
-    return render_figure(figure, file_format)
+    return render_figure(figure)
 
 
 def make_panels(panels: int) -> tuple[Figure, list[Axes]]:

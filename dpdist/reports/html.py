@@ -22,7 +22,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.resources import files
@@ -39,7 +39,7 @@ from dpdist.attacks.table import AttackTable, check_line
 from dpdist.certification import statistics
 from dpdist.certification.noise import norm_name
 from dpdist.certification.table import ABSTAIN, CertificateTable
-from dpdist.core.console import Row, format_bound, format_exact, format_percent
+from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     MissingFileError,
@@ -192,7 +192,8 @@ def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
         row = [names[label] if label < len(names) else str(label)]
         if plain:
             inputs, right = plain[label] if label < len(plain) else (0, 0)
-            row += [f"{inputs:,}", *_share_cells(right, inputs)]
+            row += [f"{inputs:,}", _percent_of(right, inputs)]
+            row.append(accuracy_interval(right, inputs) if inputs else "")
         if table is not None:
             here = table.label == label
             total = int(here.sum())
@@ -205,10 +206,6 @@ def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
             row += [f"{total:,}", *(_percent_of(part, total) for part in (held, wrong, silent))]
         rows.append(row)
     return header, rows
-
-
-def _share_cells(hits: int, inputs: int) -> tuple[str, str]:
-    return (_percent_of(hits, inputs), accuracy_interval(hits, inputs)) if inputs else ("", "")
 
 
 def _percent_of(part: int, whole: int) -> str:
@@ -336,8 +333,9 @@ def write_report(
     curves = _run_charts(facts)
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
+        said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
         pictures["certified_accuracy"] = standalone_svg(
-            curves["certified"], _headline(rows, folder.name)
+            curves["certified"], f"{folder.name}: {', '.join(said)}"
         )
     shown = dict(
         heading=folder.name,
@@ -353,7 +351,7 @@ def write_report(
         attacks=_attack_sections(facts, pictures),
         checks=_check_sections(facts),
         three=_epsilon_rows(facts),
-        at_delta=_delta_words(facts),
+        at_delta=f", at delta = {facts.guarantee.delta:g}" * math.isfinite(facts.guarantee.epsilon),
         search=describe_search(facts.search, folder, facts.guarantee),
         trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
         limits=limitations(facts),
@@ -361,7 +359,8 @@ def write_report(
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
         summary=[(row.title, row.text) for row in rows if row.name != "report"],
         **_privacy_section(
-            facts, None if facts.is_duration_secret and not reveal_date else _today()
+            facts,
+            None if facts.is_duration_secret and not reveal_date else datetime.now(UTC).date(),
         ),
     )
     page = render_template("page.html", baseline=None, **shown)
@@ -375,12 +374,6 @@ def write_report(
     write_files_atomic(files)
     if private is None:
         folder.baseline_report.unlink(missing_ok=True)
-
-
-def _delta_words(facts: RunResults) -> str:
-    """Return at which delta the epsilons are stated; nothing where none is proved."""
-    guarantee = facts.guarantee
-    return f", at delta = {guarantee.delta:g}" if math.isfinite(guarantee.epsilon) else ""
 
 
 def _attack_sections(
@@ -432,20 +425,9 @@ def render_template(
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode()
     return environment.get_template(template).render(
         version=__version__, style=Markup(stylesheet()), width=width, script=script,
-        contents=_table_of_contents,
+        contents=lambda body: [(name, Markup(title)) for name, title in _HEADINGS.findall(body)],
         **variables,
     )  # fmt: skip
-
-
-def _table_of_contents(body: str) -> list[tuple[str, Markup]]:
-    """Name and title of every section of a page, in order."""
-    return [(name, Markup(title)) for name, title in _HEADINGS.findall(body)]
-
-
-def _today() -> date:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).date()
 
 
 def _run_charts(facts: RunResults) -> dict[str, Any]:
@@ -463,12 +445,6 @@ def _run_charts(facts: RunResults) -> dict[str, Any]:
         if math.isfinite(curve[-1][1]) and curve[-1][1] > 0:
             spent = epsilon_chart(curve, facts.plan.delta)
     return {"certified": certified, "spent": spent, "why": why}
-
-
-def _headline(rows: Sequence[Row], name: str) -> str:
-    """Of a picture that stands alone."""
-    said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
-    return ": ".join([name, ", ".join(said)])
 
 
 def _epsilon_rows(facts: RunResults) -> list[list[str]]:
@@ -568,7 +544,7 @@ def _image_section(facts: RunResults, images: ImageSource | str) -> dict[str, An
 
 
 def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
-    stated = _population_bounds(table)
+    stated = {at.radius: at for at in statistics.population_bounds(table)}
     return {
         "words": table.description,
         "mode": table.mode,
@@ -591,11 +567,6 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
         "population": ": ".join(statistics.population_row(table)[:2]),
         "file": table.path.relative_to(folder.path),
     }
-
-
-def _population_bounds(table: CertificateTable) -> dict[float, statistics.PopulationBound]:
-    """Of inputs like these, at every radius that is shown, all together."""
-    return {at.radius: at for at in statistics.population_bounds(table)}
 
 
 def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[str, str]:
@@ -642,7 +613,16 @@ def write_overview(folder: Path) -> Path:
             heading=f"Runs in {folder.resolve().name}",
             width="78rem",
             script=True,
-            runs=[(facts, _report_link(facts), make_verdict(facts)) for facts in runs],
+            runs=[
+                (
+                    facts,
+                    f"{quote(facts.folder.name)}/report/index.html"
+                    if facts.folder.report_file.exists()
+                    else None,
+                    make_verdict(facts),
+                )
+                for facts in runs
+            ],
             privacy=privacy_rows(runs),
             grids=[grid for grid in grids if len(grid[1]) > 1],
             pairs=[
@@ -653,15 +633,6 @@ def write_overview(folder: Path) -> Path:
         ),
     )
     return page
-
-
-def _report_link(facts: RunResults) -> str | None:
-    """Where the run's own report lies, from the page."""
-    return (
-        f"{quote(facts.folder.name)}/report/index.html"
-        if facts.folder.report_file.exists()
-        else None
-    )
 
 
 def _compare_two_runs(

@@ -107,9 +107,6 @@ def describe_search(
 # Of every kind of data: nobody sees from a row what its numbers were made of.
 KEEPS_NOTHING = "the model and the loss are the user's code, and keep nothing from pass to pass"
 _BEGAN_WITH = "initial weights trained on"
-_EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
-_MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
-MAX_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
 
@@ -305,7 +302,7 @@ class RunResults:
         A key is such as "frozen denoiser trained on". Empty when all of the model began at random.
         """
         if not self.folder.pretraining_record.exists():
-            return self._began_with
+            return _began_with(self)
         about = read_json(self.folder.pretraining_record, {"part": str, "pretraining_data": str})
         frozen = about["part"]
         if frozen == "features":
@@ -333,24 +330,6 @@ class RunResults:
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
         return weakest([self.training_summary.get("independence", SCREENED)])
-
-    @property
-    def _began_with(self) -> dict[str, str]:
-        """Return the runs that a script began with, each with its own guarantee."""
-        said = "; ".join(each.stated for each in self.recipe.stages)
-        return {_BEGAN_WITH: f"private records, in run {said}"} if said else {}
-
-    @property
-    def _frozen_parameters(self) -> dict[str, str]:
-        count = self.training_summary.get("frozen_parameters", 0)
-        return {"frozen": f"{count:,} parameters, not changed by this run"} if count else {}
-
-    @property
-    def _steps_taken(self) -> dict[str, str]:
-        taken = self.training_summary.get("steps_taken")
-        if taken is None or self.is_duration_secret:
-            return {}
-        return {"stopped": f"after {taken:,} of {self.plan.steps:,} steps; all are charged"}
 
     @property
     def assumptions(self) -> list[str]:
@@ -388,61 +367,6 @@ class RunResults:
             lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines
 
-    @property
-    def _rounding_note(self) -> str:
-        """Return what the guarantee assumes of floating point."""
-        resources = self.recipe.resources
-        measured = self.training_summary["rounding"]
-        return describe_rounding(
-            resources.rounding, resources.micro_batch,
-            measured["precision"], measured.get("moves"),
-            self.recipe.privacy.nominal_records is not None,
-        )  # fmt: skip
-
-    @property
-    def _step_notes(self) -> list[str]:
-        """Notes on what bounds a record's part in a step."""
-        notes = []
-        if how := self.record_independence:
-            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-            if self.training_summary.get("rounding"):
-                notes.append(self._rounding_note)
-        if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
-            notes.append(f"Clipping: {rule}.")
-        return notes
-
-    @property
-    def _score_rows(self) -> list[tuple[str, str]]:
-        """Return a row about a script's scores on held-out private records, if it has any."""
-        if (score := self.recipe.score) is None:
-            return []
-        said = (
-            f"every {score.every:,} steps, {score.value} on {score.records:,} held-out "
-            f"{self.plan.counted}, noise {score.noise:.4g} on their sum; epsilon covers them"
-        )
-        return [("private scores", said)]
-
-    @property
-    def _own_code(self) -> list[str]:
-        """Notes on code of the user's that made the model."""
-        notes = []
-        if ":" in self.recipe.model.name:
-            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
-        if (own := self.recipe.by_script) is not None:
-            notes.append(
-                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
-                f"loss {own.loss}. No command repeats the training."
-            )
-            notes += [f"Replaced: {line}." for line in own.replaced]
-            if own.unused:
-                notes.append(
-                    f"Not trained, as the loss does not depend on it: {', '.join(own.unused)}."
-                )
-            notes += [f"Private scores: {said}." for _, said in self._score_rows]
-        elif self.recipe.training.own_loss:
-            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
-        return notes
-
     def privacy_card(self) -> dict[str, Any]:
         """Return the privacy card, a dict of JSON values.
 
@@ -460,7 +384,7 @@ class RunResults:
             notes = [f"Model: {self.recipe.method.describe(plan)}."]
         elif math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
-        notes += [*self._step_notes, *self._own_code]
+        notes += [*_step_notes(self), *_own_code(self)]
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.summary_line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reported_values]
@@ -488,8 +412,8 @@ class RunResults:
                 ),
                 "method": self.recipe.method.name,
                 **self.training_data_by_part,
-                **self._frozen_parameters,
-                **self._steps_taken,
+                **_frozen_parameters(self),
+                **_steps_taken(self),
                 "dpdist": __version__,
                 **searched,
             },
@@ -546,10 +470,10 @@ class RunResults:
         """
         verdict = make_verdict(self)
         rows = [Row("verdict", verdict.sentence, brief=verdict.severity != "good")]
-        rows += self._privacy_rows()
+        rows += _privacy_rows(self)
         if self.canary_notice is not None:
             rows.append(Row("audited run", self.canary_notice, brief=True))
-        rows += self._accuracy_rows()
+        rows += _accuracy_rows(self)
         several = len(self.tables) > 1
         for table in self.tables:
             rows += statistics.certified_rows(table, table.title if several else "")
@@ -558,67 +482,11 @@ class RunResults:
         if self.folder.report_file.exists():
             details = f"details: dpdist report {self.folder.name}"
             rows.append(Row("report", str(self.folder.report_file), details, brief=True))
-        return rows + self._detail_rows()
-
-    def _privacy_rows(self) -> list[Row]:
-        guarantee, proved = self.guarantee, math.isfinite(self.guarantee.epsilon)
-        private = proved and not self.has_fixed_key and not self.plan.trained_elsewhere
-        statement = self.privacy_statement
-        rows = [privacy_row(guarantee.to_dict(), None if private else statement)]
-        if private:
-            rows.append(Row("guarantee", statement))
-        if self.claim is not None:
-            rows.append(Row("claimed, not proved", self.claim.summary_line, brief=True))
-        told = (*self.training_data_by_part.items(), *self.reported_values)
-        rows += [Row(*pair, brief=True) for pair in told]
-        if self.search is not None:
-            rows.append(Row("private search", str(self.search)))
-            rows.append(Row("chosen", _chosen_values(self.search, self.recipe), brief=True))
-        if (total := self.data_set_guarantee) is not None:
-            said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
-            rows.append(Row("data set", said, brief=True))
-        if self.budget_problem:
-            rows.append(Row("data set", self.budget_problem, brief=True))
-        return rows
-
-    def _accuracy_rows(self) -> list[Row]:
-        about = self.evaluation
-        if about is None:
-            return []
-        rows, scope = list[Row](), f"on {self.evaluation_scope})"
-        # A run whose answers alone leave it keeps no model.
-        kept = (self.folder.model_folder / "model.json").exists()
-        unit = "images" if kept and len(self.input_shape) == 3 else "inputs"
-        of_tokens = {}
-        if self.next_token_count is not None:
-            names = ("next_tokens", "perplexity", "base_perplexity")
-            of_tokens = {name: about.get(name) for name in names}
-        rows += accuracy_rows(self.accuracy, about["inputs"], unit, **of_tokens)
-        rows += [Row(name, f"{said} {scope}", brief=True) for name, said in self.measures.items()]
-        return rows
-
-    def _detail_rows(self) -> list[Row]:
-        took = "" if self.is_duration_secret else f", {self.training_took}"
-        rows = [Row("training", self.recipe.method.describe(self.plan) + took)]
-        rows += [Row(*pair) for pair in (*self._steps_taken.items(), *self._score_rows)]
-        if layers := self.training_summary["fallback_layers"]:
-            rows.append(Row("layers without a rule", ", ".join(layers)))
-        if self.evaluation is not None:
-            draws = self.evaluation.get("noise_draws")
-            how = f", mean scores of {draws} draws of its noise" if draws else ""
-            rows.append(Row("test data", f"{self.evaluation_scope}{how})"))
-        for table in self.tables:
-            rows += statistics.input_rows(table)
-            rows.append(statistics.population_row(table))
-        return rows
+        return rows + _detail_rows(self)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return name and text of every row, a list of pairs of str."""
         return [(row.name, row.text) for row in self.rows()]
-
-    @property
-    def _caption(self) -> str:
-        return f"Run {self.folder.name} ({self.folder.path})"
 
     def __repr__(self) -> str:
         """Return all rows.
@@ -626,15 +494,149 @@ class RunResults:
         A notebook is handed around, and the files of a run hold more, such as the duration
         of a training, which may be secret.
         """
-        return format_table(self.rows(), self._caption)
+        return format_table(self.rows(), _caption(self))
 
     def __str__(self) -> str:
         """Return the brief rows, as a run prints them at its end."""
-        return format_table([row for row in self.rows() if row.brief], self._caption)
+        return format_table([row for row in self.rows() if row.brief], _caption(self))
 
     def _repr_html_(self) -> str:
         """Return all rows as a table, for a notebook."""
-        return format_html_table(self.rows(), self._caption)
+        return format_html_table(self.rows(), _caption(self))
+
+
+def _began_with(facts: RunResults) -> dict[str, str]:
+    """Return the runs that a script began with, each with its own guarantee."""
+    said = "; ".join(each.stated for each in facts.recipe.stages)
+    return {_BEGAN_WITH: f"private records, in run {said}"} if said else {}
+
+
+def _frozen_parameters(facts: RunResults) -> dict[str, str]:
+    count = facts.training_summary.get("frozen_parameters", 0)
+    return {"frozen": f"{count:,} parameters, not changed by this run"} if count else {}
+
+
+def _steps_taken(facts: RunResults) -> dict[str, str]:
+    taken = facts.training_summary.get("steps_taken")
+    if taken is None or facts.is_duration_secret:
+        return {}
+    return {"stopped": f"after {taken:,} of {facts.plan.steps:,} steps; all are charged"}
+
+
+def _rounding_note(facts: RunResults) -> str:
+    """Return what the guarantee assumes of floating point."""
+    resources = facts.recipe.resources
+    measured = facts.training_summary["rounding"]
+    return describe_rounding(
+        resources.rounding, resources.micro_batch,
+        measured["precision"], measured.get("moves"),
+        facts.recipe.privacy.nominal_records is not None,
+    )  # fmt: skip
+
+
+def _step_notes(facts: RunResults) -> list[str]:
+    """Notes on what bounds a record's part in a step."""
+    notes = []
+    if how := facts.record_independence:
+        notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+        if facts.training_summary.get("rounding"):
+            notes.append(_rounding_note(facts))
+    if facts.plan.relies_on_clipping and (rule := facts.recipe.privacy.clipping_description):
+        notes.append(f"Clipping: {rule}.")
+    return notes
+
+
+def _score_rows(facts: RunResults) -> list[tuple[str, str]]:
+    """Return a row about a script's scores on held-out private records, if it has any."""
+    if (score := facts.recipe.score) is None:
+        return []
+    said = (
+        f"every {score.every:,} steps, {score.value} on {score.records:,} held-out "
+        f"{facts.plan.counted}, noise {score.noise:.4g} on their sum; epsilon covers them"
+    )
+    return [("private scores", said)]
+
+
+def _own_code(facts: RunResults) -> list[str]:
+    """Notes on code of the user's that made the model."""
+    notes = []
+    if ":" in facts.recipe.model.name:
+        notes.append(f"Custom model: {facts.recipe.model.name}, no architecture of dpdist's.")
+    if (own := facts.recipe.by_script) is not None:
+        notes.append(
+            f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
+            f"loss {own.loss}. No command repeats the training."
+        )
+        notes += [f"Replaced: {line}." for line in own.replaced]
+        if own.unused:
+            notes.append(
+                f"Not trained, as the loss does not depend on it: {', '.join(own.unused)}."
+            )
+        notes += [f"Private scores: {said}." for _, said in _score_rows(facts)]
+    elif facts.recipe.training.own_loss:
+        notes.append(f"Custom loss: {facts.recipe.training.loss}, no loss of dpdist's.")
+    return notes
+
+
+def _privacy_rows(facts: RunResults) -> list[Row]:
+    guarantee, proved = facts.guarantee, math.isfinite(facts.guarantee.epsilon)
+    private = proved and not facts.has_fixed_key and not facts.plan.trained_elsewhere
+    statement = facts.privacy_statement
+    rows = [privacy_row(guarantee.to_dict(), None if private else statement)]
+    if private:
+        rows.append(Row("guarantee", statement))
+    if facts.claim is not None:
+        rows.append(Row("claimed, not proved", facts.claim.summary_line, brief=True))
+    told = (*facts.training_data_by_part.items(), *facts.reported_values)
+    rows += [Row(*pair, brief=True) for pair in told]
+    if facts.search is not None:
+        rows.append(Row("private search", str(facts.search)))
+        values = facts.search.values_of(facts.recipe)
+        chosen = ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
+        rows.append(Row("chosen", chosen, brief=True))
+    if (total := facts.data_set_guarantee) is not None:
+        said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
+        rows.append(Row("data set", said, brief=True))
+    if facts.budget_problem:
+        rows.append(Row("data set", facts.budget_problem, brief=True))
+    return rows
+
+
+def _accuracy_rows(facts: RunResults) -> list[Row]:
+    about = facts.evaluation
+    if about is None:
+        return []
+    rows, scope = list[Row](), f"on {facts.evaluation_scope})"
+    # A run whose answers alone leave it keeps no model.
+    kept = (facts.folder.model_folder / "model.json").exists()
+    unit = "images" if kept and len(facts.input_shape) == 3 else "inputs"
+    of_tokens = {}
+    if facts.next_token_count is not None:
+        names = ("next_tokens", "perplexity", "base_perplexity")
+        of_tokens = {name: about.get(name) for name in names}
+    rows += accuracy_rows(facts.accuracy, about["inputs"], unit, **of_tokens)
+    rows += [Row(name, f"{said} {scope}", brief=True) for name, said in facts.measures.items()]
+    return rows
+
+
+def _detail_rows(facts: RunResults) -> list[Row]:
+    took = "" if facts.is_duration_secret else f", {facts.training_took}"
+    rows = [Row("training", facts.recipe.method.describe(facts.plan) + took)]
+    rows += [Row(*pair) for pair in (*_steps_taken(facts).items(), *_score_rows(facts))]
+    if layers := facts.training_summary["fallback_layers"]:
+        rows.append(Row("layers without a rule", ", ".join(layers)))
+    if facts.evaluation is not None:
+        draws = facts.evaluation.get("noise_draws")
+        how = f", mean scores of {draws} draws of its noise" if draws else ""
+        rows.append(Row("test data", f"{facts.evaluation_scope}{how})"))
+    for table in facts.tables:
+        rows += statistics.input_rows(table)
+        rows.append(statistics.population_row(table))
+    return rows
+
+
+def _caption(facts: RunResults) -> str:
+    return f"Run {facts.folder.name} ({facts.folder.path})"
 
 
 def load_results(folder: RunFolder | str | Path) -> RunResults:
@@ -694,7 +696,7 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
         check_shape(trained, str(folder.training_summary), {"model": str})
     evaluation = None
     if folder.evaluation.exists():
-        evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
+        evaluation = read_json(folder.evaluation)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.read_all(folder) for kind in public}
@@ -708,41 +710,6 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
     return RunResults(folder, recipe, account, trained, evaluation, tables, evaluations)
 
 
-def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
-    if targets != "class":
-        return _read_measures(path, targets)
-    found = read_json(path, _EVALUATION)
-    pairs = found.get("by_class", [])
-    sound = 1 <= found["inputs"] <= MAX_INPUTS and 0 <= found["accuracy"] <= 1
-    if "next_tokens" in found:
-        check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
-    if "base_perplexity" in found:
-        check_shape(found, str(path), {"base_perplexity": float})
-    asked = max(1, found.get("next_tokens", found["inputs"]))
-    sound &= found["accuracy"] == found["correct"] / asked
-    if not sound or not isinstance(pairs, list) or not all(map(_is_class_count, pairs)):
-        raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
-    return found
-
-
-def _read_measures(path: Path, targets: str) -> dict[str, Any]:
-    found = read_json(path, _MEASURED)
-    values = found["measures"]
-    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MAX_INPUTS
-    most = 1.0 if targets == "labels" else math.inf
-    for value in values.values() if sound else ():
-        sound &= value is None or (isinstance(value, float | int) and 0 <= value <= most)
-    if not sound:
-        raise UserError(f"{path}: damaged: its measures are not those of data.targets: {targets}")
-    return found
-
-
-def _is_class_count(value: Any) -> bool:
-    """Return whether the value is a number of inputs and the number of right answers."""
-    whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
-    return whole and 0 <= value[1] <= value[0] <= MAX_INPUTS
-
-
 def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | None]]) -> None:
     """Raise UserError for results of another model than the run's; None where it never leaves."""
     own = trained.get("model")
@@ -753,12 +720,6 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
                 f"{path}: of another model than this run's (it comes from another run, or the run "
                 f"was trained anew); remove {path if alone else path.parent}"
             )
-
-
-def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
-    """Return the searched fields with the values of the run that was chosen."""
-    values = search.values_of(recipe)
-    return ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
 
 
 def _format_value(value: Any) -> str:

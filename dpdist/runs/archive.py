@@ -642,7 +642,7 @@ def open_run_or_archive(run: str, runs: Path) -> RunFolder:
     return open_archived_copy(run, runs) if is_archive_url(run) else open_run(run, runs)
 
 
-def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, int]:
+def restore(url: str, runs: Path) -> tuple[RunFolder, int]:
     """Bring a lost run folder back and take its archive over; the folder and how many steps were
     charged that the lost one may have released.
 
@@ -652,9 +652,9 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     store = ObjectStore(url)
     number, manifest = _newest_private_manifest(store)
     try:
-        folder = _check_absent(RunFolder(runs / check_run_name(name or manifest.run)))
+        folder = _check_absent(RunFolder(runs / check_run_name(manifest.run)))
     except ValueError as error:
-        raise UserError(f"--name: {error}, got {name!r}") from None
+        raise UserError(f"{url}: {error}, got {manifest.run!r}") from None
     number = max(number, *(claim_number(claim) for claim in store.list_names("claims"))) + 1
     about = {"url": store.url, "private": True, "number": number, "claim": make_claim(number)}
     store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +34,7 @@ SETTINGS = AttackSettings(
     norm="l2", sizes=(0.2, 1.0), attacks=("fgsm", "pgd"), steps=3, batch=5, seed="5", n=200,
     samples=4, restarts=2,
 )  # fmt: skip
-KINDS = {"deterministic": SETTINGS, "smoothed": replace(SETTINGS, sigma=0.25)}
+KINDS = {"deterministic": SETTINGS, "smoothed": SETTINGS.model_copy(update={"sigma": 0.25})}
 
 
 def raw(output: Path) -> bytes:
@@ -134,7 +133,7 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:
     settings, output = KINDS["deterministic"], references["deterministic"]
-    one = replace(settings, sizes=(1.0,), attacks=("pgd",))
+    one = settings.model_copy(update={"sizes": (1.0,), "attacks": ("pgd",)})
     certificates.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
     alone = rows(tmp_path)
     assert len(alone) == 24
@@ -176,13 +175,13 @@ POINTS = Points(4, count=16)
 def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None:
     """As its certificates do: most draws say another class."""
     vote_score_disagreement.save(tmp_path / "model", POINTS.size)
-    settings = replace(SETTINGS, n=1000, labels="predicted")
+    settings = SETTINGS.model_copy(update={"n": 1000, "labels": "predicted"})
     certificates.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
     assert {row["prediction"] for row in rows(tmp_path / "out")} == {vote_score_disagreement.SCORE}
     found = read_attack(tmp_path / "out" / TABLE)
     assert not found.predicts_by_vote and "mean scores" in found.description
     # With noise on the input besides it is smoothed, and certified by votes.
-    smoothed = replace(settings, sigma=0.25, attacks=("fgsm",))
+    smoothed = settings.model_copy(update={"sigma": 0.25, "attacks": ("fgsm",)})
     certificates.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
     assert {row["prediction"] for row in rows(tmp_path / "votes")} == {vote_score_disagreement.VOTE}
     assert read_attack(tmp_path / "votes" / TABLE).predicts_by_vote
@@ -260,7 +259,9 @@ def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path
 def test_predicted_labels_are_those_of_the_clean_input(
     here: None, model_folder: Path, tmp_path: Path
 ) -> None:
-    settings = replace(SETTINGS, labels="predicted", attacks=("pgd",), sizes=(1.0,))
+    settings = SETTINGS.model_copy(
+        update={"labels": "predicted", "attacks": ("pgd",), "sizes": (1.0,)}
+    )
     certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
     found = rows(tmp_path)
     clean = {r["index"]: r["prediction"] for r in found if r["attack"] == "none"}

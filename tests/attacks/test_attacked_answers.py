@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -39,7 +38,7 @@ SETTINGS = AttackSettings(
     samples=2,
     restarts=2,
 )
-SMOOTHED = replace(SETTINGS, sigma=0.1)
+SMOOTHED = SETTINGS.model_copy(update={"sigma": 0.1})
 DATA = Inputs(72, marked=True)
 
 
@@ -60,7 +59,7 @@ def test_an_input_without_a_class_is_neither_right_nor_wrong(
     here: None, tmp_path: Path, settings: AttackSettings, labels: str
 ) -> None:
     """It was class 0, and right under any attack where that is the label."""
-    settings = replace(settings, labels=labels)  # type: ignore[arg-type]
+    settings = settings.model_copy(update={"labels": labels})  # type: ignore[arg-type]
     path = attack("Overflows", settings, tmp_path)
     rows = pq.read_table(path).to_pylist()
     marked = [row for row in rows if row["index"] >= 64]
@@ -111,7 +110,7 @@ def test_a_point_without_an_answer_is_no_success() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("EarlyExit", SETTINGS), ("LargeBatches", replace(SETTINGS, batch=24)),
+    [("EarlyExit", SETTINGS), ("LargeBatches", SETTINGS.model_copy(update={"batch": 24})),
      ("EarlyExit", SMOOTHED), ("Merged", SMOOTHED), ("Cached", SMOOTHED)],
 )  # fmt: skip
 def test_answers_that_depend_on_the_batch_stop_an_attack(

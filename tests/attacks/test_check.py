@@ -72,7 +72,7 @@ def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: fl
     far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
     certify(model_folder, far, CERTIFY, tmp_path / "inflated", actors=1)
     path = tmp_path / "inflated" / job.TABLE
-    strong = replace(ATTACK, step_scale=10.0)
+    strong = ATTACK.model_copy(update={"step_scale": 10.0})
     found, verdict = check_certificates(
         model_folder, POINTS, path, strong, tmp_path / "check", actors=2
     )

@@ -85,7 +85,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     (shadow,) = found["attacks"]
     assert shadow["attack"] == "shadow" and shadow["ceilings"] == []
     assert 0.55 in [one["threshold"] for one in shadow["thresholds"]]
-    settings = Membership("quarters", 2, seed=SEED)
+    settings = Membership(game="quarters", models=2, seed=SEED)
     (own, plan), (plain, free) = settings.plan_shadows(recipe, 108)
     assert own.method == recipe.method and plan.clip_norm == 0.01
     assert plain.privacy.clipping == "none" and free.clip_norm == math.inf
@@ -98,7 +98,7 @@ def test_a_shadow_is_the_recipes_own_training(
 ) -> None:
     """Its parameters are those of a run of the recipe on its members, with its key."""
     recipe = recipe_of(tmp_path)
-    settings = Membership("halves", 2, seed=SEED)
+    settings = Membership(game="halves", models=2, seed=SEED)
     path = pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings)
     about, banks = settings.read(path)
     half = banks[1].member.shape[1] // 2
@@ -195,7 +195,7 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
     assert sorted(banks) == [1, 7] and banks[1].population.shape == (2, 10)
     assert (banks[1].phi != banks[7].phi).all()
     # The plain shadow of the paper's protocol says the same in every pass, and is asked as often.
-    settings = Membership("quarters", 2, passes=(7, 2), population=10, seed=SEED)
+    settings = Membership(game="quarters", models=2, passes=(7, 2), population=10, seed=SEED)
     _, banks = settings.read(pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings))
     assert sorted(banks) == [1, 2, 7]
     assert all(bank.phi.shape == (2, 108) for bank in banks.values())

@@ -100,7 +100,7 @@ def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Pa
 
 
 def test_a_slow_worker_is_not_taken_for_a_hanging_one(
-    here: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: None, model_folder: Path, tmp_path: Path
 ) -> None:
     # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
     seen = []
@@ -109,11 +109,11 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
         def run_chunks(self, *arguments):  # type: ignore[no-untyped-def]
             seen.append(arguments[-1])
 
-    monkeypatch.setattr(job, "_read_rate", lambda _: 1000.0)
     settings = with_changes(SETTINGS, n=100_000, mode="target-radius", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
         with use_executor(Idle()), pytest.raises(KeyError):  # nothing was computed
             certificates.certify(model_folder, FakeData(), settings, tmp_path)
+        (tmp_path / "rate.json").write_text("1000.0")
     assert seen[1].stall_seconds >= 1000
     assert seen[0].stall_seconds >= 60
 

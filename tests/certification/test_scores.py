@@ -239,10 +239,6 @@ def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> No
     for name in SIZES:
         old, new = np.asarray(got[name]), np.asarray(stricter[name])
         assert (new <= old).all()
-    tighter = expected_scores.recertify_rows(got, 0.05, "bernstein")
-    counts = expected_scores.recertify_rows(got, 0.05, "counts")
-    assert sum(row["exact_l2"] for row in counts) > np.asarray(got["exact_l2"]).sum()
-    assert {row["bound"] for row in tighter} == {"bernstein"}
 
 
 def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:

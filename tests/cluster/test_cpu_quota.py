@@ -57,7 +57,6 @@ def test_a_quota_bounds_what_is_counted_started_and_refused(monkeypatch, quota, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert session.count_local_cpus() == cpus
     assert session._options(None, None, None)["num_cpus"] == cpus
-    monkeypatch.setattr(session, "local_memory_mebibytes", lambda: 1e9)
     if cpus > 1:
         session.require_workers(cpus, 1)
     with pytest.raises(UserError, match=f"must be at most {cpus}, got {cpus + 1}"):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -22,11 +21,9 @@ from hypothesis import strategies as st
 from support.local_execution import run_without_ray as executed_here
 
 from dpdist import pipeline
-from dpdist.audits import membership_statistics
 from dpdist.certification import table as certificates
 from dpdist.certification import table_reader
 from dpdist.cluster import job_folder
-from dpdist.poisoning import certificates as votes
 from dpdist.privacy.budget import DataBudget
 from dpdist.privacy.ledger import Ledger
 from dpdist.release.bundle import load as load_release
@@ -35,66 +32,6 @@ from dpdist.release.verify import verify_release
 from dpdist.runs.archive import Archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def _votes(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
-    asked = {"models": 3, "partitions": True, "sigma": None, "inputs": [0, 10, 5]}
-    rows = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
-    return votes, votes.read_votes, {"format": 2, "settings": asked}, rows
-
-
-def _bank(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
-    rows: dict[str, list[Any]] = {field.name: [0] * 8 for field in membership_statistics.SCHEMA}
-    for field in membership_statistics.SCHEMA:
-        if pa.types.is_floating(field.type):
-            rows[field.name] = [0.5] * 8
-    rows |= {"model": [0] * 4 + [1] * 4, "passes": [1] * 8, "member": [0, 1, -1, -1] * 2}
-    return (
-        membership_statistics,
-        membership_statistics.read_scores,
-        {"format": 2, "settings": {}},
-        rows,
-    )
-
-
-@pytest.mark.parametrize("kind", [_votes, _bank])
-def test_private_tables(tmp_path, kind):
-    """Columns and settings edited, with the digest that goes with them: no traceback. What changes
-    how many there are of what is refused."""
-    fuzz, path = Fuzz(), tmp_path / "t.parquet"
-
-    @cases(120, st.data())
-    def one(data):
-        draw = data.draw
-        module, read, about, rows = kind(draw)
-        schema, at = module.SCHEMA, draw(st.integers(0, 5))
-        invalid = False
-        name = draw(st.sampled_from(sorted(rows)))
-        how = draw(st.sampled_from(["value", "rows", "settings", "model"]))
-        if how == "value":
-            numbers: list[Any] = [-1, -2, 0, 1, 2**62, -(2**63), 100_001]
-            kind_of = schema.field(name).type
-            if pa.types.is_floating(kind_of):
-                numbers = [float("nan"), float("inf"), -1e300, 0.0]
-            bits = 0 if pa.types.is_floating(kind_of) else kind_of.bit_width - 1
-            fit = [number for number in numbers if not bits or -(2**bits) <= number < 2**bits]
-            rows[name][at] = draw(st.sampled_from(fit))
-        elif how == "rows":
-            keep = draw(st.integers(0, 5))
-            rows, invalid = {key: each[:keep] for key, each in rows.items()}, kind is _votes
-        elif how == "model":
-            rows["model"][at] = draw(st.sampled_from([7, 2**40, 2**62]))
-            invalid = True
-        else:
-            key = draw(st.sampled_from(["models", "partitions", "sigma", "inputs", "bag"]))
-            about["settings"][key] = draw(st.sampled_from(["x", [], {}, [None], -1, 10**12, 1.5]))
-            invalid = kind is _votes and key in ("models", "inputs", "partitions")
-        table = job_folder.build_table(pa.table(rows).to_pylist(), schema, about, module.KEY)
-        job_folder.write_table(table, path)
-        fuzz.read((how, name, at, about), lambda: read(path), invalid=invalid)
-
-    one()
-    fuzz.verdict(120)
 
 
 @pytest.fixture(scope="module")

@@ -235,11 +235,6 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     assert told[0]["label"] == int(np.argmax(told[0]["scores"]))
     one_line(here("predict", "x", "4.npy"), "0 of 6 answers are left, 1 would be needed")
     assert here("predict", "x", "0.npy").code == 0
-    for words, named in (
-        (["--label-only"], "--label-only"),
-        (["--set", "certify.n=10000"], "certify.n"),
-    ):
-        one_line(here("predict", "x", "0.npy", *words), f"{named}: must be left out: this run")
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.
     assert here("run", "x.yaml").code == 0
     assert read_verified_ledger(folder).ledger.num_queries == 6

@@ -500,7 +500,7 @@ def check_released_by_factory(training, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "prompts.jsonl").write_text('"what is 3"\n[{"role": "user", "content": "hi"}]\n')
     prompts = generation.parse_prompts((tmp_path / "prompts.jsonl").read_text(), Path("p.jsonl"))
     assert prompts == ["what is 3", [{"role": "user", "content": "hi"}]]
-    sampling = generation.Sampling(2, 5, 1.0, 0)
+    sampling = generation.Sampling(count=2, max_tokens=5, temperature=1.0, seed=0)
     folder = generation.write_texts(release, prompts, sampling, tmp_path / "texts")
     lines = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == [prompts[0]] * 2 + [prompts[1]] * 2

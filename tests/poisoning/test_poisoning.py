@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.numpy import load as load_tensors
@@ -21,15 +20,12 @@ from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.cli.audit import _assumption_rows
-from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
     FILE,
-    KEY,
     NONE,
-    SCHEMA,
     BaggingPoisoningBound,
     PrivatePoisoningBound,
     Votes,
@@ -178,7 +174,7 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
-    settings = Poisoning(3, seed=SEED, every=40)
+    settings = Poisoning(models=3, seed=SEED, every=40)
     path = pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings)
     votes = read_votes(path)
     source = data_source(recipe)
@@ -205,7 +201,9 @@ def test_noise_on_the_input_is_each_models_own(dpdist_without_ray: Any, tmp_path
     folder = begun(recipe, tmp_path)
     quiet, loud = (
         read_votes(
-            pipeline.evaluation_stage(recipe, folder, Poisoning(2, seed=SEED, every=10, sigma=s))
+            pipeline.evaluation_stage(
+                recipe, folder, Poisoning(models=2, seed=SEED, every=10, sigma=s)
+            )
         )
         for s in (None, 3.0)
     )
@@ -218,7 +216,7 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
 ) -> None:
     recipe = recipe_of(tmp_path)
     voter, real = (
-        Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))),
+        Voter(setup_of(recipe, Poisoning(models=2, seed=SEED, sigma=3.0))),
         ensembles.train_in_process,
     )
     monkeypatch.setattr(
@@ -232,7 +230,7 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
 
 def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    settings = Poisoning(4, partitions=True, seed=SEED, every=20)
+    settings = Poisoning(models=4, partitions=True, seed=SEED, every=20)
     own, plan = settings.training_plan(recipe, 200)
     assert own.privacy.clipping == "none" and plan.records == 50
     # What a shard's training does follows from the shard, not from how many records there are.
@@ -326,7 +324,7 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     assert "these votes, if published" not in done.out
     home = tmp_path / "runs/x/private/attacks/poisoning-bags-of-30-8-every-40"
     votes = read_votes(home / "votes.parquet")
-    settings = Poisoning(8, seed=SEED, every=40, bag=30)
+    settings = Poisoning(models=8, seed=SEED, every=40, bag=30)
     voter = Voter(setup_of(recipe, settings))
     own, _ = settings.training_plan(recipe, len(voter._records))
     assert own.privacy.clipping == "none"
@@ -358,7 +356,7 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
         load_training_data=lambda: records_with_canaries(recipe, source),
         test_data=load_test_records(recipe, source), recipe=recipe,
     )  # fmt: skip
-    given, secret = (Poisoning(2, seed=s).job_spec(subject).identity() for s in (SEED, None))
+    given, secret = (Poisoning(models=2, seed=s).job_spec(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
     assert given == secret and SEED not in json.dumps(given)
     others: tuple[dict[str, Any], ...] = (
@@ -397,7 +395,7 @@ def test_poisoned_records_do_not_change_a_certified_answer(
     or records of one class replaced by one picture of the other (each is two changes, and leaves
     the number of records)."""
     recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
-    setup = setup_of(recipe, Poisoning(10, seed=SEED))
+    setup = setup_of(recipe, Poisoning(models=10, seed=SEED))
     found = certify_random_models(
         said_by(Voter(setup)), PrivatePoisoningBound(setup.plan), select=2, alpha=0.05
     )
@@ -416,7 +414,7 @@ def test_poisoned_records_do_not_change_what_bags_certify(
 ) -> None:
     """By insertions, after which there are more records to draw from."""
     recipe = two_classes(tmp_path, training__steps=8)
-    settings = Poisoning(12, seed=SEED, bag=20, every=2)
+    settings = Poisoning(models=12, seed=SEED, bag=20, every=2)
     setup = setup_of(recipe, settings)
     bagged = BaggingPoisoningBound(len(records_with_canaries(recipe, data_source(recipe))), 20)
     found = certify_random_models(said_by(Voter(setup)), bagged, select=2, alpha=0.05)
@@ -435,7 +433,7 @@ def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_a
     """Both at once, as many labels and as far a move as are certified together: each input goes
     where the other class's records are, which is where a linear model changes most."""
     recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
-    setup = setup_of(recipe, Poisoning(12, seed=SEED, sigma=0.2))
+    setup = setup_of(recipe, Poisoning(models=12, seed=SEED, sigma=0.2))
     votes, radius = said_by(Voter(setup)), 0.05
     asked: Any = {"select": 2, "alpha": 0.05, "radii": (0.0, radius), "sigma": 0.2}
     found = certify_random_models(votes, PrivatePoisoningBound(setup.plan), **asked)
@@ -524,35 +522,3 @@ def said_by(voter: Voter) -> Votes:
     found = [load_tensors(voter(number)[FILE])["votes"] for number in range(shared.models)]
     rows = np.array(shared.indices)
     return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))
-
-
-ASKED = {"models": 3, "partitions": True, "sigma": None, "inputs": [0, 10, 5], "seed_given": False}
-
-
-def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
-    """Votes of three models on inputs 0 and 5, with columns in another way."""
-    right = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
-    rows = pa.table(right | columns).to_pylist()
-    about = {"format": 2, "settings": ASKED if settings is None else settings}
-    job_folder.write_table(job_folder.build_table(rows, SCHEMA, about, KEY), path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("settings", "columns"),
-    [
-        ({}, {}), ([], {}), (ASKED | {"models": 2}, {}), (ASKED | {"models": "3"}, {}),
-        (ASKED | {"inputs": [0, 10, 0]}, {}), (ASKED | {"inputs": ["a"]}, {}),
-        (ASKED | {"inputs": []}, {}),
-        (ASKED | {"inputs": [0, 2**62, 1]}, {}), (ASKED | {"inputs": [0, 10, 4]}, {}),
-        (ASKED | {"sigma": "x"}, {}), (ASKED | {"bag": "x"}, {}), (ASKED | {"bag": None}, {}),
-        (None, {"model": [0] * 6}), (None, {"model": [2**62] * 6}), (None, {"vote": [2**62] * 6}),
-        (None, {"index": [0, 6] * 3}), (None, {"label": [-1] * 6}),
-    ],
-)  # fmt: skip
-def test_a_table_of_votes_that_was_edited_is_refused(
-    tmp_path: Path, settings: Any, columns: Any
-) -> None:
-    """Its digest is that of its settings: who edits computes it again."""
-    with pytest.raises(UserError, match="damaged"):
-        read_votes(write_votes(tmp_path / "votes.parquet", settings, **columns))

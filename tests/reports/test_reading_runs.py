@@ -241,8 +241,7 @@ def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> N
 
 
 def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> None:
-    """Another accuracy, another count, another model; and the message never says to remove the
-    run."""
+    """Of another model it is refused; and the message never says to remove the run."""
     recipe, run = make(
         tmp_path, "x", data__max_train=40, training__batch_size=40, training__steps=1,
         model="linear",
@@ -251,13 +250,6 @@ def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> No
     evaluate_stage(recipe, run)
     told = json.loads(run.evaluation.read_text())
     assert load_results(run).evaluation == told
-    for change, why in (
-        ({"accuracy": 0.99}, "its accuracy is not that of its inputs"),
-        ({"correct": told["correct"] + 1}, "its accuracy is not that of its inputs"),
-        ({"inputs": told["inputs"] // 2}, "its accuracy is not that of its inputs"),
-        ({"correct": "all"}, "correct must be int"),
-        ({"model": "0" * 32}, r"of another model .*; remove .*evaluation\.json$"),
-    ):
-        run.evaluation.write_text(json.dumps(told | change))
-        with pytest.raises(UserError, match=why):
-            load_results(run)
+    run.evaluation.write_text(json.dumps(told | {"model": "0" * 32}))
+    with pytest.raises(UserError, match=r"of another model .*; remove .*evaluation\.json$"):
+        load_results(run)

@@ -198,7 +198,7 @@ def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) 
 
     monkeypatch.setattr("dpdist.reports.html.compare_with_baseline", refused)
     certify(run, data="0" * 32)
-    monkeypatch.setattr("dpdist.reports.html._headline", lambda rows, name: "another picture")
+    monkeypatch.setattr("dpdist.reports.html.standalone_svg", lambda *_: "another picture")
     try:
         with pytest.raises(UserError, match="refused late"):
             write_report(run)

@@ -29,6 +29,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianScores, GaussianSteps, ScoredTraining
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.reports.results import _score_rows
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_score
 
@@ -563,7 +564,7 @@ def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path)
     t.run_all()
     facts = dpdist.load_results(t.run)
     assert facts.guarantee == t.guarantee and "a user" in facts.guarantee.relation
-    assert f"on {groups} held-out users, noise 2" in str(facts._score_rows)
+    assert f"on {groups} held-out users, noise 2" in str(_score_rows(facts))
     assert f"each of {groups} held-out users" in str(build_card(facts.plan)["mechanism"])
 
 

@@ -323,7 +323,7 @@ def test_a_search_becomes_a_run_that_states_its_users(root, tmp_path):
     assert "guarantee is about users" in page and "single" not in page
     stated = json.loads((run.release_folder / "privacy_card.json").read_text())
     assert stated["guarantee"]["epsilon"] == facts.guarantee.epsilon
-    again = prepare_search(recipe, run, "r.yaml", only_resume=True)
+    again = prepare_search(recipe, run, "r.yaml")
     again.run(LocalExecutor())
 
 
@@ -388,7 +388,7 @@ def test_a_nameless_held_out_record_is_refused(root, tmp_path):
 def test_a_search_goes_on_with_the_users_it_was_begun_with(root, tmp_path):
     recipe = asked(root)
     prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
-    prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml", only_resume=True)
+    prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
     whom = write(root)
     rich = max(set(whom), key=whom.count)
     first = whom.index(rich)

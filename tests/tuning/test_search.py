@@ -182,7 +182,7 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
         run_trials(search, [2])
     assert search._unfinished_trials() == [1, 2]
 
-    again = begin(asked, only_resume=True)
+    again = begin(asked)
     assert again.folder.manifest.read_bytes() == manifest
     assert again.folder.terms.read_bytes() == terms
     assert run_trials(again) == expected
@@ -370,8 +370,6 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
     begin(recipe())
     with pytest.raises(UserError, match=r"tune\.num_trials\.mean differ"):
         begin(recipe(tune={"num_trials": {"mean": 9.0}}))
-    with pytest.raises(UserError, match="no search to resume"):
-        begin(recipe(name="other"), only_resume=True)
     search = begin(recipe())
     terms = json.loads(search.folder.terms.read_text())
     looser = {**terms["trial"], "delta": 1e-3}

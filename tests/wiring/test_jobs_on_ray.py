@@ -134,7 +134,7 @@ def test_trainings_on_ray_are_those_of_one_process(ray_session: None, tmp_path: 
         tmp_path, data__max_train=60, model="linear", training__batch_size=20, training__steps=2,
         privacy__run_key=None,
     )  # fmt: skip
-    folder, bank = RunFolder(tmp_path / "run"), Membership("halves", 2, seed="5b" * 32)
+    folder, bank = RunFolder(tmp_path / "run"), Membership(game="halves", models=2, seed="5b" * 32)
     folder.create_or_open(recipe)
     retraining = ManyRunsJob(
         ManyRunsAudit(trainings=8, seed="5b" * 32), target_of_recipe(recipe, "test")
