@@ -294,7 +294,7 @@ def test_a_run_on_records_that_changed_does_not_go_on():
 def test_a_person_whose_name_has_a_blank_behind_it_is_not_two():
     write_rows("st", "pid,age,ill", "pN,N.5,1", train={3: "p4 ,7.75,0"})
     said("st", "--label", "ill", "--user", "pid")
-    with pytest.raises(UserError, match=r"'pid' must name each group in one way, has 1 that"):
+    with pytest.raises(UserError, match=r"'pid' must name each user in one way, has 1 that"):
         checked("st.yaml")
 
 
