@@ -593,7 +593,15 @@ class RunResults:
         if self.next_token_count is not None:
             names = ("next_tokens", "perplexity", "base_perplexity")
             of_tokens = {name: about.get(name) for name in names}
-        rows += accuracy_rows(self.accuracy, about["inputs"], unit, **of_tokens)
+        of_classes = [inputs for inputs, _ in about.get("by_class", [])]
+        rows += accuracy_rows(
+            self.accuracy,
+            about["inputs"],
+            unit,
+            **of_tokens,
+            metrics=about.get("metrics"),
+            commonest=max(of_classes, default=0),
+        )
         rows += [Row(name, f"{said} {scope}", brief=True) for name, said in self.measures.items()]
         return rows
 
@@ -709,9 +717,14 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
 
 
 def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
+    found = read_json(path, _EVALUATION if targets == "class" else _MEASURED)
+    if not isinstance(metrics := found.get("metrics", {}), dict) or not all(
+        isinstance(values, list) and len(values) in (1, 3) and all(type(v) is float for v in values)
+        for values in metrics.values()
+    ):
+        raise UserError(f"{path}: damaged: its metrics are no numbers with intervals")
     if targets != "class":
-        return _read_measures(path, targets)
-    found = read_json(path, _EVALUATION)
+        return _check_measures(found, path, targets)
     pairs = found.get("by_class", [])
     sound = 1 <= found["inputs"] <= MAX_INPUTS and 0 <= found["accuracy"] <= 1
     if "next_tokens" in found:
@@ -725,8 +738,7 @@ def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
     return found
 
 
-def _read_measures(path: Path, targets: str) -> dict[str, Any]:
-    found = read_json(path, _MEASURED)
+def _check_measures(found: dict[str, Any], path: Path, targets: str) -> dict[str, Any]:
     values = found["measures"]
     sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MAX_INPUTS
     most = 1.0 if targets == "labels" else math.inf
