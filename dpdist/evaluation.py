@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dpdist import models
 from dpdist.certification.subject import Subject
 from dpdist.certification.table import input_range, range_words
@@ -79,16 +81,20 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     dataset = dataset.first(asked)
     if not len(dataset):
         return
+    users = None
+    if recipe.user_unit is not None:
+        users = np.unique(dataset.user_hashes, return_inverse=True)[1]
     if dataset.target_kind != "class":
         with torch.inference_mode():
-            about |= {"measures": _measured(dataset, answer)}
+            about |= _measured(dataset, answer, users)
         said = {"data": dataset.name, "inputs": len(dataset), "fingerprint": dataset.fingerprint}
         write_json(folder.evaluation, said | about)
         return
     with torch.inference_mode():
-        found = (_evaluate_next_tokens if dataset.predicts_next_token else _evaluate_labels)(
-            dataset, answer
-        )
+        if dataset.predicts_next_token:
+            found = _evaluate_next_tokens(dataset, answer)
+        else:  # paid answers are classes, and have no probabilities
+            found = _evaluate_labels(dataset, answer, users, "model" in about)
         if model is not None and recipe.model.initial is not None and dataset.predicts_next_token:
             about |= _base_perplexity(dataset, model)
     asked, loss = found.pop("asked"), found.pop("loss")
@@ -128,12 +134,20 @@ def _base_perplexity(dataset: Dataset, model: torch.nn.Module) -> dict[str, floa
 _ScoreFunction = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
-def _evaluate_labels(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str, Any]:
-    """Which inputs are classified wrongly, or not at all (logits that are not finite), and the sum
-    of their cross-entropies."""
+def _evaluate_labels(
+    dataset: Dataset,
+    score_inputs: _ScoreFunction,
+    users: np.ndarray | None = None,
+    are_scores: bool = True,
+) -> dict[str, Any]:
+    """Which inputs are classified wrongly, or not at all (logits that are not finite), the sum of
+    their cross-entropies, and further metrics where outputs are scores."""
     import torch
 
+    from dpdist.core.metrics import class_metrics
+
     wrong: list[int] = []
+    scores, labels = list[np.ndarray](), list[np.ndarray]()
     loss = 0.0
     seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
     batch = max(1, min(_BATCH, _NUMBERS // math.prod(dataset.input_shape)))
@@ -146,8 +160,13 @@ def _evaluate_labels(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str
         for row, found in enumerate((targets, targets[missed - start])):
             seen[row] += torch.bincount(found, minlength=dataset.classes)
         loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+        if are_scores:
+            scores.append(outputs.double().cpu().numpy())
+            labels.append(targets.cpu().numpy())
+    metrics = class_metrics(np.concatenate(scores), np.concatenate(labels), users) if scores else {}
     return {
         "asked": len(dataset),
+        **({"metrics": metrics} if metrics else {}),
         "loss": loss,
         "correct": len(dataset) - len(wrong),
         "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
@@ -155,25 +174,30 @@ def _evaluate_labels(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str
     }
 
 
-def _measured(dataset: Dataset, answer: _ScoreFunction) -> dict[str, float | None]:
-    """Return the test split's measures by name, of numbers or of labels."""
+def _measured(dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None) -> dict[str, Any]:
+    """Return the test split's measures by name, of numbers or of labels, and further metrics."""
     import torch
 
+    from dpdist.core.metrics import error_metrics
+
     first = second = torch.zeros((), dtype=torch.float64)
-    number = dataset.target_kind == "number"
+    number, squared = dataset.target_kind == "number", list[np.ndarray]()
     for start in range(0, len(dataset), _BATCH):
         rows = slice(start, start + _BATCH)
         outputs = answer(dataset.batch(rows), start).double().cpu()
         targets = dataset.targets(rows).double()
         if number:
             errors = outputs - targets
+            squared.append(errors.square().flatten(1).mean(1).numpy())
             first, second = first + errors.square().sum(), second + errors.abs().sum()
         else:
             right = (outputs.isfinite()) & ((outputs > 0) == (targets > 0))
             first, second = first + right.sum(), second + right.all(1).sum()
     values = len(dataset) * dataset.classes
     shares = float(first) / values, float(second) / (values if number else len(dataset))
-    return dict(zip(MEASURES[dataset.target_kind], map(finite_or_none, shares), strict=True))
+    measures = dict(zip(MEASURES[dataset.target_kind], map(finite_or_none, shares), strict=True))
+    metrics = error_metrics(np.concatenate(squared), users) if squared else {}
+    return {"measures": measures, **({"metrics": metrics} if metrics else {})}
 
 
 def _evaluate_next_tokens(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str, Any]:

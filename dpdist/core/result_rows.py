@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dpdist.core.console import Row, format_exact, format_percent, format_significant
+from dpdist.core.metrics import ACCURACY, RMSE, Metrics
 
 _SYMBOLS = {"l1": "ℓ1", "l2": "ℓ2", "linf": "ℓ∞"}
 
@@ -34,14 +35,32 @@ def accuracy_rows(
     next_tokens: int | None = None,
     perplexity: float | None = None,
     base_perplexity: float | None = None,
+    metrics: Metrics | None = None,
+    commonest: int = 0,
 ) -> list[Row]:
-    """Return the rows of what was measured on test data; none of what is None."""
+    """Return the rows of what was measured on test data; none of what is None.
+
+    Args:
+        accuracy: share of right answers.
+        inputs: how many were asked about.
+        unit: what they are.
+        next_tokens: how many, where these were asked about.
+        perplexity: of next tokens.
+        base_perplexity: of the public base alone.
+        metrics: further ones (`dpdist.core.metrics`).
+        commonest: inputs of the commonest class; 0 where that is not known.
+    """
     of = f"{inputs:,} {unit}"
     if next_tokens is not None:
         of = f"{next_tokens:,} next tokens of {inputs:,} documents"
     rows = []
     if accuracy is not None:
-        rows.append(Row("test accuracy", f"{format_percent(accuracy, 1)} % ({of})", brief=True))
+        beside = _interval((metrics or {}).get(ACCURACY, []), 100, " %")
+        if commonest:
+            share = f"the commonest class alone: {format_percent(commonest / inputs, 1)} %"
+            beside = "; ".join(filter(None, [beside, share]))
+        value = f"{format_percent(accuracy, 1)} % ({of})"
+        rows.append(Row("test accuracy", value, beside, brief=True))
     if perplexity is not None:
         beside = ""
         if base_perplexity is not None:
@@ -49,4 +68,15 @@ def accuracy_rows(
             beside = f"the public base alone: {base}"
         said = f"{format_significant(perplexity, 4)} ({of})"
         rows.append(Row("perplexity", said, beside, brief=True))
+    for name, found in (metrics or {}).items():
+        if name != ACCURACY:
+            brief = name in ("AUC", RMSE)
+            rows.append(Row(name, f"{found[0]:.3g}", _interval(found), brief=brief))
     return rows
+
+
+def _interval(found: Sequence[float], scale: float = 1, unit: str = "") -> str:
+    if len(found) != 3:
+        return ""
+    low, high = (f"{scale * bound:.3g}" for bound in found[1:])
+    return f"95 % interval {low} to {high}{unit}"

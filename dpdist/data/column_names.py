@@ -29,6 +29,7 @@ _PERSONS = frozenset(
     ("author", "client", "customer", "employee", "member", "owner", "participant", "patient",
      "person", "pid", "speaker", "student", "subject", "uid", "user")
 )  # fmt: skip
+_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 _LEAST_COMPARED = 20  # records; fewer may agree by chance
 _COMPARED_FIRST = 1000
 
@@ -40,7 +41,12 @@ def is_label_name(name: str, names: Sequence[str]) -> bool:
 
 
 def is_identifier_name(name: str) -> bool:
-    """Return whether a column names records, or whom they belong to, by its name."""
+    """Return whether a column names records, or whom they belong to, by its name.
+
+    The index that pandas writes has no name, or one of its own.
+    """
+    if _INDEX.fullmatch(name):
+        return True
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return bool(words) and (words[-1] == "id" or words[-1] in _PERSONS)
 

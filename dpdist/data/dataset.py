@@ -337,10 +337,20 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
         )
     why = (
         f"are in {test.name} too: scores on private records would be published; take them out of "
-        "the files, or leave them out of training with data.drop_test_records: true"
+        f"the files, or {_how_to_leave_out(train, test)}"
     )
     refuse_common_records(train, test, context, why)
     refuse_common_users(train, test, context)
+
+
+def _how_to_leave_out(train: Dataset, test: Dataset) -> str:
+    """Return the cure for records in common, where that does not leave out much of the data."""
+    if count_common(train, test) <= len(train) // 10:
+        return "leave them out of training with data.drop_test_records: true"
+    return (
+        "add a column that tells records apart: equal rows are ordinary in this table, and leaving "
+        "out so many would change what is learned"
+    )
 
 
 def refuse_common_users(private: Dataset, others: Dataset, context: str) -> None:

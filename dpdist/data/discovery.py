@@ -27,12 +27,15 @@ from dpdist.data.parquet import (
     users_of,
 )
 from dpdist.data.tables import (
+    TABLES,
     PictureFolder,
     TableFile,
+    are_marked_numbers,
     is_list,
     is_text,
     open_table,
     others_in,
+    pictures_in,
     split_files,
 )
 
@@ -158,8 +161,8 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
 def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
     """Yield the names of a split's other files, which are not read."""
     for name in (*TRAIN, *TEST):
-        for kind in ("parquet", "csv", "jsonl"):
-            if (path := folder / f"{name}.{kind}").exists() and path not in read:
+        for ending in (".parquet", *TABLES):
+            if (path := folder / f"{name}{ending}").exists() and path not in read:
                 yield path.name
 
 
@@ -219,7 +222,7 @@ def _inspected(
     features, text, left_out = _find_inputs(files, (label, image), chosen)
     if isinstance(files[0], PictureFolder):
         others = others_in(files[0].path) + others_in(test[0].path)
-        why = f"no picture in {', '.join(FORMATS)}"
+        why = f"no picture in {', '.join(FORMATS)} of a class"
         left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
     shape = () if text is not None else _find_input_shape(files[0], image, features)
@@ -238,19 +241,23 @@ def _inspected(
 
 
 def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
-    """Raise UserError for a record without a value in a column that is read, or without a user,
-    since all of these would be one person's."""
+    """Raise UserError for records without a value in a column that is read, or without a user,
+    since all of these would be one person's: the first one of every column, in one list."""
     read = [found.label_column, found.text_column, *found.feature_columns]
+    empty = list[str]()
     for file in files:
         for column in filter(None, [*read, *(found.answer_columns or ())]):
-            for first, table in file.rows([column]):
-                if (row := _first_empty(table[column])) >= 0:
-                    raise file.error("must have a value, got none", first + row, column)
+            places = ((first, _first_empty(table[column])) for first, table in file.rows([column]))
+            if (row := next((first + row for first, row in places if row >= 0), None)) is not None:
+                empty.append(str(file.error("must have a value, got none", row, column)))
         if (user := found.user_column) is not None:
             for first, table in file.rows([user]):
                 if rows := rows_of_nobody(users_of(table, file, first, user)):
                     rule = f"must name whom each record belongs to, got none; {NO_GROUP}"
-                    raise file.error(rule, row=first + rows[0], column=user)
+                    empty.append(str(file.error(rule, row=first + rows[0], column=user)))
+                    break
+    if empty:
+        raise UserError("; ".join(empty))
 
 
 def _first_empty(column: pa.ChunkedArray) -> int:
@@ -429,10 +436,11 @@ def _tells_answer(table: pa.Table, name: str, label: str) -> bool:
 def _why_no_feature(files: Sequence[TableFile], name: str) -> str:
     """Return why a column is no feature; "" where it is one."""
     kind = files[0].schema.field(name).type
-    if is_list(kind) or pa.types.is_floating(kind):
+    if is_list(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return ""
     if is_text(kind):
-        return "text"
+        marked = all(are_marked_numbers(file.read([name])[name]) for file in files)
+        return f"text{marked * ', of numbers with commas or separators: write 1234.5'}"
     if not pa.types.is_integer(kind):
         return f"{kind}, no number"
     if is_identifier_name(name):
@@ -454,7 +462,7 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
             split_files(folder.parent, folder.name, name)
             return name
         except UserError:
-            if not folder.is_dir():
+            if not folder.is_dir() or any(pictures_in(folder / name)):
                 raise
     how = ""
     if names is TEST:
@@ -469,7 +477,12 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
 
 
 def _is_class(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return (
+        pa.types.is_integer(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+    )
 
 
 def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
@@ -485,7 +498,8 @@ def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
             how = "name another column with --label, or " if by_option else ""
             field = schema.field(by_name[known])
             raise _no_classes(f"{files[0].path}: the label must be a class", field, how)
-    fit = [field.name for field in schema if _is_class(field.type)]
+    fit = [f.name for f in schema if _is_class(f.type) and not pa.types.is_boolean(f.type)]
+    fit = fit or [field.name for field in schema if _is_class(field.type)]
     if len(fit) == 1:
         return fit[0]
     few = ", ".join(fit[:8]) + (", ..." if len(fit) > 8 else "")
@@ -548,7 +562,8 @@ def classes_of_column(
         return len(found), tuple(found), ()
     if found[0] < 0:
         rule = (
-            "must have classes from 0, has some below; number them from 0, or write them as texts"
+            "must have classes from 0, has some below (-1 often says that there is no label: leave "
+            "these out); number them from 0, or write them as texts"
         )
         raise files[0].error(rule, column=label)
     return found[-1] + 1, (), () if found == [*range(len(found))] else tuple(found)

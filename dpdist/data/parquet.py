@@ -157,7 +157,7 @@ def _opaque(picture: Image.Image) -> np.ndarray:
 
 
 FEATURES_FILE = "features.json"  # beside features: what the network that made them saw
-_CACHE_VERSION = 5  # of the cache; a new number re-reads everything
+_CACHE_VERSION = 6  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)
@@ -442,6 +442,12 @@ def users_of(table: pa.Table, file: TableFile, first_row: int, user: str) -> lis
     """Return whom each record belongs to; None for nobody. Raises UserError for lists."""
     if pa.types.is_nested(table[user].type):
         raise file.error("must hold one value for each record", column=user)
+    if pa.types.is_floating(table[user].type):
+        rule = (
+            "must be a whole number below 2^63 or a text for each record, got fractions or larger "
+            "numbers, of which two may be read as one; write a letter before each"
+        )
+        raise file.error(rule, column=user)
     try:
         found: list[object] = table[user].to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
@@ -460,6 +466,9 @@ def class_numbers(
 ) -> np.ndarray:
     """Return the classes of some rows, int64. Raises UserError with the row of another label."""
     values = table[column].combine_chunks()
+    if pa.types.is_boolean(values.type) or pa.types.is_floating(values.type):
+        with suppress(pa.ArrowException):  # 0.0 and 1.0, where another row has no label
+            values = values.cast(pa.int64())
     if class_names and is_text(values.type):
         names = [name.strip() for name in class_names]
         values = pc.index_in(pc.utf8_trim_whitespace(values), pa.array(names, values.type))
@@ -496,12 +505,10 @@ def _numbers(
     return found
 
 
-def _numbers_of(
-    column: pa.ChunkedArray, file: TableFile, first_row: int, name: str, truth: bool = True
-) -> np.ndarray:
+def _numbers_of(column: pa.ChunkedArray, file: TableFile, first_row: int, name: str) -> np.ndarray:
     """Return a column of numbers, or of lists of as many, as float32 (rows, numbers).
 
-    What is missing is NaN. truth: whether truth values are numbers.
+    What is missing is NaN. True is 1, and false is 0.
     """
     values = column.combine_chunks()
     rows = len(values)
@@ -511,8 +518,9 @@ def _numbers_of(
             raise file.error("must hold lists of one length", row=first_row, column=name)
         values = values.flatten()
     kind = values.type
-    numeric = pa.types.is_floating(kind) or pa.types.is_integer(kind)
-    if not (numeric or (truth and pa.types.is_boolean(kind))):
+    if pa.types.is_boolean(kind):
+        values, kind = values.cast(pa.uint8()), pa.uint8()
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise file.error(f"must hold numbers, or lists of numbers, got {kind}", column=name)
     with np.errstate(over="ignore"):  # refused where it is used
         found = values.to_numpy(zero_copy_only=False).astype(np.float32)
@@ -524,7 +532,7 @@ def _inputs(table: pa.Table, file: TableFile, first_row: int, columns: Columns) 
         return columns.text.tokenize_table(table, file, first_row)
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
-    parts = [_numbers_of(table[name], file, first_row, name, False) for name in columns.features]
+    parts = [_numbers_of(table[name], file, first_row, name) for name in columns.features]
     if len(parts) > 1 and any(part.shape[1] != 1 for part in parts):
         raise UserError("data.columns.features: must be columns of numbers, or one column of lists")
     for name, part in zip(columns.features, parts, strict=True):

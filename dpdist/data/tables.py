@@ -1,8 +1,8 @@
 """Read tables of records: Parquet, CSV and JSONL files, and folders of pictures, all by Arrow.
 
 Recipes, `dpdist init`, `dpdist.as_records` and the inputs of certificates read files by this module
-alone. A Parquet file is read some rows at a time, pictures some files at a time; a CSV or JSONL
-file is held in memory.
+alone. A Parquet file is read some rows at a time, pictures some files at a time; a CSV, JSONL or
+Excel file is held in memory. CSV and JSONL files may be packed by gzip or zip.
 
 No message quotes a record: it names the file, the line or row, the column and the rule.
 """
@@ -10,14 +10,19 @@ No message quotes a record: it names the file, the line or row, the column and t
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import re
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,6 +38,7 @@ from dpdist.core.files import (
     parquet_errors,
     read_bytes,
 )
+from dpdist.core.optional_imports import import_extra
 from dpdist.data.column_names import NAMED_BY_VALUES, check_names
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -40,6 +46,8 @@ MOST_PICTURE_BYTES = 2**28  # of one picture
 _AT_ONCE = 500  # pictures in memory, of
 _MOST_AT_ONCE = 2**26  # bytes in all, except for the last
 _ROWS = 4096  # rows of a table at once
+# endings of the files that hold a table, in the order in which they are looked for
+TABLES = (".csv", ".csv.gz", ".csv.zip", ".jsonl", ".jsonl.gz", ".jsonl.zip", ".xlsx")
 
 
 # --- where files lie --------------------------------------------------------------------------
@@ -49,8 +57,8 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
     """Return the files of one split of a data set, in order.
 
     They are NAME/SPLIT.parquet, NAME/SPLIT-*.parquet, NAME/data/SPLIT-*.parquet,
-    NAME/SPLIT/*.parquet, NAME/SPLIT.csv, NAME/SPLIT.jsonl, or the folder NAME/SPLIT with a folder
-    of pictures for each class: the first of these that is there.
+    NAME/SPLIT/*.parquet, NAME/SPLIT.csv or another of `TABLES`, or the folder NAME/SPLIT with a
+    folder of pictures for each class: the first of these that is there.
 
     Raises:
         UserError: the root, the data set or the split is not there.
@@ -64,16 +72,20 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
         f"{split}-*.parquet",
         f"data/{split}-*.parquet",
         f"{split}/*.parquet",
-        f"{split}.csv",
-        f"{split}.jsonl",
+        *(f"{split}{ending}" for ending in TABLES),
     ):
         if files := sorted(path for path in base.glob(pattern) if not _is_hidden(path)):
             return files
     if classes_in(base / split):
         return [base / split]
+    if any(pictures_in(base / split)):
+        raise UserError(
+            f"{base / split}: must have a folder of images for each class, got images themselves; "
+            f"move them to {split}/CLASS/"
+        )
     raise UserError(
         f"{base}: must have files of the split {split!r}, got none: {split}.parquet, {split}.csv, "
-        f"{split}.jsonl, or pictures in {split}/CLASS/"
+        f"{split}.jsonl, {split}.xlsx, or pictures in {split}/CLASS/"
     )
 
 
@@ -114,11 +126,14 @@ def _is_picture(path: Path) -> bool:
 
 
 def others_in(folder: Path) -> Counter[str]:
-    """Return how many files and folders of a folder's classes are no pictures, by ending."""
-    kinds = (kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind))
+    """Return how many files and folders are no pictures of a folder's classes, by what they are."""
+    kinds = [kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind)]
     inside = (path for kind in kinds for path in kind.iterdir() if not _is_hidden(path))
     others = (path for path in inside if not _is_picture(path))
-    return Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
+    found = Counter("folder" if p.is_dir() else f"file {p.suffix}".strip() for p in others)
+    found["folder without images"] = sum(not any(pictures_in(kind)) for kind in kinds)
+    found["image outside a class"] = sum(1 for _ in pictures_in(folder))
+    return +found
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -183,13 +198,19 @@ def open_table(path: Path, like: pa.Schema | None = None) -> TableFile:
         UserError: the file is not readable, or its columns have names that look like values.
     """
     check_utf8_name(path)
-    kind = PictureFolder if path.is_dir() else _KINDS.get(path.suffix.lower(), ParquetFile)
+    kind = PictureFolder if path.is_dir() else _KINDS.get(ending_of(path), ParquetFile)
     found = kind(path, like)
     names = found.schema.names
     check_names(names, path)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{path}: has more than one column {twice[0]!r}; rename the others")
     return found
+
+
+def ending_of(path: Path) -> str:
+    """Return the ending of a file that holds a table, in lower case."""
+    name = path.name.lower()
+    return next((each for each in TABLES if name.endswith(each)), path.suffix.lower())
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -282,6 +303,14 @@ class _TextFile(TableFile):
             if field.name in self.schema.names and _is_number(field.type):
                 self._check_numbers(field.name)
 
+    def _open(self) -> IO[bytes]:
+        """Return the file's text, unpacked. Raises UserError for what cannot be unpacked."""
+        try:
+            unpack = _UNPACK.get(self.path.suffix.lower())
+            return open(self.path, "rb") if unpack is None else io.BytesIO(unpack(self.path))
+        except _DAMAGED as error:
+            raise data_error(self.path, "cannot be unpacked", cause=error) from None
+
     def _place(self, row: int) -> dict[str, Any]:
         places = enumerate(self._lines())
         line = next((line for number, (line, _) in places if number == row), None)
@@ -304,7 +333,8 @@ class _TextFile(TableFile):
 
     def _encoding_error(self) -> UserError | None:
         """Return the complaint about the first line that is not UTF-8."""
-        raw = read_bytes(self.path)
+        with self._open() as file:
+            raw = file.read()
         try:
             raw.decode()
         except UnicodeDecodeError as error:
@@ -332,32 +362,106 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-class CsvFile(_TextFile):
-    """A CSV file with a first line of names."""
+def _only_member(path: Path) -> bytes:
+    """Return the only file of a zip archive."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if not name.startswith("__MACOSX/")]
+        if len(names) != 1:
+            raise data_error(path, f"must hold one file, got {len(names)}; pack one alone")
+        return archive.read(names[0])
 
-    no_user = frozenset(arrow_csv.ConvertOptions().null_values)
+
+def _sheet_as_csv(path: Path) -> bytes:
+    """Return the only sheet of an Excel file as CSV, line for line."""
+    book = import_extra("openpyxl", "excel", str(path)).load_workbook(path, data_only=True)
+    if len(sheets := book.worksheets) != 1:
+        raise data_error(
+            path, f"must have one sheet, got {len(sheets)}; save the one that is meant"
+        )
+    text = io.StringIO()
+    rows = sheets[0].iter_rows(values_only=True)
+    csv.writer(text).writerows(row if any(cell is not None for cell in row) else () for row in rows)
+    return text.getvalue().encode()
+
+
+_DAMAGED = (EOFError, KeyError, ValueError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error)
+_UNPACK: dict[str, Callable[[Path], bytes]] = {
+    ".gz": lambda path: gzip.decompress(read_bytes(path)),
+    ".zip": _only_member,
+    ".xlsx": _sheet_as_csv,
+}
+_DECIMAL = r"^\s*[-+]?\d+(,\d+)?\s*$"
+_THOUSANDS = r"^\s*[-+]?\d{1,3}(,\d{3})*\s*$"  # 1,234 may be either
+_MARKED = r"^\s*[-+]?(\d{1,3}([.,]\d{3})*|\d+)([.,]\d+)?\s*$"
+
+
+def _all_match(column: pa.ChunkedArray, pattern: str) -> bool:
+    return bool(pc.all(pc.match_substring_regex(column, pattern), min_count=1).as_py())
+
+
+def are_marked_numbers(column: pa.ChunkedArray) -> bool:
+    """Return whether texts are numbers with decimal commas or thousands separators."""
+    return is_text(column.type) and _all_match(column, _MARKED)
+
+
+class CsvFile(_TextFile):
+    """A CSV file with a first line of names.
+
+    Its columns are between commas, semicolons, tabs or bars, whichever the first line has most of.
+    Between semicolons, numbers may have decimal commas.
+    """
+
+    # beside Arrow's own, those of SAS (.), of R and of old archives (? and -), and blanks
+    no_user = frozenset(
+        [*arrow_csv.ConvertOptions().null_values, ".", "?", "-", "--", "None"]
+        + [" " * width for width in range(1, 9)]
+    )
 
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
-        table = arrow_csv.read_csv(
-            self.path,
-            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
-            convert_options=arrow_csv.ConvertOptions(column_types={f.name: f.type for f in kept}),
-        )
+        table = self._table_with(kept, ".")
+        texts = [
+            table[name] for name in {*table.column_names} if table.column_names.count(name) == 1
+        ]
+        texts = [column for column in texts if is_text(column.type)]
+        if self._delimiter == ";" and any(
+            _all_match(text, _DECIMAL) and not _all_match(text, _THOUSANDS) for text in texts
+        ):
+            table = self._table_with(kept, ",")
+        for place in reversed(range(table.num_columns)):  # behind a comma at the end of each line
+            if not table.column_names[place] and pa.types.is_null(table.schema.field(place).type):
+                table = table.remove_column(place)
         names = table.column_names
-        for separator, name in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
-            if len(names) == 1 and separator in names[0]:
-                rule = f"must have its columns between commas, got one column with {name}"
-                raise data_error(self.path, f"{rule}; save it with commas")
         for place, name in enumerate(names):
             same = names.count(name) == 1 and is_text(table[name].type)
             if same and pc.any(pc.equal(table[name], name)).as_py():
                 raise data_error(self.path, NAMED_BY_VALUES.format(place + 1))
         return table
 
+    def _table_with(self, kept: Sequence[pa.Field], decimal_point: str) -> pa.Table:
+        with self._open() as file:
+            return arrow_csv.read_csv(
+                file,
+                parse_options=arrow_csv.ParseOptions(
+                    delimiter=self._delimiter, newlines_in_values=True
+                ),
+                convert_options=arrow_csv.ConvertOptions(
+                    column_types={f.name: f.type for f in kept},
+                    null_values=sorted(self.no_user),
+                    decimal_point=decimal_point,
+                ),
+            )
+
+    @cached_property
+    def _delimiter(self) -> str:
+        with self._open() as file:
+            start = file.read(2**16).decode(errors="replace").lstrip("\r\n")
+        first = re.split(r"[\r\n]", re.sub(r'"[^"]*"', "", start), maxsplit=1)[0]
+        return max(",;\t|", key=first.count)
+
     def _rows(self) -> Iterator[tuple[int, int]]:
         begin = 1
-        with open(self.path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
+        with io.TextIOWrapper(self._open(), encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=self._delimiter)
             with suppress(csv.Error):
                 for cells in reader:
                     if cells:
@@ -374,6 +478,8 @@ class CsvFile(_TextFile):
         for line, count in self._lines():
             if count != width:
                 rule = f"must have {width} cells, as the first line, got {count}"
+                if count == width - 1:
+                    rule += "; does the first line end with a comma too many?"
                 return data_error(self.path, f"{rule}; put texts with commas in quotes", line=line)
         return data_error(self.path, "cannot be read as CSV", cause=error)
 
@@ -382,15 +488,17 @@ class JsonLinesFile(_TextFile):
     """A JSONL file, an object a line."""
 
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
-        size = min(max(2**20, self.path.stat().st_size), 2**30)  # a line lies in one block
-        return arrow_json.read_json(
-            self.path,
-            arrow_json.ReadOptions(use_threads=False, block_size=size),
-            arrow_json.ParseOptions(explicit_schema=pa.schema(kept) if kept else None),
-        )
+        with self._open() as file:
+            size = min(max(2**20, file.seek(0, io.SEEK_END)), 2**30)  # a line lies in one block
+            file.seek(0)
+            return arrow_json.read_json(
+                file,
+                arrow_json.ReadOptions(use_threads=False, block_size=size),
+                arrow_json.ParseOptions(explicit_schema=pa.schema(kept) if kept else None),
+            )
 
     def _lines(self) -> Iterator[tuple[int, int]]:
-        with open(self.path, encoding="utf-8") as file:
+        with io.TextIOWrapper(self._open(), encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, 0
@@ -442,7 +550,7 @@ class PictureFolder(TableFile):
 
 
 _PICTURES = pa.schema([("image", pa.large_binary()), ("label", pa.string())])
-_KINDS = {".csv": CsvFile, ".jsonl": JsonLinesFile}
+_KINDS = {each: JsonLinesFile if each.startswith(".jsonl") else CsvFile for each in TABLES}
 
 
 def picture_schema(names: list[str]) -> pa.Schema:

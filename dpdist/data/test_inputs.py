@@ -35,6 +35,7 @@ from dpdist.data.tables import (
     PictureFolder,
     TableFile,
     classes_in,
+    ending_of,
     is_list,
     open_table,
     picture_schema,
@@ -94,7 +95,7 @@ def find_test_inputs(
     check_utf8_name(path)
     path = path.resolve()
     if path.is_file():
-        place = (path.parent.parent, path.parent.name, path.stem)
+        place = (path.parent.parent, path.parent.name, path.name[: -len(ending_of(path)) or None])
         return _found([path], place, target, size, resize)
     if not path.is_dir():
         raise UserError(f"--data: {path}: no such file or folder")
@@ -157,7 +158,7 @@ def _copied(found: TestInputs, files: list[Path], target: Path) -> TestInputs:
     target.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(files):
         part = "" if len(files) == 1 else f"-{number:05d}"
-        shutil.copyfile(file, target / f"{SPLIT}{part}{file.suffix}")
+        shutil.copyfile(file, target / f"{SPLIT}{part}{ending_of(file)}")
     return replace(found, root=target.parent, name=target.name, split=SPLIT)
 
 

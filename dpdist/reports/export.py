@@ -24,6 +24,7 @@ _EVALUATION_KEYS = (
     "accuracy",
     "cross_entropy",
     "measures",
+    "metrics",
     "noise_draws",
 )
 _NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")

@@ -614,7 +614,15 @@ def _accuracy_rows(facts: RunResults) -> list[Row]:
     if facts.next_token_count is not None:
         names = ("next_tokens", "perplexity", "base_perplexity")
         of_tokens = {name: about.get(name) for name in names}
-    rows += accuracy_rows(facts.accuracy, about["inputs"], unit, **of_tokens)
+    of_classes = [inputs for inputs, _ in about.get("by_class", [])]
+    rows += accuracy_rows(
+        facts.accuracy,
+        about["inputs"],
+        unit,
+        **of_tokens,
+        metrics=about.get("metrics"),
+        commonest=max(of_classes, default=0),
+    )
     rows += [Row(name, f"{said} {scope}", brief=True) for name, said in facts.measures.items()]
     return rows
 

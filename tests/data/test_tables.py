@@ -191,7 +191,6 @@ FAULTS: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "other columns": ("test.csv", ["a,b", f"1,{MARK}"], (), ["test.csv", "'label'"]),
     "text for numbers": ("test.csv", ["age,label", "1,0", f"2,x{MARK}"], (), ["line 3", "'label'"]),
     "latin": ("train.csv", f"age,label\n1,{MARK}\n2,".encode() + b"\xe9\n", (), ["line 3"]),
-    "semicolons": ("train.csv", ["a;b;label", "1;2;0"], (), ["semicolons", "commas"]),
     "no rows": ("test.csv", ["age,label"], (), ["test.csv", "one record"]),
     "no names": ("train.csv", [f"{MARK},3.5,setosa", "5.1,3.5,setosa"], (), ["column 3"]),
     "one number": ("train.csv", [f"female,{MARK}", "female,31"], (), ["column 1"]),
