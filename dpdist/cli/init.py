@@ -10,8 +10,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Finite
 
 if TYPE_CHECKING:
+    from dpdist.core.preprocessing import ColumnPreprocessing
     from dpdist.data.discovery import DiscoveredDataset
 
 
@@ -102,16 +104,22 @@ def init_command(
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
-    scaled, model = _public_ranges(found, ranges), _base_model(found, base, pretraining_data)
-    _write_recipe(found, output, scaled, model)
+    rules = _propose_preprocessing(found, ranges)
+    read = [name for name in found.kinds if name in found.feature_columns or name in rules]
+    left = tuple((name, why) for name, why in found.left_out if name not in rules)
+    if len(read) > len(found.feature_columns):
+        found = replace(found, input_shape=(len(read),))
+    found = replace(found, feature_columns=tuple(read), left_out=left)
+    model = _base_model(found, base, pretraining_data)
+    _write_recipe(found, output, rules, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
     if found.unread:
         typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
-    _tell_left_out(found, scaled)
+    _tell_left_out(found, rules)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
-Ranges = dict[str, tuple[float, float]]
+Rules = Mapping[str, "ColumnPreprocessing"]
 
 
 @dataclass(frozen=True)
@@ -174,12 +182,19 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     return None
 
 
-def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
-    """Print the columns that are no input, and that features lack public ranges."""
+def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
+    """Print the columns that are no input, what was proposed, and what features lack."""
     for column, why in found.left_out:
         typer.echo(f"left out: {column}: {why}")
     _tell_repeats(found.repeats)
-    if found.feature_columns and not scaled:
+    if rules:
+        typer.echo("preprocessing, from names and types of columns and never from the records:")
+        for name, rule in rules.items():
+            typer.echo(f"  {name}: {rule.describe()}")
+    if lacking := [name for name in found.kinds if name not in rules]:
+        few = ", ".join(lacking[:_MOST_ASKED])
+        typer.echo(f"to fill in under data.columns.preprocessing, if you can: {few}")
+    if found.feature_columns and not rules:
         typer.echo(
             "no public ranges: sigma and radii mean little unless the features lie in about [0, 1];"
             " --range COLUMN=LOW,HIGH"
@@ -197,34 +212,87 @@ def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
         )
 
 
-def _public_ranges(dataset: DiscoveredDataset, given: Sequence[str] | None) -> Ranges:
-    """Return the public ranges of features by column: as given, or as somebody at a terminal says.
+def _propose_preprocessing(
+    dataset: DiscoveredDataset, given: Sequence[str] | None
+) -> dict[str, ColumnPreprocessing]:
+    """Return the rules of columns: as given, from public knowledge of their names, or as somebody
+    at a terminal says.
 
-    They are never taken from the records, whose extremes are private. Raises UserError.
+    They are never taken from the records, whose extremes and words are private. Raises UserError.
     """
-    if not dataset.feature_columns:
+    from dpdist.core.preprocessing import ColumnPreprocessing
+    from dpdist.data.public_ranges import public_range
+
+    features = dataset.feature_columns
+    if not features:
         if given:
             raise UserError("--range: must be left out, as the inputs are no features")
         return {}
-    found: Ranges = {}
+    found: dict[str, ColumnPreprocessing] = {}
+    for name in features:
+        known = public_range(name)
+        if dataset.kinds[name] == "truth":
+            found[name] = _scaling("truth", 0, 1)
+        elif known is not None:
+            found[name] = _scaling(dataset.kinds[name], known.low, known.high, known.log1p)
     for text in given or ():
         pattern, _, numbers = text.rpartition("=")
-        fit = [name for name in dataset.feature_columns if fnmatch.fnmatchcase(name, pattern)]
+        fit = [name for name in features if fnmatch.fnmatchcase(name, pattern)]
         if not fit:
             raise UserError(
-                f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.feature_columns)}"
-                f" (or a pattern, '*=0,1'), got {text}"
+                f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(features)} (or a pattern, "
+                f"'*=0,1'), got {text}"
             )
-        found |= dict.fromkeys(fit, _parse_range(numbers))
+        found |= {name: _scaling(dataset.kinds[name], *_parse_range(numbers)) for name in fit}
     if given or not _at_terminal():
         return found
-    typer.echo("Public ranges of the features, which become [0, 1]: what anybody knows of such")
-    typer.echo("columns, and nothing read from these records. LOW,HIGH, or Enter for none.")
-    for name in dataset.feature_columns[:_MOST_ASKED]:
-        said = typer.prompt(f"  {name}", default="", show_default=False)
-        if said:
-            found[name] = _parse_range(said)
+    unknown = [name for name in dataset.kinds if name not in found][:_MOST_ASKED]
+    if unknown:
+        typer.echo("What nobody knows of these columns by their names. Say what anybody knows of")
+        typer.echo("such columns, and nothing read from these records; or Enter for none.")
+    for name in unknown:
+        kind = dataset.kinds[name]
+        said = typer.prompt(f"  {name} ({_ASKED[kind]})", default="", show_default=False)
+        if not said:
+            continue
+        if kind == "words":
+            words = tuple(word.strip() for word in said.split(","))
+            found[name] = ColumnPreprocessing(categories=words, missing="flag")
+        elif kind == "dates":
+            found[name] = _date_rule(said)
+        else:
+            found[name] = _scaling(kind, *_parse_range(said))
     return found
+
+
+_ASKED = {
+    "numbers": "LOW,HIGH", "lists": "LOW,HIGH",
+    "words": "its categories: A,B,C", "dates": "FIRST,LAST: 2000-01-01,2030-12-31",
+}  # fmt: skip
+
+
+def _scaling(kind: str, low: float, high: float, log1p: bool = False) -> ColumnPreprocessing:
+    """Return the rule of numbers in a public range: a missing one becomes its middle."""
+    from dpdist.core.preprocessing import ColumnPreprocessing
+
+    middle = math.sqrt((1 + low) * (1 + high)) - 1 if log1p else (low + high) / 2
+    missing = None if kind == "lists" else round(middle, 3)
+    return ColumnPreprocessing(range=(low, high), missing=missing, log1p=log1p)
+
+
+def _date_rule(text: str) -> ColumnPreprocessing:
+    """Return the rule of dates between two days, FIRST,LAST, as a fraction of the years between."""
+    from dpdist.core.preprocessing import ColumnPreprocessing, DateNumbers
+
+    try:
+        first, last = (date.fromisoformat(each.strip()) for each in text.split(","))
+        if not first < last:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"dates: must be FIRST,LAST as 2000-01-01,2030-12-31, got {text}") from None
+    years = max(1, round((last - first).days / 365.2425))
+    since = DateNumbers(origin=first.isoformat(), unit="years")
+    return ColumnPreprocessing(date=since, range=(0, years), missing="flag")
 
 
 def _at_terminal() -> bool:
@@ -242,14 +310,14 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 
 def _write_recipe(
-    dataset: DiscoveredDataset, output: Path, ranges: Ranges,
+    dataset: DiscoveredDataset, output: Path, rules: Rules,
     base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
     """Write the recipe. Raises UserError for one that nobody could run."""
     from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
-    text = starter_recipe(dataset, output.stem, ranges, base)
+    text = starter_recipe(dataset, output.stem, rules, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
     write_atomic(output, text)
 
@@ -276,7 +344,7 @@ def describe_data(dataset: DiscoveredDataset) -> str:
 
 
 def starter_recipe(
-    dataset: DiscoveredDataset, name: str, ranges: Ranges, base: _BaseModel | None = None
+    dataset: DiscoveredDataset, name: str, rules: Rules, base: _BaseModel | None = None
 ) -> str:
     """Return the recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters.
 
@@ -285,7 +353,7 @@ def starter_recipe(
     units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
     texts = dataset.text_column is not None or dataset.predicts_next_token
-    model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
+    model = _TEXT_MODEL if texts else _numeric_model(dataset, rules)
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
     lines = [
@@ -297,7 +365,7 @@ def starter_recipe(
         "data:",
         f"  name: {_json_text(dataset.name)}               # the folder below root",
         f"  root: {_json_text(str(dataset.root))}",
-        *_data_lines(dataset, ranges, base),
+        *_data_lines(dataset, rules, base),
         *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
@@ -382,9 +450,9 @@ def _base_lines(base: _BaseModel) -> list[str]:
     ]
 
 
-def _numeric_model(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
-    scaled = dataset.image_column is not None or ranges.keys() == set(dataset.feature_columns)
-    units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give columns.ranges"
+def _numeric_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    scaled = dataset.image_column is not None or rules.keys() == set(dataset.feature_columns)
+    units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give their range"
     return [
         f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
         "no BatchNorm",
@@ -421,7 +489,7 @@ def _text_line(dataset: DiscoveredDataset, base: _BaseModel | None) -> str:
 
 
 def _data_lines(
-    dataset: DiscoveredDataset, ranges: Ranges, base: _BaseModel | None = None
+    dataset: DiscoveredDataset, rules: Rules, base: _BaseModel | None = None
 ) -> list[str]:
     lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
     if dataset.class_names:
@@ -445,11 +513,36 @@ def _data_lines(
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.user_column is not None:
         columns.append(f"user: {_json_text(dataset.user_column)}   # privacy.unit speaks of it")
-    if ranges:
-        columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
-        for name, ends in ranges.items():
-            columns.append(f"  {_json_text(name)}: {_json_text(list(ends))}")
+    columns += _rule_lines(dataset, rules)
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
+
+
+def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    """Return the lines of public constants, and of those to be filled in, as comments."""
+    from dpdist.data.public_ranges import public_range
+
+    said = "public constants, from names and types of columns, never from the records"
+    lines = [f"preprocessing:    # {said}"] if rules else []
+    for name, rule in rules.items():
+        known = public_range(name)
+        same = known is not None and rule.range == (known.low, known.high)
+        source = f"   # {known.unit}: {known.source}" if same and known is not None else ""
+        text = _json_text(rule.model_dump(mode="json", exclude_defaults=True))
+        lines.append(f"  {_json_text(name)}: {text}{source}")
+    lacking = [name for name in dataset.kinds if name not in rules][:_MOST_ASKED]
+    if lacking and not rules:
+        lines.append("# preprocessing:")
+    for name in lacking:
+        more = "" if name in dataset.feature_columns else "   # and name it in features"
+        lines.append(_on_one_line(f"# {_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}"))
+    return lines
+
+
+_TO_FILL = {
+    "numbers": "{range: [LOW, HIGH], missing: VALUE}", "lists": "{range: [LOW, HIGH]}",
+    "words": "{categories: [A, B], missing: flag}",
+    "dates": "{date: {origin: YYYY-MM-DD, unit: years}, range: [0, YEARS], missing: flag}",
+}  # fmt: skip
 
 
 def _json_text(value: Any) -> str:
