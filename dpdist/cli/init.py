@@ -196,8 +196,7 @@ def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
         typer.echo(f"to fill in under data.columns.preprocessing, if you can: {few}")
     if found.feature_columns and not rules:
         typer.echo(
-            "no public ranges: sigma and radii mean little unless the features lie in about [0, 1];"
-            " --range COLUMN=LOW,HIGH"
+            "no public ranges: training needs features in about [0, 1]; --range COLUMN=LOW,HIGH"
         )
 
 
@@ -346,14 +345,18 @@ def describe_data(dataset: DiscoveredDataset) -> str:
 def starter_recipe(
     dataset: DiscoveredDataset, name: str, rules: Rules, base: _BaseModel | None = None
 ) -> str:
-    """Return the recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters.
+    """Return the recipe of a first run: of pictures, DP-SGD on noisy copies, certified.
+
+    Of a table, a small model by DP-SGD; of texts, adapters.
 
     base: whose adapters learn next tokens; without it a small model of bytes does.
     """
     units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
     texts = dataset.text_column is not None or dataset.predicts_next_token
-    model = _TEXT_MODEL if texts else _numeric_model(dataset, rules)
+    pictures = dataset.image_column is not None
+    model = _picture_model(dataset) if pictures else _table_model(dataset, rules)
+    model = _TEXT_MODEL if texts else model
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
     lines = [
@@ -369,7 +372,7 @@ def starter_recipe(
         *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
-        f"  delta: {_default_delta(units):.1e}               # below 1 / {units:,} "
+        f"  delta: {_default_delta(units):.1e}               # well below 1 / {units:,} "
         f"{'records' if dataset.users is None else 'users'}",
         "  clip_norm: 1.0",
         *_unit_lines(dataset),
@@ -377,7 +380,7 @@ def starter_recipe(
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
         *(_TEXT_OPTIMIZER if texts else _OPTIMIZER),
-        *([] if texts else _certify_lines(dataset)),
+        *(_certify_lines(dataset) if pictures else []),
         "resources:",
         "  workers: 1                   # keep it during a run, or set training.reproducible: true",
     ]
@@ -450,15 +453,33 @@ def _base_lines(base: _BaseModel) -> list[str]:
     ]
 
 
-def _numeric_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
-    scaled = dataset.image_column is not None or rules.keys() == set(dataset.feature_columns)
-    units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give their range"
+def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    """Return a linear model, or a small network where there is a person for many weights."""
+    units, inputs = dataset.users or dataset.train_records, math.prod(dataset.input_shape)
+    if "lists" not in dataset.kinds.values():
+        names = [rules[n].names(n) if n in rules else [n] for n in dataset.feature_columns]
+        inputs = sum(map(len, names))
+    weights = _HIDDEN * (inputs + dataset.classes)
+    if units < _UNITS_PER_WEIGHT * weights:
+        return [
+            "model: linear                  # logistic regression; or your own: package.module:f"
+        ]
+    return [
+        "model:                         # or linear, or your own: package.module:factory",
+        f"  name: mlp\n  options: {{hidden: [{_HIDDEN}]}}",
+    ]
+
+
+_HIDDEN, _UNITS_PER_WEIGHT = 32, 10
+
+
+def _picture_model(dataset: DiscoveredDataset) -> list[str]:
     return [
         f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
         "no BatchNorm",
         "method:",
         "  name: input-noise            # trains on noisy copies, as the certificate draws them",
-        f"  sigma: 0.25                  # noise; {units}",
+        "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
         "  augmentations: 4                     # copies of each record, averaged before the clip",
     ]
 
@@ -551,14 +572,12 @@ def _json_text(value: Any) -> str:
 
 
 def _default_model(dataset: DiscoveredDataset) -> str:
-    if dataset.image_column is None:
-        return "mlp"
     return "tf-cnn" if min(dataset.input_shape[1:]) >= 20 else "small-cnn"
 
 
 def _default_delta(records: int) -> float:
-    """The largest power of ten below 1 / records."""
-    return 10.0 ** -(math.floor(math.log10(max(records, 10))) + 1)
+    """The largest power of ten of at most a tenth of 1 / records."""
+    return 10.0 ** -math.ceil(math.log10(10 * max(records, 10)))
 
 
 def _default_batch_size(records: int) -> int:

@@ -94,7 +94,7 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
     found = np.asarray(records.inputs)
     assert np.allclose(found, wanted, atol=1e-6) and found.min() == 0 and found.max() == 1
     checked = CliRunner().invoke(app, ["data", "check", "scans.yaml"])
-    assert "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range (declared: " in checked.stdout
+    assert "inputs lie in 0 to 1 (declared: data.columns.preprocessing)" in checked.stdout
     plain = resolve_recipe(recipe, changes={"data.columns.preprocessing": {}})
     assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
 
@@ -107,7 +107,7 @@ def test_named_features_and_a_group():
     assert (columns.features, columns.user) == (["number", "pulse"], "patient_id")
     assert records_with_canaries(recipe, data_source(recipe)).largest_user == 4
     assert recipe.user_unit == UserUnit("patient_id", 4)
-    assert (recipe.privacy.delta, recipe.training.batch_size) == (0.01, 4)  # of 50 persons
+    assert (recipe.privacy.delta, recipe.training.batch_size) == (0.001, 4)  # of 50 persons
     assert "50 users" in checked("scans.yaml")
 
 
