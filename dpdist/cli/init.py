@@ -233,7 +233,10 @@ def _propose_preprocessing(
         if dataset.kinds[name] == "truth":
             found[name] = _scaling("truth", 0, 1)
         elif known is not None:
-            found[name] = _scaling(dataset.kinds[name], known.low, known.high, known.log1p)
+            fill = known.typical if dataset.kinds[name] == "numbers" else None
+            found[name] = ColumnPreprocessing(
+                range=(known.low, known.high), missing=fill, log1p=known.log1p
+            )
     for text in given or ():
         pattern, _, numbers = text.rpartition("=")
         fit = [name for name in features if fnmatch.fnmatchcase(name, pattern)]
@@ -270,13 +273,12 @@ _ASKED = {
 }  # fmt: skip
 
 
-def _scaling(kind: str, low: float, high: float, log1p: bool = False) -> ColumnPreprocessing:
+def _scaling(kind: str, low: float, high: float) -> ColumnPreprocessing:
     """Return the rule of numbers in a public range: a missing one becomes its middle."""
     from dpdist.core.preprocessing import ColumnPreprocessing
 
-    middle = math.sqrt((1 + low) * (1 + high)) - 1 if log1p else (low + high) / 2
-    missing = None if kind == "lists" else round(middle, 3)
-    return ColumnPreprocessing(range=(low, high), missing=missing, log1p=log1p)
+    missing = None if kind == "lists" else (low + high) / 2
+    return ColumnPreprocessing(range=(low, high), missing=missing)
 
 
 def _date_rule(text: str) -> ColumnPreprocessing:

@@ -71,7 +71,7 @@ def test_csv_is_read_as_it_is_and_what_is_left_out_is_named():
     assert "left out: patient_id: text" in out and "left out: ward: text" in out
     assert "left out: visit_id: an identifier, by its name" in out
     assert "left out: number: an identifier: whole numbers that all differ" in out
-    assert "  age: cut to [0, 120], scaled to [0, 1], missing cells become 60.0" in out
+    assert "  age: cut to [0, 120], scaled to [0, 1], missing cells become 50.0" in out
     assert "to fill in under data.columns.preprocessing, if you can: ward" in out
     recipe = load_recipe(Path("scans.yaml"))
     assert recipe.data.columns.features == ["age", "pulse"]

@@ -158,7 +158,7 @@ def inputs(recipe: Path) -> np.ndarray:
 def test_init_asks_what_nobody_knows_and_proposes_the_rest(visits):
     rules = load_recipe(visits).data.columns.preprocessing
     assert list(rules) == ["age", "smoker", "dose", "ward", "admitted"]
-    assert (rules["age"].range, rules["age"].missing) == ((0, 120), 60)
+    assert (rules["age"].range, rules["age"].missing) == ((0, 120), 50)
     assert rules["ward"].categories == ("a", "b") and rules["admitted"].range == (0, 30)
     assert inputs(visits).shape == (60, 1 + 1 + 1 + 4 + 2)
 
@@ -197,7 +197,7 @@ def test_records_that_are_cut_alike_stay_two(visits):
 @pytest.mark.slow
 def test_a_gap_without_a_rule_is_named_and_no_value_is(visits):
     text = visits.read_text()
-    plain = text.replace('"age": {"range": [0.0, 120.0], "missing": 60.0}', '"age": {}')
+    plain = text.replace('"age": {"range": [0.0, 120.0], "missing": 50.0}', '"age": {}')
     assert plain != text
     visits.write_text(plain)
     with pytest.raises(UserError, match=r"line 3: column 'age'.*preprocessing\.age\.missing"):
@@ -236,4 +236,4 @@ def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
 def test_public_ranges_are_found_by_whole_names():
     assert public_range("sysBP") == public_range("Systolic_BP")
     assert public_range("message") is None and public_range("age_group") is None
-    assert all(each.low < each.high and each.source for each in PUBLIC_RANGES)
+    assert all(each.low <= each.typical <= each.high and each.source for each in PUBLIC_RANGES)
