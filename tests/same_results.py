@@ -147,6 +147,7 @@ NAMES = {
     "licence": "license",
     "group": "user",
     "max_records_per_group": "max_records_per_user",
+    "columns.ranges": "columns.preprocessing",
     "superseded_releases": "reexecuted_releases",
     "add-or-remove-one at a fixed number of records (zero-out)":
         "zero-out adjacency (data set size public)",

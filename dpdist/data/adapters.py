@@ -442,7 +442,9 @@ def _array_of_arrow(
             f"column {name!r} must hold numbers or lists of numbers, got {column.type}", then
         )
     if column.null_count or (is_list(column.type) and pc.list_flatten(column).null_count):
-        options.refuse(f"column {name!r} must be filled, got empty values", "fill them by dpdist.Preprocessing")
+        options.refuse(
+            f"column {name!r} must be filled, got empty values", "fill them by dpdist.Preprocessing"
+        )
     if not is_list(column.type):
         return np.array(column.to_numpy())
     size = options.length_of(name)
