@@ -6,11 +6,13 @@ data: list, check, fetch and make data sets.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -69,7 +71,9 @@ _PretrainingData = Annotated[
 _Ranges = Annotated[
     list[str] | None,
     option(
-        "Public range of a feature, which becomes [0, 1]; '*=0,1' for all. May be repeated.",
+        "Public constants of a column: the range of numbers, which becomes [0, 1] ('*=0,1' for "
+        "all), the categories of words (A,B,C), or the first and the last day of dates. May be "
+        "repeated.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",
@@ -91,8 +95,9 @@ def init_command(
 
     Splits, columns, classes, their names and the size of an input are found out from the files,
     which stay as they are. Columns that are no input are named and left out: texts beside numbers,
-    identifiers. On a terminal, public
-    ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
+    identifiers. Preprocessing
+    by public constants is proposed from the names and types of columns, never from values; on a
+    terminal, you are asked for the rest. A column of chats, or of texts beside no label, becomes a
     recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
     and answers, of which the answers are learned.
     """
@@ -238,39 +243,65 @@ def _propose_preprocessing(
                 range=(known.low, known.high), missing=fill, log1p=known.log1p
             )
     for text in given or ():
-        pattern, _, numbers = text.rpartition("=")
-        fit = [name for name in features if fnmatch.fnmatchcase(name, pattern)]
-        if not fit:
-            raise UserError(
-                f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(features)} (or a pattern, "
-                f"'*=0,1'), got {text}"
-            )
-        found |= {name: _scaling(dataset.kinds[name], *_parse_range(numbers)) for name in fit}
+        found |= _answered(dataset, text)
     if given or not _at_terminal():
         return found
-    unknown = [name for name in dataset.kinds if name not in found][:_MOST_ASKED]
+    unknown = {n: kind for n, kind in dataset.kinds.items() if n not in found}
     if unknown:
-        typer.echo("What nobody knows of these columns by their names. Say what anybody knows of")
-        typer.echo("such columns, and nothing read from these records; or Enter for none.")
-    for name in unknown:
-        kind = dataset.kinds[name]
-        said = typer.prompt(f"  {name} ({_ASKED[kind]})", default="", show_default=False)
-        if not said:
-            continue
-        if kind == "words":
-            words = tuple(word.strip() for word in said.split(","))
-            found[name] = ColumnPreprocessing(categories=words, missing="flag")
-        elif kind == "dates":
-            found[name] = _date_rule(said)
-        else:
-            found[name] = _scaling(kind, *_parse_range(said))
+        typer.echo("What nobody knows of these columns by their names:")
+        for kind, names in itertools.groupby(unknown, unknown.__getitem__):
+            typer.echo(f"  {', '.join(names)}: {_ASKED[kind]}")
+        typer.echo("Say what anybody knows of such columns, and nothing read from these records:")
+        typer.echo("COLUMN=ANSWER, or a pattern, '*_test=neg,pos'; an empty line ends.")
+    while unknown and (said := typer.prompt(" ", default="", show_default=False)):
+        try:
+            found |= _answered(dataset, said)
+        except UserError as error:
+            typer.echo(f"  {error}")
     return found
 
 
 _ASKED = {
-    "numbers": "LOW,HIGH", "lists": "LOW,HIGH",
-    "words": "its categories: A,B,C", "dates": "FIRST,LAST: 2000-01-01,2030-12-31",
+    "numbers": "LOW,HIGH", "lists": "LOW,HIGH", "words": "the categories, A,B,C",
+    "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
 }  # fmt: skip
+
+
+def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreprocessing]:
+    """Return the rules that COLUMN=ANSWER gives. Raises UserError.
+
+    Of the columns that a pattern fits, two numbers are for numbers, two days for dates, and others
+    for words.
+    """
+    pattern, _, said = text.rpartition("=")
+    fit = [name for name in dataset.kinds if fnmatch.fnmatchcase(name, pattern)]
+    by_kind = {
+        kind: [name for name in fit if dataset.kinds[name] in kinds]
+        for kind, kinds in (
+            ("numbers", ("numbers", "truth", "lists")), ("dates", ("dates",)), ("words", ("words",))
+        )
+    }  # fmt: skip
+    if not fit:
+        raise UserError(
+            f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.kinds)} (or a pattern, "
+            f"'*=0,1'), got {text}"
+        )
+    if by_kind["numbers"] and not (by_kind["words"] and not _is_range(said)):
+        ends = _parse_range(said)
+        return {name: _scaling(dataset.kinds[name], *ends) for name in by_kind["numbers"]}
+    if by_kind["dates"] and not by_kind["words"]:
+        return dict.fromkeys(by_kind["dates"], _date_rule(said))
+    words = [word.strip() for word in said.split(",")]
+    from dpdist.data.preprocessing import checked_rule
+
+    rule = checked_rule("--range", {"categories": words, "missing": "flag"})
+    return dict.fromkeys(by_kind["words"], rule)
+
+
+def _is_range(text: str) -> bool:
+    with suppress(UserError):
+        return bool(_parse_range(text))
+    return False
 
 
 def _scaling(kind: str, low: float, high: float) -> ColumnPreprocessing:
@@ -290,7 +321,8 @@ def _date_rule(text: str) -> ColumnPreprocessing:
         if not first < last:
             raise ValueError
     except ValueError:
-        raise UserError(f"dates: must be FIRST,LAST as 2000-01-01,2030-12-31, got {text}") from None
+        rule = f"--range: must be FIRST,LAST, such as 2000-01-01,2030-12-31, got {text}"
+        raise UserError(rule) from None
     years = max(1, round((last - first).days / 365.2425))
     since = DateNumbers(origin=first.isoformat(), unit="years")
     return ColumnPreprocessing(date=since, range=(0, years), missing="flag")

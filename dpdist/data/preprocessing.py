@@ -226,7 +226,7 @@ class Preprocessing:
     """
 
     def __init__(self, columns: Mapping[str, Mapping[str, Any] | ColumnPreprocessing]) -> None:
-        rules = {name: _checked(name, rule) for name, rule in columns.items()}
+        rules = {name: checked_rule(name, rule) for name, rule in columns.items()}
         self._rules = {name: rule for name, rule in rules.items() if not rule.drop}
 
     def fit(self, *records: Any, **more: Any) -> NoReturn:
@@ -288,7 +288,8 @@ class Preprocessing:
         return np.array(names, dtype=object)
 
 
-def _checked(name: str, rule: Any) -> ColumnPreprocessing:
+def checked_rule(name: str, rule: Any) -> ColumnPreprocessing:
+    """Return the rule of a column. Raises UserError, by key, for what is none."""
     try:
         return ColumnPreprocessing.model_validate(rule)
     except ValidationError as error:

@@ -108,7 +108,7 @@ def test_it_cannot_be_fitted():
 # --- a table with gaps, words and dates, from its file to its release
 
 
-ANSWERS = "0,60\na,b\n2000-01-01,2030-01-01\n"  # dose, ward, admitted; age is known
+ANSWERS = "dose=0,60\nwart=a\nward=a,b\nadmitted=2000-01-01,2030-01-01\n\n"  # age is known
 
 
 def rows(count: int, seed: int) -> list[str]:
@@ -146,7 +146,7 @@ def visits(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write(Path("visits"))
     monkeypatch.setattr(init, "_at_terminal", lambda: True)
-    invoke("init", "visits", "--label", "ill", given="0,60\n\n" + ANSWERS.split("\n", 1)[1])
+    invoke("init", "visits", "--label", "ill", given=ANSWERS)
     return Path("visits.yaml")
 
 
