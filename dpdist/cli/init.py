@@ -413,7 +413,7 @@ def starter_recipe(
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
-        *(_TEXT_OPTIMIZER if texts else _OPTIMIZER),
+        *(_TEXT_OPTIMIZER if texts else _optimizer(pictures or units >= _FEW_UNITS)),
         *(_certify_lines(dataset) if pictures else []),
         "resources:",
         "  workers: 1                   # keep it during a run, or set training.reproducible: true",
@@ -442,10 +442,15 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
 
 
-_OPTIMIZER = [
-    "  learning_rate: 0.5           # try others with `dpdist tune`: looking at results costs",
-    "  momentum: 0.9",
-]
+def _optimizer(many: bool) -> list[str]:
+    return [
+        f"  learning_rate: {0.5 if many else 0.1}           # try others with `dpdist tune`: "
+        "looking at results costs",
+        "  momentum: 0.9",
+    ]
+
+
+_FEW_UNITS = 500  # of whom a table's steps have much noise
 _TEXT_OPTIMIZER = [
     "  optimizer: adam",
     "  learning_rate: 0.003         # try others with `dpdist tune`: looking at results costs",
@@ -580,7 +585,7 @@ def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
     lines = [f"preprocessing:    # {said}"] if rules else []
     for name, rule in rules.items():
         known = public_range(name)
-        same = known is not None and rule.range == (known.low, known.high)
+        same = known is not None and rule.missing == known.typical
         source = f"   # {known.unit}: {known.source}" if same and known is not None else ""
         text = _json_text(rule.model_dump(mode="json", exclude_defaults=True))
         lines.append(f"  {_json_text(name)}: {text}{source}")

@@ -21,9 +21,11 @@ from dpdist import models
 from dpdist.cli import init
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
+from dpdist.core.files import parse_yaml
+from dpdist.data.discovery import DiscoveredDataset
 from dpdist.data.public_ranges import PUBLIC_RANGES, public_range
 from dpdist.publishing import write_release
-from dpdist.runs.recipe import load_recipe
+from dpdist.runs.recipe import load_recipe, parse_recipe
 from dpdist.training.records import data_source, records_with_canaries
 
 NAN = math.nan
@@ -161,6 +163,22 @@ def test_init_asks_what_nobody_knows_and_proposes_the_rest(visits):
     assert (rules["age"].range, rules["age"].missing) == ((0, 120), 50)
     assert rules["ward"].categories == ("a", "b") and rules["admitted"].range == (0, 30)
     assert inputs(visits).shape == (60, 1 + 1 + 1 + 4 + 2)
+
+
+@pytest.mark.parametrize(("units", "model"), [(400, "linear"), (20_000, "mlp")])
+def test_a_table_begins_with_a_small_model_and_no_certificate(units: int, model: str):
+    columns = {
+        "feature_columns": ("a", "b"),
+        "label_column": "y",
+        "classes": 2,
+        "input_shape": (2,),
+    }
+    kinds = {"a": "numbers", "b": "numbers"}
+    found = DiscoveredDataset(Path("/d"), "d", "train", "test", units, 50, kinds=kinds, **columns)  # type: ignore[arg-type]
+    text = init.starter_recipe(found, "d", {})
+    recipe = parse_recipe(parse_yaml(text, "d")[0], "d")
+    assert recipe.model.name == model and recipe.certify is None
+    assert recipe.method.name == "dp-sgd" and recipe.privacy.delta <= 0.1 / units
 
 
 def test_init_proposes_the_same_of_other_records(visits, monkeypatch):
