@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dpdist.core.errors import UserError as UserError
     from dpdist.data.adapters import as_records as as_records
     from dpdist.data.documents import documents as documents
+    from dpdist.data.preprocessing import Preprocessing as Preprocessing
     from dpdist.data.protocol import Records as Records
     from dpdist.gradients.clipping import AutomaticClipping as AutomaticClipping
     from dpdist.gradients.clipping import FlatClipping as FlatClipping
@@ -117,6 +118,7 @@ _LAZY = {
     "Records": "dpdist.data.protocol",
     "as_records": "dpdist.data.adapters",
     "documents": "dpdist.data.documents",
+    "Preprocessing": "dpdist.data.preprocessing",
     "language_model_loss": "dpdist.gradients.objective",
     "preferences": "dpdist.training.preference_pairs",
     "preference_loss": "dpdist.gradients.objective",

@@ -252,8 +252,8 @@ def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:
         return []
     sigma = None if recipe.certify is None else recipe.certify.sigma
     columns = recipe.data.columns
-    if columns.features and columns.ranges.keys() == set(columns.features):
-        return [("units", f"{range_words(0, 1, sigma)} (declared: data.columns.ranges)")]
+    if columns.in_unit_range:
+        return [("units", f"{range_words(0, 1, sigma)} (declared: data.columns.preprocessing)")]
     said = range_words(*input_range(test, range(len(test))), sigma)
     return [("units", f"{said} (of the test split)")]
 

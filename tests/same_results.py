@@ -123,7 +123,7 @@ LEFT_OUT = {  # the end of a key's place in JSON
     "folder": "where a run lies",
     "doubts": "sentences about the table of certificates, which is compared",
     "measured": "sentences about results, which are compared; now among the rows",
-    "metrics": "AUC, calibration and intervals, which BASE has not; tests/test_metrics.py holds them",
+    "metrics": "AUC, calibration and intervals, which BASE has not",
     "rows": "sentences about results, which are compared",
 }
 # Of some cases only, by the name of what is compared.
@@ -148,10 +148,10 @@ NAMES = {
     "hold_out": "private_eval_fraction",
     "licence": "license",
     "centre": "center",
-    "neighbour": "neighbor",
     "target-r": "target-radius-r",
     "group": "user",
     "max_records_per_group": "max_records_per_user",
+    "columns.ranges": "columns.preprocessing",
     "superseded_releases": "reexecuted_releases",
     "add-or-remove-one at a fixed number of records (zero-out)":
         "zero-out adjacency (data set size public)",

@@ -529,7 +529,6 @@ class _SavedModel:
     classes: tuple[str, ...]
     targets: str
     tokens: bool
-    scale: Callable[[Any], Any]
     load_model: Callable[[], nn.Module]
     fit: Callable[[Any], Any] = lambda pixels: pixels
     bounded: bool = True  # numbers of images lie in [0, 1]
@@ -544,7 +543,7 @@ def _saved_release(release: Release) -> _SavedModel:
         console.log(about.pictures.describe(release.spec.input_shape))
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
-        about.data.columns.scale, lambda: release.model,
+        lambda: release.model,
         release.fit_picture, not about.raw_inputs, about.data.columns,
     )  # fmt: skip
 
@@ -559,7 +558,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     data = recipe.data
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
-        data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
+        data.text is not None, lambda: load_model(recipe, folder),
         _picture_fit(folder, recipe), recipe.by_script is None, data.columns,
     )  # fmt: skip
 
@@ -704,7 +703,10 @@ def _with_rows(saved: _SavedModel, files: list[Path]) -> tuple[_SavedModel, list
             continue
         if not (saved.columns and saved.columns.features):
             raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
-        columns = Columns(label=saved.columns.label, features=tuple(saved.columns.features))
+        columns = Columns(
+            label=saved.columns.label, features=tuple(saved.columns.features),
+            preprocessing=tuple(saved.columns.preprocessing.items()),
+        )  # fmt: skip
         rows = read_features(file, columns)
         of_rows = {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
         found |= of_rows
@@ -729,15 +731,15 @@ def _read_image(saved: _SavedModel, path: Path, input_shape: tuple[int, ...]) ->
 
     from dpdist.certification.predict import to_model_input
     from dpdist.data.parquet import UnreadableImage, decode_picture
+    from dpdist.data.preprocessing import Preprocessing
 
     try:
-        if (values := saved.inputs[path]) is not None:
-            values = saved.scale(values)
-        elif path.suffix == ".npy":
+        values = saved.inputs[path]  # None, or made of a row of a table
+        if values is None and path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
-            if values.shape == input_shape and len(input_shape) == 1:
-                values = saved.scale(values)
-        else:
+            if saved.columns is not None and (rules := saved.columns.feature_rules):
+                values = Preprocessing(rules).transform_record(values)
+        elif values is None:
             values = saved.fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
         return to_model_input(values, input_shape, bounded=saved.bounded)
     except UnreadableImage as error:

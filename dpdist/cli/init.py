@@ -6,12 +6,15 @@ data: list, check, fetch and make data sets.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +33,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Finite
 
 if TYPE_CHECKING:
+    from dpdist.core.preprocessing import ColumnPreprocessing
     from dpdist.data.discovery import DiscoveredDataset
 
 
@@ -67,7 +71,9 @@ _PretrainingData = Annotated[
 _Ranges = Annotated[
     list[str] | None,
     option(
-        "Public range of a feature, which becomes [0, 1]; '*=0,1' for all. May be repeated.",
+        "Public constants of a column: the range of numbers, which becomes [0, 1] ('*=0,1' for "
+        "all), the categories of words (A,B,C), or the first and the last day of dates. May be "
+        "repeated.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",
@@ -89,8 +95,9 @@ def init_command(
 
     Splits, columns, classes, their names and the size of an input are found out from the files,
     which stay as they are. Columns that are no input are named and left out: texts beside numbers,
-    identifiers. On a terminal, public
-    ranges of the features are asked for. A column of chats, or of texts beside no label, becomes a
+    identifiers. Preprocessing
+    by public constants is proposed from the names and types of columns, never from values; on a
+    terminal, you are asked for the rest. A column of chats, or of texts beside no label, becomes a
     recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
     and answers, of which the answers are learned.
     """
@@ -102,16 +109,22 @@ def init_command(
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
-    scaled, model = _public_ranges(found, ranges), _base_model(found, base, pretraining_data)
-    _write_recipe(found, output, scaled, model)
+    rules = _propose_preprocessing(found, ranges)
+    read = [name for name in found.kinds if name in found.feature_columns or name in rules]
+    left = tuple((name, why) for name, why in found.left_out if name not in rules)
+    if len(read) > len(found.feature_columns):
+        found = replace(found, input_shape=(len(read),))
+    found = replace(found, feature_columns=tuple(read), left_out=left)
+    model = _base_model(found, base, pretraining_data)
+    _write_recipe(found, output, rules, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
     if found.unread:
         typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
-    _tell_left_out(found, scaled)
+    _tell_left_out(found, rules)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
-Ranges = dict[str, tuple[float, float]]
+Rules = Mapping[str, "ColumnPreprocessing"]
 
 
 @dataclass(frozen=True)
@@ -174,15 +187,21 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     return None
 
 
-def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
-    """Print the columns that are no input, and that features lack public ranges."""
+def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
+    """Print the columns that are no input, what was proposed, and what features lack."""
     for column, why in found.left_out:
         typer.echo(f"left out: {column}: {why}")
     _tell_repeats(found.repeats)
-    if found.feature_columns and not scaled:
+    if rules:
+        typer.echo("preprocessing, from names and types of columns and never from the records:")
+        for name, rule in rules.items():
+            typer.echo(f"  {name}: {rule.describe()}")
+    if lacking := [name for name in found.kinds if name not in rules]:
+        few = ", ".join(lacking[:_MOST_ASKED])
+        typer.echo(f"to fill in under data.columns.preprocessing, if you can: {few}")
+    if found.feature_columns and not rules:
         typer.echo(
-            "no public ranges: sigma and radii mean little unless the features lie in about [0, 1];"
-            " --range COLUMN=LOW,HIGH"
+            "no public ranges: training needs features in about [0, 1]; --range COLUMN=LOW,HIGH"
         )
 
 
@@ -197,34 +216,116 @@ def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
         )
 
 
-def _public_ranges(dataset: DiscoveredDataset, given: Sequence[str] | None) -> Ranges:
-    """Return the public ranges of features by column: as given, or as somebody at a terminal says.
+def _propose_preprocessing(
+    dataset: DiscoveredDataset, given: Sequence[str] | None
+) -> dict[str, ColumnPreprocessing]:
+    """Return the rules of columns: as given, from public knowledge of their names, or as somebody
+    at a terminal says.
 
-    They are never taken from the records, whose extremes are private. Raises UserError.
+    They are never taken from the records, whose extremes and words are private. Raises UserError.
     """
-    if not dataset.feature_columns:
+    from dpdist.core.preprocessing import ColumnPreprocessing
+    from dpdist.data.public_ranges import public_range
+
+    features = dataset.feature_columns
+    if not features:
         if given:
             raise UserError("--range: must be left out, as the inputs are no features")
         return {}
-    found: Ranges = {}
-    for text in given or ():
-        pattern, _, numbers = text.rpartition("=")
-        fit = [name for name in dataset.feature_columns if fnmatch.fnmatchcase(name, pattern)]
-        if not fit:
-            raise UserError(
-                f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.feature_columns)}"
-                f" (or a pattern, '*=0,1'), got {text}"
+    found: dict[str, ColumnPreprocessing] = {}
+    for name in features:
+        known = public_range(name)
+        if dataset.kinds[name] == "truth":
+            found[name] = _scaling("truth", 0, 1)
+        elif known is not None:
+            fill = known.typical if dataset.kinds[name] == "numbers" else None
+            found[name] = ColumnPreprocessing(
+                range=(known.low, known.high), missing=fill, log1p=known.log1p
             )
-        found |= dict.fromkeys(fit, _parse_range(numbers))
+    for text in given or ():
+        found |= _answered(dataset, text)
     if given or not _at_terminal():
         return found
-    typer.echo("Public ranges of the features, which become [0, 1]: what anybody knows of such")
-    typer.echo("columns, and nothing read from these records. LOW,HIGH, or Enter for none.")
-    for name in dataset.feature_columns[:_MOST_ASKED]:
-        said = typer.prompt(f"  {name}", default="", show_default=False)
-        if said:
-            found[name] = _parse_range(said)
+    unknown = {n: kind for n, kind in dataset.kinds.items() if n not in found}
+    if unknown:
+        typer.echo("What nobody knows of these columns by their names:")
+        for kind, names in itertools.groupby(unknown, unknown.__getitem__):
+            typer.echo(f"  {', '.join(names)}: {_ASKED[kind]}")
+        typer.echo("Say what anybody knows of such columns, and nothing read from these records:")
+        typer.echo("COLUMN=ANSWER, or a pattern, '*_test=neg,pos'; an empty line ends.")
+    while unknown and (said := typer.prompt(" ", default="", show_default=False)):
+        try:
+            found |= _answered(dataset, said)
+        except UserError as error:
+            typer.echo(f"  {error}")
     return found
+
+
+_ASKED = {
+    "numbers": "LOW,HIGH", "lists": "LOW,HIGH", "words": "the categories, A,B,C",
+    "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
+}  # fmt: skip
+
+
+def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreprocessing]:
+    """Return the rules that COLUMN=ANSWER gives. Raises UserError.
+
+    Of the columns that a pattern fits, two numbers are for numbers, two days for dates, and others
+    for words.
+    """
+    pattern, _, said = text.rpartition("=")
+    fit = [name for name in dataset.kinds if fnmatch.fnmatchcase(name, pattern)]
+    by_kind = {
+        kind: [name for name in fit if dataset.kinds[name] in kinds]
+        for kind, kinds in (
+            ("numbers", ("numbers", "truth", "lists")), ("dates", ("dates",)), ("words", ("words",))
+        )
+    }  # fmt: skip
+    if not fit:
+        raise UserError(
+            f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.kinds)} (or a pattern, "
+            f"'*=0,1'), got {text}"
+        )
+    if by_kind["numbers"] and not (by_kind["words"] and not _is_range(said)):
+        ends = _parse_range(said)
+        return {name: _scaling(dataset.kinds[name], *ends) for name in by_kind["numbers"]}
+    if by_kind["dates"] and not by_kind["words"]:
+        return dict.fromkeys(by_kind["dates"], _date_rule(said))
+    words = [word.strip() for word in said.split(",")]
+    from dpdist.data.preprocessing import checked_rule
+
+    rule = checked_rule("--range", {"categories": words, "missing": "flag"})
+    return dict.fromkeys(by_kind["words"], rule)
+
+
+def _is_range(text: str) -> bool:
+    with suppress(UserError):
+        return bool(_parse_range(text))
+    return False
+
+
+def _scaling(kind: str, low: float, high: float) -> ColumnPreprocessing:
+    """Return the rule of numbers in a public range: a missing one becomes its middle."""
+    from dpdist.core.preprocessing import ColumnPreprocessing
+
+    missing = None if kind == "lists" else (low + high) / 2
+    return ColumnPreprocessing(range=(low, high), missing=missing)
+
+
+def _date_rule(text: str) -> ColumnPreprocessing:
+    """Return the rule of dates between two days, FIRST,LAST, as a fraction of the years between."""
+    from dpdist.core.preprocessing import ColumnPreprocessing, DateNumbers
+
+    try:
+        first, last = (date.fromisoformat(each.strip()) for each in text.split(","))
+        if not first < last:
+            raise ValueError
+    except ValueError:
+        rule = f"--range: must be FIRST,LAST, such as 2000-01-01,2030-12-31, got {text}"
+        raise UserError(rule) from None
+    years = max(1, round((last - first).days / 365.2425))
+    since = DateNumbers(origin=first.isoformat(), unit="years")
+    return ColumnPreprocessing(date=since, range=(0, years), missing="flag")
 
 
 def _at_terminal() -> bool:
@@ -242,14 +343,14 @@ def _parse_range(text: str) -> tuple[float, float]:
 
 
 def _write_recipe(
-    dataset: DiscoveredDataset, output: Path, ranges: Ranges,
+    dataset: DiscoveredDataset, output: Path, rules: Rules,
     base: _BaseModel | None = None,
 ) -> None:  # fmt: skip
     """Write the recipe. Raises UserError for one that nobody could run."""
     from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
-    text = starter_recipe(dataset, output.stem, ranges, base)
+    text = starter_recipe(dataset, output.stem, rules, base)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
     write_atomic(output, text)
 
@@ -276,16 +377,20 @@ def describe_data(dataset: DiscoveredDataset) -> str:
 
 
 def starter_recipe(
-    dataset: DiscoveredDataset, name: str, ranges: Ranges, base: _BaseModel | None = None
+    dataset: DiscoveredDataset, name: str, rules: Rules, base: _BaseModel | None = None
 ) -> str:
-    """Return the recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters.
+    """Return the recipe of a first run: of pictures, DP-SGD on noisy copies, certified.
+
+    Of a table, a small model by DP-SGD; of texts, adapters.
 
     base: whose adapters learn next tokens; without it a small model of bytes does.
     """
     units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
     texts = dataset.text_column is not None or dataset.predicts_next_token
-    model = _TEXT_MODEL if texts else _numeric_model(dataset, ranges)
+    pictures = dataset.image_column is not None
+    model = _picture_model(dataset) if pictures else _table_model(dataset, rules)
+    model = _TEXT_MODEL if texts else model
     if dataset.predicts_next_token:
         model = _NEXT_MODEL if base is None else _base_lines(base)
     lines = [
@@ -297,19 +402,19 @@ def starter_recipe(
         "data:",
         f"  name: {_json_text(dataset.name)}               # the folder below root",
         f"  root: {_json_text(str(dataset.root))}",
-        *_data_lines(dataset, ranges, base),
+        *_data_lines(dataset, rules, base),
         *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
-        f"  delta: {_default_delta(units):.1e}               # below 1 / {units:,} "
+        f"  delta: {_default_delta(units):.1e}               # well below 1 / {units:,} "
         f"{'records' if dataset.users is None else 'users'}",
         "  clip_norm: 1.0",
         *_unit_lines(dataset),
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
-        *(_TEXT_OPTIMIZER if texts else _OPTIMIZER),
-        *([] if texts else _certify_lines(dataset)),
+        *(_TEXT_OPTIMIZER if texts else _optimizer(pictures or units >= _FEW_UNITS)),
+        *(_certify_lines(dataset) if pictures else []),
         "resources:",
         "  workers: 1                   # keep it during a run, or set training.reproducible: true",
     ]
@@ -337,10 +442,15 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
 
 
-_OPTIMIZER = [
-    "  learning_rate: 0.5           # try others with `dpdist tune`: looking at results costs",
-    "  momentum: 0.9",
-]
+def _optimizer(many: bool) -> list[str]:
+    return [
+        f"  learning_rate: {0.5 if many else 0.1}           # try others with `dpdist tune`: "
+        "looking at results costs",
+        "  momentum: 0.9",
+    ]
+
+
+_FEW_UNITS = 500  # of whom a table's steps have much noise
 _TEXT_OPTIMIZER = [
     "  optimizer: adam",
     "  learning_rate: 0.003         # try others with `dpdist tune`: looking at results costs",
@@ -382,15 +492,33 @@ def _base_lines(base: _BaseModel) -> list[str]:
     ]
 
 
-def _numeric_model(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
-    scaled = dataset.image_column is not None or ranges.keys() == set(dataset.feature_columns)
-    units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give columns.ranges"
+def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    """Return a linear model, or a small network where there is a person for many weights."""
+    units, inputs = dataset.users or dataset.train_records, math.prod(dataset.input_shape)
+    if "lists" not in dataset.kinds.values():
+        names = [rules[n].names(n) if n in rules else [n] for n in dataset.feature_columns]
+        inputs = sum(map(len, names))
+    weights = _HIDDEN * (inputs + dataset.classes)
+    if units < _UNITS_PER_WEIGHT * weights:
+        return [
+            "model: linear                  # logistic regression; or your own: package.module:f"
+        ]
+    return [
+        "model:                         # or linear, or your own: package.module:factory",
+        f"  name: mlp\n  options: {{hidden: [{_HIDDEN}]}}",
+    ]
+
+
+_HIDDEN, _UNITS_PER_WEIGHT = 32, 10
+
+
+def _picture_model(dataset: DiscoveredDataset) -> list[str]:
     return [
         f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
         "no BatchNorm",
         "method:",
         "  name: input-noise            # trains on noisy copies, as the certificate draws them",
-        f"  sigma: 0.25                  # noise; {units}",
+        "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
         "  augmentations: 4                     # copies of each record, averaged before the clip",
     ]
 
@@ -421,7 +549,7 @@ def _text_line(dataset: DiscoveredDataset, base: _BaseModel | None) -> str:
 
 
 def _data_lines(
-    dataset: DiscoveredDataset, ranges: Ranges, base: _BaseModel | None = None
+    dataset: DiscoveredDataset, rules: Rules, base: _BaseModel | None = None
 ) -> list[str]:
     lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
     if dataset.class_names:
@@ -445,11 +573,36 @@ def _data_lines(
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.user_column is not None:
         columns.append(f"user: {_json_text(dataset.user_column)}   # privacy.unit speaks of it")
-    if ranges:
-        columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
-        for name, ends in ranges.items():
-            columns.append(f"  {_json_text(name)}: {_json_text(list(ends))}")
+    columns += _rule_lines(dataset, rules)
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
+
+
+def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    """Return the lines of public constants, and of those to be filled in, as comments."""
+    from dpdist.data.public_ranges import public_range
+
+    said = "public constants, from names and types of columns, never from the records"
+    lines = [f"preprocessing:    # {said}"] if rules else []
+    for name, rule in rules.items():
+        known = public_range(name)
+        same = known is not None and rule.missing == known.typical
+        source = f"   # {known.unit}: {known.source}" if same and known is not None else ""
+        text = _json_text(rule.model_dump(mode="json", exclude_defaults=True))
+        lines.append(f"  {_json_text(name)}: {text}{source}")
+    lacking = [name for name in dataset.kinds if name not in rules][:_MOST_ASKED]
+    if lacking and not rules:
+        lines.append("# preprocessing:")
+    for name in lacking:
+        more = "" if name in dataset.feature_columns else "   # and name it in features"
+        lines.append(_on_one_line(f"# {_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}"))
+    return lines
+
+
+_TO_FILL = {
+    "numbers": "{range: [LOW, HIGH], missing: VALUE}", "lists": "{range: [LOW, HIGH]}",
+    "words": "{categories: [A, B], missing: flag}",
+    "dates": "{date: {origin: YYYY-MM-DD, unit: years}, range: [0, YEARS], missing: flag}",
+}  # fmt: skip
 
 
 def _json_text(value: Any) -> str:
@@ -458,14 +611,12 @@ def _json_text(value: Any) -> str:
 
 
 def _default_model(dataset: DiscoveredDataset) -> str:
-    if dataset.image_column is None:
-        return "mlp"
     return "tf-cnn" if min(dataset.input_shape[1:]) >= 20 else "small-cnn"
 
 
 def _default_delta(records: int) -> float:
-    """The largest power of ten below 1 / records."""
-    return 10.0 ** -(math.floor(math.log10(max(records, 10))) + 1)
+    """The largest power of ten of at most a tenth of 1 / records."""
+    return 10.0 ** -math.ceil(math.log10(10 * max(records, 10)))
 
 
 def _default_batch_size(records: int) -> int:

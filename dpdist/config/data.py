@@ -12,7 +12,6 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     FilePath,
-    Finite,
     FractionBelowOne,
     OptionCondition,
     Positive,
@@ -22,9 +21,9 @@ from dpdist.core.fields import (
     Section,
     SingleLine,
     Text,
-    scale_to_unit,
     vocabulary_size,
 )
+from dpdist.core.preprocessing import ColumnPreprocessing
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -48,8 +47,8 @@ class ColumnNames(Section):
         features: Columns of numbers that make up the input, in place of the image. A pattern such
             as mean_* names all columns that fit.
         user: Column that says whom a record belongs to, the unit with privacy.unit: user.
-        ranges: By feature, the public constants [LOW, HIGH] that become 0 and 1; values beyond are
-            cut.
+        preprocessing: By column, how its raw cells become inputs, by public constants. A release
+            keeps it, so that raw rows are predicted on.
     """
 
     image: Text = "image"
@@ -57,33 +56,33 @@ class ColumnNames(Section):
     features: list[Text] = Field(default=[])
     user: Text | None = None
 
-    ranges: dict[Text, tuple[Finite, Finite]] = Field(default={}, max_length=10_000)
+    preprocessing: dict[Text, ColumnPreprocessing] = Field(default={}, max_length=10_000)
 
     def rules(self) -> Iterator[Rule]:
-        for name, (low, high) in self.ranges.items():
-            yield Rule(
-                not low < high, f"must be LOW, HIGH, got {low:g}, {high:g}", f"ranges.{name}"
-            )
-            missing = name not in self.features
-            yield Rule(missing, "must be one of the features, by its own name", f"ranges.{name}")
+        kept = [name for name, rule in self.preprocessing.items() if not rule.drop]
+        for name in kept:
+            rule = "must be one of the features, by its own name"
+            yield Rule(name not in self.features, rule, f"preprocessing.{name}")
+        dropped = sorted(self.preprocessing.keys() - {*kept})
+        both = [name for name in dropped if name in self.features]
+        yield Rule(both, f"must not name {both[:1]}, which is dropped", "features")
         patterns = any(set(name) & set("*?[") for name in self.features)
-        yield Rule(
-            self.ranges and patterns, "must be names, not patterns, beside ranges", "features"
-        )
+        rule = "must be names, not patterns, beside preprocessing other than drop"
+        yield Rule(kept and patterns, rule, "features")
 
-    def scale(self, values: Any) -> Any:
-        """Return features of raw inputs (..., features) as the model sees them."""
-        import numpy as np
+    @property
+    def feature_rules(self) -> dict[str, ColumnPreprocessing]:
+        """Return how each feature becomes inputs, in order; {} where nothing is done to them."""
+        if not any(not rule.drop for rule in self.preprocessing.values()):
+            return {}
+        plain = ColumnPreprocessing()
+        return {name: self.preprocessing.get(name, plain) for name in self.features}
 
-        if not self.ranges:
-            return values
-        if len(self.features) == 1:
-            return scale_to_unit(values, *self.ranges[self.features[0]])
-        found = np.array(values, dtype=np.float64)
-        for place, name in enumerate(self.features):
-            if name in self.ranges:
-                found[..., place] = scale_to_unit(found[..., place], *self.ranges[name])
-        return found
+    @property
+    def in_unit_range(self) -> bool:
+        """Return whether all inputs lie in [0, 1] by what is declared."""
+        rules = self.feature_rules.values()
+        return bool(rules) and all(rule.in_unit_range for rule in rules)
 
     @field_validator("features", mode="before")
     @classmethod

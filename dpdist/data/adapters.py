@@ -433,7 +433,7 @@ def _array_of_arrow(
     """Return a column of numbers (N,), or of lists of numbers (N, length)."""
     kind = column.type.value_type if is_list(column.type) else column.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        then = "encode it as numbers, or leave it out with inputs=[...]"
+        then = "encode it by dpdist.Preprocessing, or leave it out with inputs=[...]"
         if name == options.target:
             then = "number its classes from 0, such as frame[name].astype('category').cat.codes"
         if pa.types.is_binary(column.type) or pa.types.is_struct(column.type):
@@ -442,7 +442,9 @@ def _array_of_arrow(
             f"column {name!r} must hold numbers or lists of numbers, got {column.type}", then
         )
     if column.null_count or (is_list(column.type) and pc.list_flatten(column).null_count):
-        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
+        options.refuse(
+            f"column {name!r} must be filled, got empty values", "fill them by dpdist.Preprocessing"
+        )
     if not is_list(column.type):
         return np.array(column.to_numpy())
     size = options.length_of(name)

@@ -6,7 +6,8 @@ column of texts without a label are learned token by token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ class DiscoveredDataset:
     their answers. user_column: says whom a record belongs to; users: of the training records.
     left_out: columns that are no input, and why. repeats: columns that may name persons, with the
     numbers of training records and of values. labels: whole numbers that are the labels, where they
-    are not 0, 1, and so on; the recipe renumbers them. unread: other files of these splits."""
+    are not 0, 1, and so on; the recipe renumbers them. unread: other files of these splits. kinds:
+    numbers, lists, truth, words or dates, by column and from its type, of features and of what is
+    left out and could be read if somebody said how."""
 
     root: Path
     name: str
@@ -90,6 +93,7 @@ class DiscoveredDataset:
     repeats: tuple[tuple[str, int, int], ...] = ()
     labels: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def predicts_next_token(self) -> bool:
@@ -237,13 +241,31 @@ def _inspected(
         text_column=text,
         left_out=left_out,
         labels=labels,
+        kinds=_kinds(schema, features, left_out),
     )
+
+
+def _kinds(
+    schema: pa.Schema, features: Sequence[str], left_out: Sequence[tuple[str, str]]
+) -> dict[str, str]:
+    """Return the kind of each feature, and of words and dates beside features, by their types."""
+    kinds = dict.fromkeys(features, "numbers")
+    for name in features:
+        kind = schema.field(name).type
+        if is_list(kind) or pa.types.is_boolean(kind):
+            kinds[name] = "lists" if is_list(kind) else "truth"
+    beside = {why: kind for kind, why in (("words", "text"), ("dates", "dates"))}
+    return kinds | {
+        name: beside[why]
+        for name, why in left_out
+        if features and why in beside and not is_identifier_name(name) and name.lower() not in TEXTS
+    }
 
 
 def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
     """Raise UserError for records without a value in a column that is read, or without a user,
     since all of these would be one person's: the first one of every column, in one list."""
-    read = [found.label_column, found.text_column, *found.feature_columns]
+    read = [found.label_column, found.text_column]  # gaps in features are filled by a rule
     empty = list[str]()
     for file in files:
         for column in filter(None, [*read, *(found.answer_columns or ())]):
@@ -441,6 +463,8 @@ def _why_no_feature(files: Sequence[TableFile], name: str) -> str:
     if is_text(kind):
         marked = all(are_marked_numbers(file.read([name])[name]) for file in files)
         return f"text{marked * ', of numbers with commas or separators: write 1234.5'}"
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return "dates"
     if not pa.types.is_integer(kind):
         return f"{kind}, no number"
     if is_identifier_name(name):

@@ -27,7 +27,6 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 from dpdist.core.errors import UserError, is_disk_full
-from dpdist.core.fields import scale_to_unit
 from dpdist.core.files import (
     FEATURES_KEY,
     atomic_folder,
@@ -35,7 +34,9 @@ from dpdist.core.files import (
     make_private_folder,
     open_parquet,
 )
+from dpdist.core.preprocessing import ColumnPreprocessing
 from dpdist.data.dataset import Dataset
+from dpdist.data.preprocessing import Preprocessing, numbers_of, preprocess
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
     hash_inputs,
@@ -44,7 +45,7 @@ from dpdist.data.record_hashes import (
     write_checksums,
     write_hashes,
 )
-from dpdist.data.tables import PictureFolder, TableFile, is_list, is_text, open_table
+from dpdist.data.tables import PictureFolder, TableFile, is_text, open_table
 from dpdist.data.text import TextColumn
 
 # --- pictures to pixels -----------------------------------------------------------------------
@@ -167,9 +168,9 @@ class Columns:
     features: column names, or empty when there is an image column or a text; a pattern (mean_*)
     stands for all columns that it fits but label and user. user: whom a record belongs to; the
     size of the largest user and a hash of each record's value are kept. targets: of a record,
-    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list. ranges:
-    of features, name, low and high, which become 0 and 1. Raises UserError when a column would be
-    read twice.
+    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list.
+    preprocessing: how features become inputs, by name. Raises UserError when a column would be read
+    twice.
     """
 
     image: str = "image"
@@ -178,7 +179,7 @@ class Columns:
     user: str | None = None
     text: TextColumn | None = None
     targets: str = "class"
-    ranges: tuple[tuple[str, float, float], ...] = ()
+    preprocessing: tuple[tuple[str, ColumnPreprocessing], ...] = ()
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -207,7 +208,8 @@ class Columns:
             if not set(asked) & set("*?["):
                 found.append(asked)
                 continue
-            others = [name for name in available if name not in (self.label, self.user)]
+            left = {self.label, self.user} | {n for n, rule in self.preprocessing if rule.drop}
+            others = [name for name in available if name not in left]
             fit = [name for name in others if fnmatchcase(name, asked)]
             if not fit:
                 raise UserError(
@@ -272,7 +274,8 @@ def _cache_key(
     every = [inner for file in files for inner in (PictureFolder(file).files or [file])]
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in every]
     text = None if columns.text is None else columns.text.content_description  # tokens by content
-    read = asdict(columns) | {"text": text}
+    read = asdict(replace(columns, preprocessing=())) | {"text": text}
+    read["preprocessing"] = _rules(columns)
     about = [_CACHE_VERSION, described, name, classes, class_names, read]
     return hashlib.blake2b(json.dumps(about).encode(), digest_size=8).hexdigest()
 
@@ -298,8 +301,7 @@ def _decode(
     users = _UserReader(columns.user)
     for file in tables:
         for first_row, table in file.rows(wanted):
-            raw = _inputs(table, file, first_row, columns)
-            rows = _scaled(raw, columns)
+            rows, identities = _inputs(table, file, first_row, columns)
             marks = np.zeros(len(rows), dtype=np.int64)
             if numbers:
                 marks = _numbers(table, file, first_row, columns, classes[0])
@@ -309,8 +311,8 @@ def _decode(
             arrays.append(rows, marks, file, first_row)
             if columns.text is not None:
                 hashes += columns.text.hash_table(table)
-            elif columns.ranges:  # what is cut may be alike, and its records are not
-                hashes += hash_inputs(raw).tobytes()
+            elif columns.preprocessing:  # what is cut may be alike, and its records are not
+                hashes += hash_inputs(identities).tobytes()
     digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
@@ -329,16 +331,16 @@ def _decode(
 
 
 def read_features(path: Path, columns: Columns) -> np.ndarray:
-    """Return the features of a table's rows as they are, float32 (rows, features).
+    """Return a model's inputs of a table's raw rows, float32 (rows, inputs).
 
-    Raises UserError for a column that is missing, and for what is no finite number, by its row.
+    Raises UserError for a column that is missing, and for a cell that does not fit, by its row.
     """
     file = open_table(path)
     columns = columns.expand_patterns(file.schema.names, str(path))
-    parts = [_inputs(table, file, first, columns) for first, table in file.rows(columns.features)]
-    if not parts:
-        raise file.error(NO_RECORDS)
-    return np.concatenate(parts)
+    rules = dict(columns.preprocessing)
+    plain = ColumnPreprocessing()
+    named = {name: rules.get(name, plain) for name in columns.features}
+    return Preprocessing(named).transform_file(file)
 
 
 NO_RECORDS = "must hold one record at least, got no records"
@@ -493,7 +495,7 @@ def _numbers(
 ) -> np.ndarray:
     """Return targets that are no classes, float32 (rows, count)."""
     column = columns.label
-    found = _numbers_of(table[column], file, first_row, column)
+    found = numbers_of(table[column].combine_chunks(), file, first_row, column)
     if found.shape[1] != count:
         rule = f"must hold {count} numbers for each record (data.classes says how many)"
         raise file.error(rule, row=first_row, column=column)
@@ -505,59 +507,29 @@ def _numbers(
     return found
 
 
-def _numbers_of(column: pa.ChunkedArray, file: TableFile, first_row: int, name: str) -> np.ndarray:
-    """Return a column of numbers, or of lists of as many, as float32 (rows, numbers).
-
-    What is missing is NaN. True is 1, and false is 0.
-    """
-    values = column.combine_chunks()
-    rows = len(values)
-    if is_list(values.type):
-        lengths = pc.fill_null(pc.list_value_length(values), -1)
-        if len(lengths.unique()) != 1 or lengths[0].as_py() < 0:
-            raise file.error("must hold lists of one length", row=first_row, column=name)
-        values = values.flatten()
-    kind = values.type
-    if pa.types.is_boolean(kind):
-        values, kind = values.cast(pa.uint8()), pa.uint8()
-    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise file.error(f"must hold numbers, or lists of numbers, got {kind}", column=name)
-    with np.errstate(over="ignore"):  # refused where it is used
-        found = values.to_numpy(zero_copy_only=False).astype(np.float32)
-    return found.reshape(rows, -1)
-
-
-def _inputs(table: pa.Table, file: TableFile, first_row: int, columns: Columns) -> np.ndarray:
+def _inputs(
+    table: pa.Table, file: TableFile, first_row: int, columns: Columns
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of some rows, and what identifies their records."""
+    if columns.features:
+        rules = dict(columns.preprocessing)
+        return preprocess(table, columns.features, rules, file, first_row)
     if columns.text is not None:
-        return columns.text.tokenize_table(table, file, first_row)
-    if not columns.features:
-        return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
-    parts = [_numbers_of(table[name], file, first_row, name) for name in columns.features]
-    if len(parts) > 1 and any(part.shape[1] != 1 for part in parts):
-        raise UserError("data.columns.features: must be columns of numbers, or one column of lists")
-    for name, part in zip(columns.features, parts, strict=True):
-        if len(bad := np.flatnonzero(~np.isfinite(part).all(axis=1))):
-            rule = "must be finite as float32, is missing or is not"
-            raise file.error(rule, row=first_row + int(bad[0]), column=name)
-    return np.concatenate(parts, axis=1)
+        found = columns.text.tokenize_table(table, file, first_row)
+    else:
+        found = _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
+    return found, found
 
 
-def _scaled(features: np.ndarray, columns: Columns) -> np.ndarray:
-    """Return features with their public ranges as [0, 1]."""
-    if not columns.ranges:
-        return features
-    found = features.copy()
-    for name, low, high in columns.ranges:
-        own = slice(None) if len(columns.features) == 1 else columns.features.index(name)
-        found[:, own] = scale_to_unit(features[:, own].astype(np.float64), low, high)
-    return found
+def _rules(columns: Columns) -> dict[str, Any]:
+    return {name: rule.model_dump(mode="json") for name, rule in columns.preprocessing}
 
 
 def _encoding(columns: Columns) -> str:
     """Return what inputs depend on beside the records that hashes name; "" for inputs as stored."""
     if columns.text is not None:
         return json.dumps(columns.text.content_description)
-    return json.dumps({"ranges": columns.ranges}) if columns.ranges else ""
+    return json.dumps({"preprocessing": _rules(columns)}) if columns.preprocessing else ""
 
 
 def _shape_and_dtype(record: np.ndarray) -> str:

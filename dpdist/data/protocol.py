@@ -201,7 +201,7 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
         warnings.warn(
             f"{name}: columns have mean 0 and standard deviation 1, as if scaled by these private "
             "records themselves (StandardScaler), which the guarantee does not cover; scale them "
-            "by public constants, such as columns.ranges of a recipe",
+            "by public constants, such as columns.preprocessing of a recipe",
             stacklevel=2,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,15 +75,21 @@ class Answerer:
         except ValueError as error:
             raise UserError(f"{subject.where}: the model cannot be certified: {error}") from error
 
-    def __call__(self, image: np.ndarray) -> Answer:
-        """Return the answer to one image.
+    def __call__(self, image: np.ndarray | Mapping[str, Any]) -> Answer:
+        """Return the answer to one image, or one raw record of a table.
 
         image: of the model's input shape, uint8 or numbers in [0, 1]; of a script's run, numbers as
-        its training had them. Raises ValueError for anything else.
+        its training had them. A record is a dict of its cells by column, or an array of numbers in
+        the order of the features. Raises ValueError for anything else, UserError for a record.
         """
         shape = self._shape
-        if image.shape == shape and len(shape) == 1:  # raw features, as their files hold them
-            image = self._about.data.columns.scale(image)
+        rules = self._about.data.columns.feature_rules
+        if rules or isinstance(image, Mapping):  # raw features, as their files hold them
+            from dpdist.core.preprocessing import ColumnPreprocessing
+            from dpdist.data.preprocessing import Preprocessing
+
+            plain = dict.fromkeys(self._about.data.columns.features, ColumnPreprocessing())
+            image = Preprocessing(rules or plain).transform_record(image)
         bounded = not self._about.raw_inputs
         verdict = self._predictor.certify(to_model_input(image, shape, bounded=bounded))
         label = int(verdict.prediction)

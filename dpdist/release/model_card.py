@@ -37,10 +37,11 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     """Markdown, behind a block of YAML."""
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
-    raw = f"{kind} as they are, whose public ranges `{DESCRIPTION}` names"
+    rules = description.data.columns.feature_rules
+    raw = f"{kind}, made of raw rows as the list below and `{DESCRIPTION}` say"
     pictures = len(spec.input_shape) == 3 and not description.raw_inputs
     scale = "in [0, 1]" if pictures else "as the training had them"
-    scaled = raw if description.data.columns.ranges else f"{kind}, {scale}"
+    scaled = raw if rules else f"{kind}, {scale}"
     kind = "tokens" if description.tokens else scaled
     sections = [
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
@@ -49,6 +50,10 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         format_markdown_table(release_rows(description, card)),
         _usage(description, spec),
         _inputs(description, spec, size, kind, pictures) + _outputs(description),
+        *(
+            ["\n".join(f"* `{name}`: {rule.describe()}" for name, rule in rules.items())]
+            * bool(rules)
+        ),
         "## Privacy",
         _privacy_section(card),
         "## Limits",

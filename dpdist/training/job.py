@@ -240,7 +240,7 @@ def check_data(
     dataset = records_with_canaries(recipe, source)
     pretrained = check_records(recipe, source, context)
     check_users(recipe, dataset, context)
-    if len(dataset.input_shape) == 1 and not recipe.data.columns.ranges:
+    if len(dataset.input_shape) == 1:
         warn_if_standardized(dataset.inputs, dataset.name)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
     _check_features(recipe, source)
@@ -257,7 +257,9 @@ def _check_features(recipe: Recipe, source: data.DataSource) -> None:
     inputs, labels = records.inputs, np.asarray(records.labels)
     for place in range(inputs.shape[1]):
         if data.tells_answer(inputs[:, place], labels):
-            names = section.columns.features
+            rules = section.columns.feature_rules.items()
+            names = [n for name, rule in rules for n in rule.names(name)]
+            names = names or section.columns.features
             named = names[place] if len(names) == inputs.shape[1] else f"number {place} from 0"
             raise UserError(
                 f"data.columns.features: must not hold the answer, got {named}, which is "

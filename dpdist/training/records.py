@@ -30,7 +30,7 @@ def _source(section: DataRecipe) -> data.DataSource:
         section.columns.user,
         _text(section),
         section.targets,
-        tuple((name, low, high) for name, (low, high) in section.columns.ranges.items()),
+        tuple(section.columns.preprocessing.items()),
     )
     return data.DataSource(
         section.name, section.classes, section.root, section.train, section.test, columns,

@@ -73,7 +73,7 @@ def test_numbers_in_columns():
         "age": [float(i) for i in range(40)], "weight": list(range(40)), "y": [0, 1, 2, 1] * 10
     }  # fmt: skip
     recipe, train, _ = started(written(columns))
-    assert recipe.data.columns.features == ["age", "weight"] and recipe.model.name == "mlp"
+    assert recipe.data.columns.features == ["age", "weight"] and recipe.model.name == "linear"
     assert recipe.data.classes == 3 and train.input_shape == (2,)
     assert recipe.privacy.delta < 1 / 38 and recipe.training.batch_size == 4
 

@@ -71,9 +71,11 @@ def test_csv_is_read_as_it_is_and_what_is_left_out_is_named():
     assert "left out: patient_id: text" in out and "left out: ward: text" in out
     assert "left out: visit_id: an identifier, by its name" in out
     assert "left out: number: an identifier: whole numbers that all differ" in out
-    assert "no public ranges" in out
+    assert "  age: cut to [0, 120], scaled to [0, 1], missing cells become 50.0" in out
+    assert "to fill in under data.columns.preprocessing, if you can: ward" in out
     recipe = load_recipe(Path("scans.yaml"))
-    assert recipe.data.columns.features == ["age", "pulse"] and recipe.data.columns.ranges == {}
+    assert recipe.data.columns.features == ["age", "pulse"]
+    recipe = resolve_recipe(recipe, changes={"data.columns.preprocessing": {}})
     records = records_with_canaries(recipe, data_source(recipe))
     wanted = np.array([table(0)["age"], table(0)["pulse"]], dtype=np.float32).T
     assert np.array_equal(np.asarray(records.inputs), wanted)
@@ -84,15 +86,16 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
     write_csv()
     said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pu*=40,180")
     recipe = load_recipe(Path("scans.yaml"))
-    assert recipe.data.columns.ranges == {"age": (30, 80), "pulse": (40, 180)}
+    rules = recipe.data.columns.preprocessing
+    assert {n: rule.range for n, rule in rules.items()} == {"age": (30, 80), "pulse": (40, 180)}
     records = records_with_canaries(recipe, data_source(recipe))
     age, pulse = np.array(table(0)["age"], np.float32), np.array(table(0)["pulse"], np.float32)
     wanted = np.stack([np.clip((age - 30) / 50, 0, 1), (pulse - 40) / 140], 1)
     found = np.asarray(records.inputs)
     assert np.allclose(found, wanted, atol=1e-6) and found.min() == 0 and found.max() == 1
     checked = CliRunner().invoke(app, ["data", "check", "scans.yaml"])
-    assert "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range (declared: " in checked.stdout
-    plain = resolve_recipe(recipe, changes={"data.columns.ranges": {}})
+    assert "inputs lie in 0 to 1 (declared: data.columns.preprocessing)" in checked.stdout
+    plain = resolve_recipe(recipe, changes={"data.columns.preprocessing": {}})
     assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
 
 
@@ -104,7 +107,7 @@ def test_named_features_and_a_group():
     assert (columns.features, columns.user) == (["number", "pulse"], "patient_id")
     assert records_with_canaries(recipe, data_source(recipe)).largest_user == 4
     assert recipe.user_unit == UserUnit("patient_id", 4)
-    assert (recipe.privacy.delta, recipe.training.batch_size) == (0.01, 4)  # of 50 persons
+    assert (recipe.privacy.delta, recipe.training.batch_size) == (0.001, 4)  # of 50 persons
     assert "50 users" in checked("scans.yaml")
 
 
@@ -252,7 +255,7 @@ def test_predict_and_a_release_take_raw_features():
         assert (first["image"], first["label"]) == ("rows.csv:0", best)
         assert second["image"] == "rows.csv:1"
     page = (folder.release_folder / "README.md").read_text()
-    assert "numbers as they are, whose public ranges `release.json` names" in page
+    assert "* `pulse`: cut to [40, 180], scaled to [0, 1], missing cells become 110.0" in page
 
 
 # --- changed files

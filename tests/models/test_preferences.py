@@ -446,8 +446,7 @@ def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
     )  # fmt: skip
     assert len(training.records) == 3
     assert training.recipe.privacy_unit == (
-        "a user (all pairs of answers of one value of prompt, of which at most 2 count in a "
-        "step)"
+        "a user (all pairs of answers of one value of prompt, of which at most 2 count in a step)"
     )
     training.run_all()
     assert training.remaining_steps == 0

@@ -1,0 +1,326 @@
+"""Turn raw columns into inputs by public constants: one function for files, tables and answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import ValidationError
+
+from dpdist.core.errors import UserError
+from dpdist.core.fields import scale_to_unit, validation_message
+from dpdist.core.files import data_error
+from dpdist.core.preprocessing import SECONDS, ColumnPreprocessing, word_of
+from dpdist.data.tables import TableFile, is_list, is_text, open_table
+
+_AS_IT_IS = ColumnPreprocessing()
+
+
+def preprocess(
+    table: pa.Table,
+    columns: Sequence[str],
+    rules: Mapping[str, ColumnPreprocessing],
+    file: TableFile,
+    first_row: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of some rows, and what identifies their records, float32 (rows, numbers).
+
+    Guarantee: a row of both follows from that row and the rules alone. Without a rule, a column is
+    numbers, and both are these.
+
+    Args:
+        table: the rows.
+        columns: that are read, in order.
+        rules: by column.
+        file: of the rows, for complaints.
+        first_row: number of the first of them.
+
+    Raises:
+        UserError: a cell does not fit its column's rule, by row and column.
+    """
+    found = []
+    for name in columns:
+        rule, place = rules.get(name, _AS_IT_IS), (file, first_row, name)
+        convert = _categories if rule.categories else _numbers
+        found.append(convert(table[name].combine_chunks(), rule, *place))
+    if len(found) > 1 and any(is_list(table[name].type) for name in columns):
+        raise UserError("data.columns.features: must be columns of numbers, or one column of lists")
+    inputs, identities = zip(*found, strict=True)
+    return np.concatenate(inputs, axis=1), np.concatenate(identities, axis=1)
+
+
+def numbers_of(values: pa.Array, file: TableFile, first_row: int, name: str) -> np.ndarray:
+    """Return a column of numbers or truth values, or of lists of as many, as float32.
+
+    Its shape is (rows, numbers); what is missing is NaN.
+    """
+    rows = len(values)
+    if is_list(values.type):
+        lengths = pc.fill_null(pc.list_value_length(values), -1)
+        if len(lengths.unique()) != 1 or lengths[0].as_py() < 0:
+            raise file.error("must hold lists of one length", row=first_row, column=name)
+        values = values.flatten()
+    kind = values.type
+    if pa.types.is_null(kind):  # a column of empty cells
+        return np.full((rows, 1), np.nan, np.float32)
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise file.error(f"must hold numbers, or lists of numbers, got {kind}", column=name)
+    with np.errstate(over="ignore"):  # refused where it is used
+        found = values.to_numpy(zero_copy_only=False).astype(np.float32)
+    return found.reshape(rows, -1)
+
+
+def _numbers(
+    values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a column as numbers, and as they were before they were filled in and scaled."""
+    if rule.date is not None:
+        raw = _dates(values, rule, file, first_row, name)
+    else:
+        if is_text(values.type):
+            key = f"data.columns.preprocessing.{name}"
+            hint = f"; words need {key}.categories, dates in words {key}.date"
+            raise file.error(f"must hold numbers, got {values.type}{hint}", column=name)
+        raw = numbers_of(values, file, first_row, name)
+    absent = np.isnan(raw)
+    fits = np.isfinite(raw) | (absent if rule.missing is not None else False)
+    if rule.log1p and rule.range is None:
+        fits &= absent | (raw > -1)
+    if len(bad := np.flatnonzero(~fits.all(axis=1))):
+        row = int(bad[0])
+        said = "must be finite as float32, is missing or is not"
+        if not absent[row].any() and np.isfinite(raw[row]).all():
+            said = "must be above -1 with log1p"
+        hint = f"; data.columns.preprocessing.{name}.missing fills in a constant"
+        hint = hint if absent[row].any() else ""
+        raise file.error(said + hint, first_row + row, name)
+    if rule == _AS_IT_IS:
+        return raw, raw
+    found = raw.astype(np.float64)
+    flagged = rule.missing == "flag"
+    if rule.missing is not None and not flagged:
+        found[absent] = rule.missing
+    ends = rule.range
+    if rule.log1p:
+        found = np.log1p(found if ends is None else found.clip(*ends))
+        ends = None if ends is None else tuple(np.log1p(ends))
+    found = found if ends is None else scale_to_unit(found, *ends)
+    if flagged:
+        found = np.concatenate([np.where(absent, 0, found), absent], axis=1)
+    return found.astype(np.float32), np.where(absent, np.float32(np.nan), raw)
+
+
+def _dates(
+    values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
+) -> np.ndarray:
+    """Return dates as numbers from their origin, NaN where there is none.
+
+    A time without a zone is in UTC.
+    """
+    assert rule.date is not None
+    if is_text(values.type):
+        moments = []
+        for row, text in enumerate(values.to_pylist(), first_row):
+            try:
+                blank = not (text or "").strip() or text in file.no_user
+                moments.append(None if blank else _moment(text.strip()))
+            except ValueError:
+                raise file.error("must be a date, YYYY-MM-DD", row, name) from None
+        values = pa.array(moments, pa.timestamp("us", "UTC"))
+    kind = values.type
+    if pa.types.is_null(kind):
+        return np.full((len(values), 1), np.nan, np.float32)
+    if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+        raise file.error(f"must hold dates, got {kind}", column=name)
+    zone = kind.tz if pa.types.is_timestamp(kind) else None
+    counted = values.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
+    since = counted.fill_null(0).to_numpy() - _moment(rule.date.origin).timestamp() * 1e6
+    found = since / (1e6 * SECONDS[rule.date.unit])
+    found[counted.is_null().to_numpy(zero_copy_only=False)] = np.nan
+    return found.astype(np.float32)[:, None]
+
+
+def _moment(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _categories(
+    values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a column of words or numbers as 0s and 1s, or as codes, and hashes of the words."""
+    listed = list(rule.categories)
+    coded = _words(values, file, name).dictionary_encode()
+    words = coded.dictionary.to_pylist()
+    gone = {"", *file.no_user} - set(listed)
+    other, places = len(listed), {word: place for place, word in enumerate(listed)}
+    # The last place of each is that of a missing cell.
+    codes = np.array([-1 if w in gone else places.get(w, other) for w in words] + [-1])
+    digests = [
+        [-1.0] * 8 if w in gone else list(hashlib.blake2b(w.encode(), digest_size=8).digest())
+        for w in words
+    ]
+    marks = np.array([*digests, [-1.0] * 8], np.float32)
+    indices = coded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
+    code, identity = codes[indices], marks[indices]
+    absent = code < 0
+    if rule.missing is None and absent.any():
+        row = first_row + int(np.flatnonzero(absent)[0])
+        hint = f"data.columns.preprocessing.{name}.missing fills in a constant"
+        raise file.error(f"must have a value, got none; {hint}", row, name)
+    flagged = rule.missing == "flag"
+    if not flagged and rule.missing is not None:
+        code = np.where(absent, listed.index(word_of(rule.missing)), code)
+    if rule.codes:
+        found = np.where(code < 0, other, code)[:, None]
+    else:
+        found = code[:, None] == np.arange(other + 1)
+    if flagged:
+        found = np.concatenate([found, absent[:, None]], axis=1)
+    return found.astype(np.float32), identity
+
+
+def _words(values: pa.Array, file: TableFile, name: str) -> pa.Array:
+    """Return a column as words without blanks around them; whole numbers as such."""
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        values = values.cast(kind.value_type)
+        kind = values.type
+    if pa.types.is_nested(kind) or pa.types.is_binary(kind):
+        raise file.error(f"must hold one word or number per record, got {kind}", column=name)
+    if pa.types.is_floating(kind):
+        found = [None if v is None or v != v else word_of(v) for v in values.to_pylist()]
+        return pa.array(found, pa.string())
+    return pc.utf8_trim_whitespace(values.cast(pa.string()))
+
+
+class Preprocessing:
+    """Turn raw columns into a model's inputs by public constants, each record by itself.
+
+    Guarantee: a row of `transform` follows from that record and the constants alone, so that one
+    record changes no other one's inputs, as differential privacy needs. It cannot be fitted.
+
+    Args:
+        columns: by name, in the order of the inputs, the rules of
+            `data.columns.preprocessing`: range, missing, categories, codes, date, log1p, drop; {}
+            for numbers as they are. Other columns of a table are not read.
+
+    Raises:
+        UserError: a rule is none.
+
+    Source: clipping and encoding by constants that are chosen without the records, as section 5.3
+    of Ponomareva et al. (2023) advises, https://arxiv.org/abs/2303.00654.
+
+    Example:
+        >>> import dpdist
+        >>> age, sex = {"range": [0, 120], "missing": "flag"}, {"categories": ["f", "m"]}
+        >>> made = dpdist.Preprocessing({"age": age, "sex": sex})
+        >>> made.transform({"age": [30, None], "sex": ["m", "x"]}).tolist()
+        [[0.25, 0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0, 1.0]]
+    """
+
+    def __init__(self, columns: Mapping[str, Mapping[str, Any] | ColumnPreprocessing]) -> None:
+        rules = {name: checked_rule(name, rule) for name, rule in columns.items()}
+        self._rules = {name: rule for name, rule in rules.items() if not rule.drop}
+
+    def fit(self, *records: Any, **more: Any) -> NoReturn:
+        """Raise UserError: nothing is learned from records."""
+        raise UserError(
+            "Preprocessing.fit: must not be called: means, ranges and categories that are fitted "
+            "on private records let one record change the inputs of all others, which no epsilon "
+            "covers; give constants that are public knowledge, or that you computed from public "
+            "rows alone, and call transform",
+            see="how-to/own-data.md#preprocessing-by-public-constants",
+        )
+
+    fit_transform = fit
+
+    def transform(self, data: Any) -> np.ndarray:
+        """Return the inputs of a table's rows, float32 (rows, inputs).
+
+        Args:
+            data: a pandas DataFrame, a pyarrow Table, a dict of columns, or the path of a Parquet,
+                CSV or JSONL file.
+
+        Raises:
+            UserError: a column is missing, or a cell does not fit its rule, by row and column and
+                without its value.
+        """
+        return self.transform_file(_as_file(data))
+
+    def transform_file(self, file: TableFile) -> np.ndarray:
+        """Return the inputs of an open file's rows. Raises UserError as `transform` does."""
+        names = list(self._rules)
+        parts = [
+            preprocess(table, names, self._rules, file, first)[0]
+            for first, table in file.rows(names)
+        ]
+        if not parts:
+            raise file.error("must hold one record at least, got no records")
+        return np.concatenate(parts)
+
+    def transform_record(self, record: Any) -> np.ndarray:
+        """Return the inputs of one record, float32 (inputs,).
+
+        record: a dict of its cells by column, or an array of numbers in the order of the columns.
+        Raises UserError as `transform` does.
+        """
+        cells = record
+        if not isinstance(record, Mapping):
+            names = list(self._rules)
+            cells = dict(zip(names, [record] if len(names) == 1 else record, strict=False))
+            if len(names) == 1 and np.shape(record) == (1,):
+                cells = {names[0]: record[0]}
+            elif len(names) > 1 and np.shape(record) != (len(names),):
+                raise UserError(f"a record must have {len(names)} numbers, got {len(record)}")
+        found: np.ndarray = self.transform({name: [cell] for name, cell in cells.items()})[0]
+        return found
+
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """Return the names of the inputs, as scikit-learn asks for them; lists count once."""
+        names = [each for name, rule in self._rules.items() for each in rule.names(name)]
+        return np.array(names, dtype=object)
+
+
+def checked_rule(name: str, rule: Any) -> ColumnPreprocessing:
+    """Return the rule of a column. Raises UserError, by key, for what is none."""
+    try:
+        return ColumnPreprocessing.model_validate(rule)
+    except ValidationError as error:
+        item: Any = error.errors()[0]
+        of_key = [item["ctx"]["key"]] if item["type"] == "of_key" else []
+        key = ".".join(map(str, [name, *item["loc"], *of_key]))
+        raise UserError(f"{key}: {validation_message(item)}") from None
+
+
+class _GivenTable(TableFile):
+    """A table in memory."""
+
+    path = Path("data")
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table, self.schema, self.num_rows = table, table.schema, table.num_rows
+
+    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        yield self._table.select(columns)
+
+
+def _as_file(data: Any) -> TableFile:
+    if isinstance(data, str | Path):
+        return open_table(Path(data))
+    if not isinstance(data, pa.Table):
+        columns = {}
+        for name in data:  # a dict, or a DataFrame
+            try:
+                columns[str(name)] = pa.table({str(name): data[name]})[0]
+            except (pa.ArrowException, TypeError, ValueError) as error:  # whose text has the value
+                rule = "must hold values of one type"
+                raise data_error("data", rule, column=str(name), cause=error) from None
+        data = pa.table(columns)
+    return _GivenTable(data)

@@ -1,0 +1,257 @@
+"""Columns become inputs by public constants: in Python, in files, at predictions, in a release."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from support.training import make, train
+from typer.testing import CliRunner
+
+import dpdist
+from dpdist import models
+from dpdist.cli import init
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
+from dpdist.core.files import parse_yaml
+from dpdist.data.discovery import DiscoveredDataset
+from dpdist.data.public_ranges import PUBLIC_RANGES, public_range
+from dpdist.publishing import write_release
+from dpdist.runs.recipe import load_recipe, parse_recipe
+from dpdist.training.records import data_source, records_with_canaries
+
+NAN = math.nan
+DAYS = {"origin": "2000-01-01", "unit": "days"}
+YES_NO = ["no", "yes"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "cells", "wanted"),
+    [
+        ({}, [1, 2.5], [[1], [2.5]]),
+        ({}, [True, False], [[1], [0]]),
+        ({"range": [0, 10]}, [-5, 5, 20], [[0], [0.5], [1]]),
+        ({"range": [0, 10], "missing": 5}, [None, 10], [[0.5], [1]]),
+        ({"range": [0, 10], "missing": "flag"}, [None, NAN, 10], [[0, 1], [0, 1], [1, 0]]),
+        ({"missing": 7}, [None, None], [[7], [7]]),
+        ({"log1p": True}, [0, math.e - 1], [[0], [1]]),
+        ({"log1p": True, "range": [0, 99]}, [-3, 9, 99], [[0], [0.5], [1]]),
+        ({"categories": YES_NO}, ["yes ", "no", "?"], [[0, 1, 0], [1, 0, 0], [0, 0, 1]]),
+        ({"categories": YES_NO, "missing": "flag"}, ["yes", "", None],
+         [[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 1]]),
+        ({"categories": YES_NO, "missing": "no", "codes": True}, ["yes", None, "x"],
+         [[1], [0], [2]]),
+        ({"categories": [3, 1], "codes": True}, [1.0, 3.0, 2.5], [[1], [0], [2]]),
+        ({"categories": ["true"]}, [True, False], [[1, 0], [0, 1]]),
+        ({"date": DAYS}, ["2000-01-02", "1999-12-31T12:00"], [[1], [-0.5]]),
+        ({"date": DAYS, "missing": "flag"}, [None, datetime.date(2000, 2, 1)], [[0, 1], [31, 0]]),
+        ({"date": {"origin": "2000-01-01", "unit": "hours"}},
+         [datetime.datetime(2000, 1, 1, 3, tzinfo=datetime.UTC)], [[3]]),
+        ({"range": [0, 2]}, [[0, 1], [2, 4]], [[0, 0.5], [1, 1]]),
+    ],
+)  # fmt: skip
+def test_cells_become_inputs(rule: dict, cells: list, wanted: list):
+    made = dpdist.Preprocessing({"x": rule})
+    for data in ({"x": cells}, pa.table({"x": cells}), pd.DataFrame({"x": cells})):
+        if not (isinstance(data, pd.DataFrame) and data["x"].dtype == object):
+            assert np.allclose(made.transform(data), wanted, atol=1e-6)
+    if not isinstance(cells[0], list):
+        assert len(made.get_feature_names_out()) == len(wanted[0])
+        assert np.allclose(made.transform_record({"x": cells[0]}), wanted[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "key"),
+    [
+        ({"range": [2, 1]}, "x.range"), ({"range": [-2, 1], "log1p": True}, "x.range"),
+        ({"categories": ["a", " a"]}, "x.categories"), ({"codes": True}, "x.codes"),
+        ({"categories": [False]}, "in quotes"), ({"scale": 1}, "x.scale"),
+        ({"categories": ["a"], "log1p": True}, "x.categories"),
+        ({"categories": ["a"], "missing": "b"}, "x.missing"), ({"missing": "b"}, "x.missing"),
+        ({"date": {"origin": "1.1.2000"}}, "x.date.origin"),
+    ],
+)  # fmt: skip
+def test_rules_that_say_nothing_are_refused(rule: dict, key: str):
+    with pytest.raises(UserError, match=key):
+        dpdist.Preprocessing({"x": rule})
+
+
+@pytest.mark.parametrize(
+    ("rule", "cells"),
+    [
+        ({}, [1, None, 2]), ({}, ["1", "s3cret", "2"]), ({}, [1.0, math.inf, 2]),
+        ({"log1p": True}, [1, -1.6180339, 2]), ({"date": DAYS}, ["2000-01-01", "s3cret", ""]),
+        ({"categories": ["a"]}, ["a", None, "s3cret"]), ({"range": [0, 1]}, [1, "s3cret", {}]),
+        ({"date": DAYS}, [1618033, 1618033, 1]), ({"categories": ["a"]}, [["s3cret"], [], []]),
+    ],
+)  # fmt: skip
+def test_no_message_holds_a_value(rule: dict, cells: list):
+    with pytest.raises(UserError) as caught:
+        dpdist.Preprocessing({"x": rule}).transform({"x": cells})
+    said = str(caught.value)
+    assert "column 'x'" in said and "s3cret" not in said and "618033" not in said
+
+
+def test_it_cannot_be_fitted():
+    made = dpdist.Preprocessing({"x": {}})
+    for fit in (made.fit, made.fit_transform):
+        with pytest.raises(UserError, match=r"one record change .* public rows"):
+            fit({"x": [1]}, None)
+
+
+# --- a table with gaps, words and dates, from its file to its release
+
+
+ANSWERS = "dose=0,60\nwart=a\nward=a,b\nadmitted=2000-01-01,2030-01-01\n\n"  # age is known
+
+
+def rows(count: int, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [
+        f"P{seed}-{n},{'' if n % 5 == 1 else rng.integers(20, 90)},{rng.uniform(0, 50):.3f},"
+        f"{['a', 'b', 'c', ''][n % 4]},{'' if n % 7 == 2 else f'20{n % 20 + 10}-03-0{n % 9 + 1}'},"
+        f"{str(n % 3 == 0).lower()},{n % 2}"
+        for n in range(count)
+    ]
+
+
+HEADER = "code,age,dose,ward,admitted,smoker,ill"
+
+
+def write(folder: Path, **changed: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    train_rows = rows(60, 0)
+    train_rows[4] = changed.get("row4", train_rows[4])
+    for split, some in (("train", train_rows), ("test", rows(20, 1))):
+        Path(folder, f"{split}.csv").write_text("\n".join([HEADER, *some]) + "\n")
+    return train_rows
+
+
+def invoke(*words: str, given: str | None = None) -> str:
+    done = CliRunner().invoke(app, words, input=given)
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+@pytest.fixture
+def visits(tmp_path, monkeypatch) -> Path:
+    """A folder of raw tables, and the recipe that init proposes with three answers."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("visits"))
+    monkeypatch.setattr(init, "_at_terminal", lambda: True)
+    invoke("init", "visits", "--label", "ill", given=ANSWERS)
+    return Path("visits.yaml")
+
+
+def inputs(recipe: Path) -> np.ndarray:
+    found = load_recipe(recipe)
+    return np.asarray(records_with_canaries(found, data_source(found)).inputs)
+
+
+def test_init_asks_what_nobody_knows_and_proposes_the_rest(visits):
+    rules = load_recipe(visits).data.columns.preprocessing
+    assert list(rules) == ["age", "smoker", "dose", "ward", "admitted"]
+    assert (rules["age"].range, rules["age"].missing) == ((0, 120), 50)
+    assert rules["ward"].categories == ("a", "b") and rules["admitted"].range == (0, 30)
+    assert inputs(visits).shape == (60, 1 + 1 + 1 + 4 + 2)
+
+
+@pytest.mark.parametrize(("units", "model"), [(400, "linear"), (20_000, "mlp")])
+def test_a_table_begins_with_a_small_model_and_no_certificate(units: int, model: str):
+    columns = {
+        "feature_columns": ("a", "b"),
+        "label_column": "y",
+        "classes": 2,
+        "input_shape": (2,),
+    }
+    kinds = {"a": "numbers", "b": "numbers"}
+    found = DiscoveredDataset(Path("/d"), "d", "train", "test", units, 50, kinds=kinds, **columns)  # type: ignore[arg-type]
+    text = init.starter_recipe(found, "d", {})
+    recipe = parse_recipe(parse_yaml(text, "d")[0], "d")
+    assert recipe.model.name == model and recipe.certify is None
+    assert recipe.method.name == "dp-sgd" and recipe.privacy.delta <= 0.1 / units
+
+
+def test_init_proposes_the_same_of_other_records(visits, monkeypatch):
+    monkeypatch.setattr(init, "_at_terminal", lambda: False)
+    first = invoke("init", "visits", "--label", "ill", "--output", "one.yaml")
+    write(Path("visits"), row4="P0-4,99,1e6,zzz,1999-01-01,true,0")
+    assert invoke("init", "visits", "--label", "ill", "--output", "one2.yaml") == first.replace(
+        "one.yaml", "one2.yaml"
+    )
+    text = Path("one.yaml").read_text()
+    assert text.replace('name: "one"', 'name: "one2"') == Path("one2.yaml").read_text()
+    assert '# "ward": {categories: [A, B], missing: flag}' in text
+    assert "zzz" not in first + text and "to fill in" in first
+
+
+def test_a_changed_record_changes_its_own_inputs_only(visits):
+    before = inputs(visits)
+    write(Path("visits"), row4="P0-4,,999,zzz,,true,0")
+    changed = (inputs(visits) != before).any(axis=1)
+    assert changed.tolist() == [n == 4 for n in range(60)]
+
+
+def test_records_that_are_cut_alike_stay_two(visits):
+    found = load_recipe(visits)
+    first = records_with_canaries(found, data_source(found))
+    write(Path("visits"), row4="P0-4,130,90,x,2040-01-01,true,0")
+    second = records_with_canaries(found, data_source(found))
+    write(Path("visits"), row4="P0-4,131,91,y,2041-01-01,true,0")
+    third = records_with_canaries(found, data_source(found))
+    assert np.array_equal(second.inputs, third.inputs)
+    assert len({each.hashes[4] for each in (first, second, third)}) == 3
+
+
+@pytest.mark.slow
+def test_a_gap_without_a_rule_is_named_and_no_value_is(visits):
+    text = visits.read_text()
+    plain = text.replace('"age": {"range": [0.0, 120.0], "missing": 50.0}', '"age": {}')
+    assert plain != text
+    visits.write_text(plain)
+    with pytest.raises(UserError, match=r"line 3: column 'age'.*preprocessing\.age\.missing"):
+        inputs(visits)
+
+
+@pytest.mark.slow
+def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
+    data = load_recipe(visits).data.model_dump(mode="json")
+    recipe, folder = make(Path("runs"), "visits", data=data, model={"name": "linear"},
+                          training__steps=3)  # fmt: skip
+    train(recipe, folder)
+    write_release(folder, not_private=True)
+    raw = "code,ward,age,smoker,admitted,dose\nx,a,,true,2015-01-01,30\ny,zzz,60,false,,15\n"
+    Path("new.csv").write_text(raw)
+    rules: dict[str, Any] = dict(recipe.data.columns.feature_rules)
+    wanted = dpdist.Preprocessing(rules).transform("new.csv")
+    assert np.allclose(wanted[1], [0.5, 0.25, 0, 0, 0, 1, 0, 0, 1])
+    with torch.no_grad():
+        labels = models.load(folder.model_folder)(torch.from_numpy(wanted)).argmax(1).tolist()
+    for where in (folder.path, folder.release_folder):
+        said = invoke("predict", str(where), "new.csv", "--json",
+                      "--set", "certify.sigma=1e-6", "--set", "certify.n=200")  # fmt: skip
+        assert [json.loads(line)["label"] for line in said.splitlines()] == labels
+    release = dpdist.load(folder.release_folder)
+    seen: list[torch.Tensor] = []
+    release.model.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    record = {"ward": "zzz", "age": 60, "smoker": False, "admitted": None, "dose": 15}
+    assert release.answerer(sigma=1e-6, n=100)(record).label == labels[1]
+    read = torch.isclose(seen[-1], torch.from_numpy(wanted[1]), atol=1e-3)
+    assert read.all(dim=1).any()
+    page = (folder.release_folder / "README.md").read_text()
+    assert "* `ward`: 2 categories and other, missing cells are flagged" in page
+
+
+def test_public_ranges_are_found_by_whole_names():
+    assert public_range("sysBP") == public_range("Systolic_BP")
+    assert public_range("message") is None and public_range("age_group") is None
+    assert all(each.low <= each.typical <= each.high and each.source for each in PUBLIC_RANGES)
