@@ -145,7 +145,10 @@ class PublicViews:
 
     @contextmanager
     def finishing_later(self) -> Iterator[None]:
-        """Let the last step in the block leave the end of the training to `finish`."""
+        """Leave the end of the training to `finish`, also after the last step in the block.
+
+        A context manager; it yields nothing.
+        """
         self._later = True
         try:
             yield
