@@ -74,8 +74,8 @@ def preferences(
 
     Raises:
         UserError: a row lacks its fields, prompts are equal without a unit, the tokenizer or the
-            model does not fit, or the reference keeps a state or was trained on private records by
-            a run on this machine. The message contains no row's text.
+            model does not fit, or the reference keeps a state or is known to be trained on private
+            records, such as the model of a run. The message contains no row's text.
 
     Source:
         Rafailov et al., NeurIPS 2023 (DPO).

@@ -177,8 +177,8 @@ class PrivateStep:
 
         Returns:
             A tuple of three: the gradient, float64 (size,), which the next step overwrites; a
-            `StepMetrics`, PRIVATE: `examples`, `nonfinite` (ints), `loss_sum` and `details` of the
-            records; and a bool, True if any worker's flag was True.
+            `StepMetrics`, PRIVATE: `examples`, `nonfinite` (ints), `loss_sum` and `details` of this
+            worker's records; and a bool, True if any worker's flag was True.
         """
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
