@@ -57,8 +57,8 @@ class CertificateTable(table.CertificateTable):
     """A finished certification: one row for each certified input, in arrays of equal length.
 
     Guarantee: each row by itself is wrong with probability at most `alpha`, over the noise.
-    `certified_accuracy(size)` is the share of these inputs, a measured number;
-    `population_bounds()` bounds the share in the population that the inputs were drawn from.
+    `certified_accuracy(size)` is the fraction of these inputs, a measured number;
+    `population_bounds()` bounds the fraction in the population that the inputs come from.
     `to_arrow()` has all columns; `print(table)` shows the summary, with the verdict first.
 
     Attributes:
@@ -160,7 +160,7 @@ def certify(
     Guarantee: each certificate is wrong with probability at most `settings.alpha`, over the noise.
     The table is the same to the byte on any number of actors. The same call with the same folder
     continues an interrupted certification, or returns the finished one. Small work is done in this
-    process; other work starts and ends a session of Ray, unless `dpdist.connect()` holds one.
+    process; other work starts and ends a session of Ray, unless you are inside `dpdist.connect()`.
 
     Args:
         what: the classifier: float32 inputs (B, ...) to logits (B, classes), each row by itself. A
@@ -195,7 +195,7 @@ def certify(
         outside 0 to 1, or for a model that is not better than the most frequent class.
 
     Raises:
-        UserError: classifier, data and settings do not fit, or the folder holds another
+        UserError: classifier, data and settings do not fit, or the folder contains a different
             certification.
         ClusterError: the actors failed for good.
 

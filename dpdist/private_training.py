@@ -198,12 +198,12 @@ class PrivateTraining(PublicViews):
     same `PrivateStep` as in a recipe. The optimizer gets only that noisy gradient. The run's card
     lists the assumptions that dpdist cannot check.
 
-    The folder is an ordinary run folder, begun by the first step. The same script continues it
+    The folder is an ordinary run folder, created by the first step. The same script continues it
     after a crash, from the newest checkpoint: it must build the same objects.
 
-    In several processes with a `torch.distributed` process user, as `torchrun` and Ray Train make
+    In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train start
     them, the same script trains together: each step is the step of one process, and is on record
-    before any of them draws its noise. Worker 0 alone writes. All must build the same.
+    before any of them draws its noise. Only worker 0 writes. All must build the same objects.
 
     Call `step` for one step, iterate over the training for one `StepReport` per step that is left,
     or call `run_all`. `history`, `guarantee` and `remaining_steps` describe what was released so
@@ -211,7 +211,8 @@ class PrivateTraining(PublicViews):
 
     Args:
         model: the module itself, on its device; layers that normalize over the batch and modules
-            wrapped for distributed training are refused.
+            wrapped for distributed training raise an error: use `dpdist.prepare`, and the module
+            inside.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy"; a criterion object, such as
@@ -229,12 +230,12 @@ class PrivateTraining(PublicViews):
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
             it commands in other processes can load the trained model; without it, only this script.
-        vmap: run every record through the model alone.
+        vmap: run every record through the model separately.
         certify: a recipe's section `certify`, for `dpdist certify` of the run.
         reproducible: add sums up in the same order on any number of workers, at most 8: the same
             bits, slower.
         private_metrics: let `step` return losses and counts of private records, too; with several
-            workers, of this worker's. The ledger says so, and the guarantee's kind is then
+            workers, of this worker's. The ledger records it, and the guarantee's kind is then
             "assumed: post-processing".
         class_sampling: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a
             step at the rate of its own target. The largest rate determines the privacy cost.
@@ -243,11 +244,11 @@ class PrivateTraining(PublicViews):
         importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
         began_with: run or release whose weights the model begins with, or a list of several: its
             folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
-            together, wherever one can be stated. Weights that a run trained are refused without it.
+            together, if one can be stated. Without it, weights that a run trained raise an error.
         trackers: "tensorboard", "mlflow" or "wandb", or KIND:PLACE such as "wandb:my-project", that
             get epsilon, the history and public evaluations when the training has finished.
-        autocast: run forward and backward passes in bfloat16, where `torch.autocast` does; norms
-            stay float32, and sums float64.
+        autocast: run forward and backward passes in bfloat16, for the operations for which
+            `torch.autocast` does; norms stay float32, and sums float64.
 
     Attributes:
         model, optimizer, state: the arguments; `model` has the trained weights.
@@ -561,8 +562,8 @@ class PrivateTraining(PublicViews):
         You mostly read its `epsilon` and `delta`. Its kind is "assumed: post-processing" if the
         script changed the model between steps or saw private metrics. With a fixed run key,
         `fixed_key` is True and the text says NOT PRIVATE. Before the first step it is that of 0
-        steps. After `finish` it is that of all planned steps, because where a loop stops may depend
-        on what its steps returned.
+        steps. After `finish` it is that of all planned steps, because the step at which a loop
+        stops may depend on what its steps returned.
         """
         plan = self.plan
         if not self._started:  # nothing was released: scores alone are charged
@@ -598,7 +599,7 @@ class PrivateTraining(PublicViews):
         Raises:
             UserError: no step is left, parts of the model were frozen or exchanged since the last
                 step, or the training diverged.
-            KeyboardInterrupt: Ctrl-C; another call takes the next step.
+            KeyboardInterrupt: Ctrl-C; the next call takes the next step.
         """
         with whole_step(self._workers.count == 1) as asked:
             report = self._step()
@@ -658,11 +659,11 @@ class PrivateTraining(PublicViews):
     def checkpoint(self) -> None:
         """Keep the training as it is between two steps, so that a restart repeats none of them.
 
-        Checkpoints come by themselves every `resources.checkpoint_seconds`; this is for a script
-        that hears of its end, as by SIGTERM: its handler sets a flag, since a call inside a step is
-        refused. Several workers first agree on the flag (`torch.distributed.all_reduce`), as all
-        must call it after the same step. Before the first step and after the last there is nothing
-        to keep. Returns nothing.
+        Checkpoints are written every `resources.checkpoint_seconds`; call this if a script learns
+        that it will end, for example by SIGTERM: its handler sets a flag, since a call inside a
+        step raises an error. Several workers first agree on the flag
+        (`torch.distributed.all_reduce`), as all must call it after the same step. Before the first
+        step and after the last it does nothing. Returns nothing.
 
         Raises:
             UserError: as `step` does, a step was not left as a whole, or other workers go on.
@@ -789,7 +790,7 @@ class PrivateTraining(PublicViews):
         the plan are used, later ones are None.
 
         Several workers score together: all call this with the same records, of which each evaluates
-        its share, and all get the one noisy score, whose sum is that of one process.
+        a part, and all get the one noisy score, whose sum is that of one process.
 
         Args:
             private_eval_data: private records `(X, y)`, or anything that `dpdist.as_records` takes;
@@ -806,7 +807,7 @@ class PrivateTraining(PublicViews):
                 dropout is off. A record on which it fails counts 0.
 
         Raises:
-            UserError: the run has begun without these scores, the noise is too small for epsilon, a
+            UserError: the run started without these scores, the noise is too small for epsilon, a
                 record is trained on as well, or the value cannot be had; nothing was released.
 
         Source:
@@ -873,7 +874,7 @@ class PrivateTraining(PublicViews):
         return scored
 
     def close(self) -> None:
-        """Close the run folder, so that another process may continue the run. Returns nothing."""
+        """Close the run folder, so that another process can continue the run. Returns nothing."""
         self._started = True
         self._stack.close()
         if self._loop is not None and self._loop.monitor is not None:
@@ -1073,8 +1074,8 @@ def fit(
         `dpdist.write_release`. If the run was finished before, nothing is trained again.
 
     Raises:
-        UserError: the optimizer's name is unknown, `PrivateTraining` refuses an argument, or the
-            training diverged.
+        UserError: the optimizer's name is unknown, `PrivateTraining` does not accept an argument,
+            or the training diverged.
 
     Source:
         Abadi et al., CCS 2016 (DP-SGD).

@@ -65,7 +65,7 @@ def write_release(
     Args:
         folder: the run's folder, or its name under runs/.
         not_private: release a run without a finite guarantee, or with a fixed key; its card then
-            says so.
+            states it.
         license: an SPDX identifier for the model.
         key: an Ed25519 private key (PEM) that signs the release.
         factory: "package.module:function" of (input_shape, classes) that builds the module of a

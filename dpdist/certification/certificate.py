@@ -376,7 +376,10 @@ class Certificate(Section):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
-        """Return the schema of the table, a `pyarrow.Schema`: the columns that every table has."""
+        """Return the schema of the table, a `pyarrow.Schema`.
+
+        It has the columns of every table, such as "index", "label", "prediction" and "radius".
+        """
         return base_schema()
 
     # ---- checks: every row from its counts

@@ -304,7 +304,7 @@ class Cohen(Smoothing):
         max_inputs: the most inputs to certify; None: no limit.
         batch: rows of the executed batch, which is also the block of draws; None: chosen for the
             input's size.
-        seed: seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
+        seed: seed of the noise, a str; None: a secret seed, drawn at the start and stored with the
             results.
         backend: inference backend: "frozen", "compiled", "channels-last", "eager" or "bf16"; None:
             chosen by a probe.

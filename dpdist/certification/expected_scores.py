@@ -106,7 +106,7 @@ class HiddenNoiseCertificate(Certificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that every row must have, a dict by column, with "noise" of the model."""
+        """Return the values that every row must have, a dict by column, with "noise"."""
         return {**super().constant_columns(table, settings), "noise": cls.noise}
 
 

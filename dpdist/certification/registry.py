@@ -97,7 +97,7 @@ def settings_of(section: Mapping[str, Any], defaults: Certificate | None = None)
         The checked settings, an instance of a certificate's class such as `dpdist.Cohen`.
 
     Raises:
-        UserError: a value cannot be used, or belongs to another certificate.
+        UserError: a value cannot be used, or belongs to a different certificate.
 
     Example:
         >>> import dpdist

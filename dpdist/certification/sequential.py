@@ -299,8 +299,8 @@ class TargetRadius(SequentialSmoothing):
 
     Guarantee: for each input by itself, the probability over the draws that a certified radius is
     false is at most `alpha`, over all looks and all radii together. Radii are tested in ascending
-    order, and the first failure ends the tests. Only radii of the list are certified, so an
-    input's radius is the largest that passed. The table cannot be bounded again at another alpha.
+    order, and the first failure ends the tests. Only radii of the list are certified, so an input's
+    radius is the largest that passed. The table cannot be bounded again at a different alpha.
 
     Args:
         sigma: standard deviation of the noise, in input units.
@@ -516,7 +516,7 @@ class Anytime(SequentialSmoothing):
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
     smoothed classifier answers the certified class everywhere within the certified radius, or the
     verdict abstains, whenever the draws were stopped. Drawing stops when every radius of the list
-    is decided. The table may be bounded again at another alpha that was chosen beforehand.
+    is decided. The table may be bounded again at a different alpha that was chosen beforehand.
 
     Args:
         sigma: standard deviation of the noise, in input units.

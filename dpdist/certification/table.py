@@ -449,7 +449,7 @@ class CertificateTable:
         """Return the radii that reports show, a tuple of floats in input units, ascending.
 
         They are 0 and `radii`, or, without `radii`, 0 and sigma times 0.5, 1 and 2. Every report
-        shows the same radii, since bounds that hold at all of them together share one error.
+        shows the same radii, since bounds that are valid at all of them together have one error.
 
         Raises:
             UserError: the table's file is damaged: radii are not numbers >= 0.

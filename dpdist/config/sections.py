@@ -685,7 +685,10 @@ class BaseRecipe(Section):
 
     @property
     def canary_audit(self) -> CanaryAudit | None:
-        """Return the settings of a training with canaries, a `CanaryAudit`; None without them."""
+        """Return the settings of a training with canaries, a `CanaryAudit`; None without them.
+
+        It is the section `audit` of the recipe if that plants canaries.
+        """
         return None if self.audit is None else self.audit.canary_audit
 
     def rules(self) -> Iterator[Rule]:

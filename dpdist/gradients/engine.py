@@ -162,10 +162,10 @@ class GradientEngine:
 
     Guarantee: one example adds at most `sensitivity` to `clipped_sum`. With `blocks`, record ids
     and a draw key, records run in keyed blocks, and one record changes the executed sum by at most
-    `sensitivity`, rounding included, if a record that moves to another row changes by no more than
-    `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes on
-    top. The bound holds for batches of up to 2^19 records, 2^13 where the model is float64. The sum
-    itself is private until noise is added: `clipped_sum` returns it as a `ClippedSum`.
+    `sensitivity`, rounding included, if a record that moves to a different row changes by no more
+    than `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes
+    on top. The bound is valid for batches of up to 2^19 records, 2^13 if the model is float64. The
+    sum itself is private until noise is added: `clipped_sum` returns it as a `ClippedSum`.
 
     Args:
         model: takes (B, ...) inputs and treats examples independently. BatchNorm is not supported
@@ -180,13 +180,13 @@ class GradientEngine:
         micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
             invented inputs, never from a record or load.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
-        vmap: every example runs through the model alone (torch.func), so that no model can mix
+        vmap: every example runs through the model separately (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
 
     Attributes:
         records_per_example: K if an example is a user of up to K records: their gradients are added
             up, and the sum is clipped once. Set it before the first sum.
-        rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
+        rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which a different
             record may move a record's row, or `fixed-row`. Set it before the first sum.
         shard: a number of the sum among those of a step with one draw key, such as the first record
             of a worker's: no two passes of a step draw from one state (`random_passes`).

@@ -181,7 +181,7 @@ def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -
     Args:
         make_plan: function of a noise multiplier that returns the plan with it. Its cost must not
             rise with the noise; it may have several phases, a private search, scores, or anything
-            else that a plan holds.
+            else that a plan contains.
         epsilon: the target, at the plan's own delta and relation.
 
     Returns:
@@ -189,7 +189,7 @@ def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -
 
     Raises:
         UnreachableTargetError: a ValueError; the parts of the plan without this noise cost more.
-        ValueError: the target is not positive and finite, or `make_plan` refuses a value.
+        ValueError: the target is not positive and finite, or `make_plan` does not accept a value.
 
     Example:
         >>> import dpdist

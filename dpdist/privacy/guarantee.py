@@ -67,7 +67,7 @@ class Guarantee:
             check changed the model between releases.
         source: accountant or theorem.
         assumptions: what must hold for the number to be true.
-        size_public: whether the mechanism was told the true number of records.
+        size_public: whether the mechanism uses the true number of records.
         user: the unit in words, if it is a user; None: one record.
         fixed_key: whether a fixed run key drew the noise. The mechanism is as stated, and the run
             is NOT private: who knows the key can subtract the noise. Equality of guarantees ignores
@@ -105,7 +105,7 @@ class Guarantee:
     def relation(self) -> str:
         """Return the neighboring relation in words, a str such as "replace-one".
 
-        A sampling rate or divisor made from the true number of records does not change when a
+        A sampling rate or divisor computed from the true number of records does not change when a
         record is added or removed: the guarantee is then for a record that is blanked out while the
         number stays the same ("zero-out"; REPLACE_SPECIAL in dp_accounting).
         """

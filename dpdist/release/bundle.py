@@ -202,7 +202,7 @@ class Release:
         """Return the architecture, a `ModelSpec` with `input_shape` and `classes` (their number).
 
         Raises:
-            ReleaseError: the model's file is damaged, or has another number of classes.
+            ReleaseError: the model's file is damaged, or has a different number of classes.
             UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models
@@ -225,8 +225,8 @@ class Release:
         does not add the model's own noise (`dpdist.randomness.noise_location`).
 
         Raises:
-            ReleaseError: the model's files are damaged, or are of another model than the release
-                names.
+            ReleaseError: the model's files are damaged, or are those of a different model than the
+                release names.
             UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models

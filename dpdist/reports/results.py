@@ -166,7 +166,10 @@ class RunResults:
 
     @property
     def ledger(self) -> Ledger:
-        """Return the `Ledger` of the run: the record of everything that it released."""
+        """Return the `Ledger` of the run: the record of everything that it released.
+
+        `released_phases(plan)` returns the phases that were released.
+        """
         return self.account.ledger
 
     @property

@@ -302,8 +302,8 @@ class RunFolder:
             True to continue the run; False if the folder is empty or does not exist.
 
         Raises:
-            DifferentRecipeError: the folder holds a run of another recipe.
-            UserError: the folder holds something else, or a run of a newer format.
+            DifferentRecipeError: the folder contains a run of a different recipe.
+            UserError: the folder contains something else, or a run of a newer format.
         """
         if self.path.exists() and any(self.path.iterdir()):
             self.check_format()
@@ -318,14 +318,14 @@ class RunFolder:
         return False
 
     def create_or_open(self, recipe: Recipe) -> None:
-        """Create the folder with its recipe, or check that it holds the same one. Returns nothing.
+        """Create the folder with its recipe, or check that it has the same one. Returns nothing.
 
         Args:
             recipe: recipe of the run.
 
         Raises:
-            DifferentRecipeError: the folder holds a run of another recipe.
-            UserError: the folder holds something else, or a run of a newer format.
+            DifferentRecipeError: the folder contains a run of a different recipe.
+            UserError: the folder contains something else, or a run of a newer format.
         """
         if self.check_same_recipe(recipe):
             return

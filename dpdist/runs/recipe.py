@@ -216,7 +216,10 @@ class Recipe(BaseRecipe):
 
     @property
     def stages(self) -> list[Stage]:
-        """Return the runs whose weights this run started from, a list of `Stage`; or empty."""
+        """Return the runs whose weights this run started from, a list of `Stage`; or empty.
+
+        A `Stage` has `name`, `unit` (str), `guarantee` (dict) and `assumed` (list of str).
+        """
         return [] if self.by_script is None else self.by_script.began_with
 
     def earlier_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:

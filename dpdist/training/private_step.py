@@ -57,24 +57,24 @@ class PrivateStep:
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
     `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
-    record counts for at most the engine's sensitivity (one user, where the data's positions are
-    users of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
-    that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
-    `check_clip` accepts the engine. If there is a ledger, it records the release durably before its
-    holder adds the noise; other workers add the same noise and write nothing. Calling it again for
-    one step, on the same data and with the same key, is the same release and costs nothing; a
-    different sum, such as that of a changed model, raises an error, since it would get the same
-    noise. Without a ledger, this object checks that only for its own releases.
+    record counts for at most the engine's sensitivity (one user, if the data's positions are users
+    of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key that no
+    other step has. So each call costs what `PrivacyPlan` accounts for that step, if `check_clip`
+    accepts the engine. If there is a ledger, it records the release durably before its holder adds
+    the noise; other workers add the same noise and write nothing. Calling it again for one step, on
+    the same data and with the same key, is the same release and costs nothing; a different sum,
+    such as that of a changed model, raises an error, since it would get the same noise. Without a
+    ledger, this object checks that only for its own releases.
 
     Each argument is an attribute of the same name.
 
     Args:
         engine: clips and adds up gradients. Its parameters are read, never written.
         data: the records, all that the plan counts.
-        key: 32 secret bytes of this run; whoever knows them can take the noise away.
+        key: 32 secret bytes of this run; anyone who knows them can subtract the noise.
         attempt: label that is in the keys of all steps; use a new one whenever a sum may differ.
         task: turns labels into targets; default: the labels themselves.
-        reducer: adds up over the workers; default: this process alone.
+        reducer: adds up over the workers; default: only this process.
         shards: the records of this worker; default: all of them.
         noise_on_device: whether noise is drawn on the device of the sum instead of on the CPU.
         ledger: every release is announced there first. Only worker 0 may have one.
@@ -271,7 +271,7 @@ class PrivateStep:
 
         Args:
             step: number of the step.
-            rows: float64 (rows, size), bounded as the plan says; written over.
+            rows: float64 (rows, size), bounded as in the plan; it is overwritten.
             noise_std: standard deviation of the noise on each number of the sum.
             flag: a bool for the other workers to see.
 
