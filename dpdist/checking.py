@@ -90,9 +90,9 @@ def check(
         model: the module, as in `PrivateTraining`.
         optimizer: the optimizer of its parameters.
         data: the private records, as in `PrivateTraining`.
-        loss: as there; a name, a criterion object or a callable.
-        held_out: PUBLIC records, as there.
-        state: schedulers and other objects, as there.
+        loss: a name, a criterion object or a callable, as in `PrivateTraining`.
+        held_out: PUBLIC records, the `eval_data` of `PrivateTraining`.
+        state: schedulers and other objects with `state_dict`, as in `PrivateTraining`.
         options: further arguments of `PrivateTraining` except `folder`, such as `privacy`,
             `batch_size` and `steps`; without these three the settings are not checked.
 

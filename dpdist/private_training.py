@@ -102,8 +102,8 @@ from dpdist.training.worker import Attempt, method_state_digest, replay_fingerpr
 class StepReport:
     """The public and released values of one step of `dpdist.PrivateTraining`.
 
-    Guarantee: all fields but `private` follow from released values and public settings, so a loop
-    may print them and depend on them at no further privacy cost.
+    Guarantee: all fields except `private` follow from released values and public settings, so a
+    loop may print them and depend on them at no further privacy cost.
 
     Attributes:
         step: int, number of the step, from 0 on.
@@ -225,7 +225,7 @@ class PrivateTraining(PublicViews):
         resources: `micro_batch`, `rounding` and `checkpoint_seconds` of a recipe's section, as a
             dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
-            when the next step begins, with what the loop's own lines did in between.
+            when the next step starts, with what your loop did in between.
         eval_data: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
@@ -242,7 +242,7 @@ class PrivateTraining(PublicViews):
         class_counts: the PUBLIC number of records of each class, from which rates follow; they are
             never counted in the data. Required with rates.
         importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
-        began_with: run or release whose weights the model begins with, or a list of several: its
+        began_with: run or release whose weights the model starts with, or a list of several: its
             folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
             together, if one can be stated. Without it, weights that a run trained raise an error.
         trackers: "tensorboard", "mlflow" or "wandb", or KIND:PLACE such as "wandb:my-project", that

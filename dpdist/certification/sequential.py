@@ -302,6 +302,8 @@ class TargetRadius(SequentialSmoothing):
     order, and the first failure ends the tests. Only radii of the list are certified, so an input's
     radius is the largest that passed. The table cannot be bounded again at a different alpha.
 
+    Each argument is an attribute of the same name.
+
     Args:
         sigma: standard deviation of the noise, in input units.
         radii: the radii to decide, in input units of the noise's norm, ascending; at least one.
@@ -517,6 +519,8 @@ class Anytime(SequentialSmoothing):
     smoothed classifier answers the certified class everywhere within the certified radius, or the
     verdict abstains, whenever the draws were stopped. Drawing stops when every radius of the list
     is decided. The table may be bounded again at a different alpha that was chosen beforehand.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units.

@@ -183,8 +183,8 @@ class CertificateTable:
     def title(self) -> str:
         """Return a short name built from the table's settings, a str: "sigma-0.25-fixed-n-100".
 
-        It does not depend on the folder. If another version wrote the settings, it is the folder's
-        name.
+        It does not depend on the folder. If a different version wrote the settings, it is the
+        folder's name.
         """
         settings = self.job_record.get("settings", {})
         given = {

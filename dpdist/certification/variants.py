@@ -49,6 +49,8 @@ class HoeffdingVotes(Cohen):
     It is for comparison with certificates that use this bound, such as PixelDP's (Lecuyer et al.,
     2019). In a recipe, set ``bound: hoeffding`` in addition to sigma.
 
+    Each argument is an attribute of the same name.
+
     Args:
         sigma: standard deviation of the noise, in input units; all further fields are those of
             `dpdist.Cohen`.
@@ -100,6 +102,8 @@ class TwoClass(Cohen):
     are for the lower bound p_a of the class, a tenth for the upper bound p_b of every other class.
     The radius is never below that of `dpdist.Cohen` at 0.9 alpha. The module's docstring has the
     proof.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units; all further fields are those of

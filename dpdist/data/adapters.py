@@ -151,11 +151,11 @@ def as_records(
             a pyarrow `Table`, a dict of columns, a Ray Data set, the path of a Parquet, CSV or
             JSONL file; the name of a built-in data set; `Records`.
         inputs: name of the field that is the input, or several names: features of a table, else a
-            dict. Default: all but target and unit.
+            dict. Default: all except target and unit.
         target: name of the field that a model should predict: one value or tensor per record.
         unit: the user or other unit that each record belongs to: a field's name, or one value for
             each record.
-        classes: whole-number targets must lie in 0..classes-1.
+        classes: number of classes: integer targets must be in 0..classes-1.
         pad_to: public length of dimension 0 of a record's input, or of several by field: shorter
             ones are padded with `pad_value`, longer ones are cut.
         pad_value: value that pads short records, or values by field. Integer labels and targets are

@@ -70,8 +70,8 @@ class Guarantee:
         size_public: whether the mechanism uses the true number of records.
         user: the unit in words, if it is a user; None: one record.
         fixed_key: whether a fixed run key drew the noise. The mechanism is as stated, and the run
-            is NOT private: who knows the key can subtract the noise. Equality of guarantees ignores
-            it.
+            is NOT private: anyone who knows the key can subtract the noise. Equality of guarantees
+            ignores it.
 
     Raises:
         ValueError: epsilon or delta is out of range.

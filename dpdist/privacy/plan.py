@@ -479,7 +479,7 @@ class PrivacyPlan:
 
     @property
     def counted(self) -> str:
-        """Return the word for the units that `records` counts, a str: "records" or "users"."""
+        """Return the name of the units that `records` counts, a str: "records" or "users"."""
         return "records" if self.user is None else "users"
 
     def in_units(self, line: str) -> str:

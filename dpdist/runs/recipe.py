@@ -211,7 +211,7 @@ class Recipe(BaseRecipe):
 
     @property
     def counted(self) -> str:
-        """Return the word for the units of privacy, a str: "records" or "users"."""
+        """Return the name of the units of privacy, a str: "records" or "users"."""
         return "records" if self.user_unit is None else "users"
 
     @property

@@ -49,7 +49,7 @@ def preferences(
     Args:
         data: rows with named fields, as `dpdist.documents` takes them. The fields are texts, or
             lists of messages with a role and a content, as TRL has them. Without a prompt, chosen
-            and rejected are whole conversations, and what both begin with is the prompt.
+            and rejected are whole conversations, and the part with which both start is the prompt.
         tokenizer: a fast tokenizer of `transformers`, or the folder of one, as `dpdist.documents`
             takes it. Its chat template renders texts and messages; if it has none, the answer
             follows the prompt.
