@@ -243,9 +243,9 @@ def connect(
 
     With RAY_ADDRESS set (as inside `ray job submit`) it is that cluster; otherwise a new local
     session with every port on loopback, a fresh access token, and Ray's own files (logs, sockets,
-    staged artifacts) in a folder that only this user can read and that goes with the session.
-    Variables of the environment that would change that are put aside meanwhile, with a line on
-    standard error.
+    staged artifacts) in a folder that only this user can read and that is deleted with the session.
+    Environment variables that would change that are ignored meanwhile, with a line on standard
+    error.
 
     Args:
         log_file: takes Ray's messages; None drops them.

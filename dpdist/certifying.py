@@ -53,24 +53,25 @@ if TYPE_CHECKING:
 
 
 class CertificateTable(table.CertificateTable):
-    """Hold a finished certification: one row for each certified input, in arrays of equal length.
+    """A finished certification: one row for each certified input, in arrays of equal length.
 
     Guarantee: each row by itself is wrong with probability at most `alpha`, over the noise.
-    `certified_accuracy(size)` is the share of these inputs, a measured number;
-    `population_bounds()` bounds the share in the population that the inputs were drawn from.
+    `certified_accuracy(size)` is the fraction of these inputs, a measured number;
+    `population_bounds()` bounds the fraction in the population that the inputs come from.
     `to_arrow()` has all columns; `print(table)` shows the summary, with the verdict first.
 
     Attributes:
         index: (N,) int64 positions of the inputs in the data.
         label: (N,) int64 true classes.
-        prediction: (N,) int64 certified classes; -1 where the classifier abstains.
-        radius: (N,) float64 certified radii in input units of `norm`; 0 where the classifier
-            abstains.
-        alpha: error probability of each certificate.
-        sigma, n, mode, norm: as the settings say.
+        prediction: (N,) int64 certified classes; -1 if the classifier abstains.
+        radius: (N,) float64 certified radii in input units of `norm`; 0 if the classifier abstains.
+        alpha: float, error probability of each certificate.
+        sigma, n, mode, norm: as in the settings: standard deviation of the noise (float), draws for
+            each input (int), name of the certificate (str) and norm of the radii, such as "l2".
         clean_accuracy: accuracy of the model itself on these inputs, without smoothing noise.
         input_range: least and largest number in the inputs (in 1,000 of them, if there are more).
-        path: certificates.parquet; gone when `certify` was given no folder.
+        path: `Path` of certificates.parquet; the file does not exist if you gave `certify` no
+            folder.
 
     Example:
         >>> import numpy as np, torch, dpdist
@@ -101,21 +102,27 @@ class CertificateTable(table.CertificateTable):
 
     @property
     def rows(self) -> list[Row]:
-        """Return what is printed of the table, a list of `Row`: the verdict first."""
+        """Return what `print(table)` shows, a list of `Row`: the verdict first.
+
+        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool).
+        """
         return statistics.table_rows(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw certified accuracy against the radius, and return the matplotlib axes.
+        """Plot certified accuracy against the radius, and return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw into; default: the current ones.
+
+        Returns:
+            The matplotlib `Axes`.
         """
         return plot_certificates(self, ax)
 
     def population_bounds(
         self, radii: Sequence[float] | None = None, error: float = statistics.ERROR
     ) -> list[statistics.PopulationBound]:
-        """Bound the certified accuracy of the population that the inputs were drawn from.
+        """Return lower bounds of the population's certified accuracy, one for each radius.
 
         The bounds of all radii hold together with probability at least 1 - error, if the inputs are
         an independent sample.
@@ -126,8 +133,8 @@ class CertificateTable(table.CertificateTable):
 
         Returns:
             A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound`
-            (float in [0, 1]) and `certifiable_upper_bound` (float, or None where the table has no
-            counts of all classes).
+            (float in [0, 1]) and `certifiable_upper_bound` (float, an upper bound of the fraction
+            that more draws could certify; None if the table has no counts of all classes).
         """
         return statistics.population_bounds(self, radii, error)
 
@@ -152,41 +159,42 @@ def certify(
     Guarantee: each certificate is wrong with probability at most `settings.alpha`, over the noise.
     The table is the same to the byte on any number of actors. The same call with the same folder
     continues an interrupted certification, or returns the finished one. Small work is done in this
-    process; other work starts and ends a session of Ray, unless `dpdist.connect()` holds one.
+    process; other work starts and ends a session of Ray, unless you are inside `dpdist.connect()`.
 
     Args:
         what: the classifier: float32 inputs (B, ...) to logits (B, classes), each row by itself. A
             torch module (certified in evaluation mode), any other callable, a factory by name
             ("package.module:factory"), a `RunFolder`, a `Release`, or the path of a run, of a
             release or of a model folder.
-        data: the inputs to certify and their labels: the name of a built-in set; a path as
-            `dpdist import --data` takes it; `(X, y)` of arrays or tensors, and all else that
-            `dpdist.as_records` takes; a data set that `dpdist.data.load` returned. Of a run or a
-            release, None is its test split. Pictures of uint8 become numbers from 0 to 1.
+        data: the inputs to certify and their labels: the name of a built-in set; a path as `dpdist
+            import --data` takes it; `(X, y)` of arrays or tensors, and all else that
+            `dpdist.as_records` takes; a data set that `dpdist.data.load` returned. None: the test
+            split of the run or release. Pictures of uint8 become numbers from 0 to 1.
         settings: the certificate, such as `dpdist.Cohen(sigma=0.25, n=100_000)`, and which inputs.
-            Of a run or a release, None takes its own.
+            None: those of the run or release.
         folder: receives certificates.parquet, timings.csv, settings and the journal. None: a
-            temporary folder, so that nothing can be continued.
+            temporary folder, so that you cannot continue the certification.
         resources: keys of the recipe's section: certify_actors and certify_gpus.
         executor: where the draws are counted: "local" in this process, "ray" on actors, None by the
             size of the work (`dpdist.cluster.executor`). No bit of the result depends on it.
         normalize: (mean, std) of the training inputs, each one number or one per channel. They
             become part of the model: give inputs that are not normalized, and sigma and radii are
-            in their units. Only of a module, a callable or a factory.
+            in their units. Only for a module, a callable or a factory.
         weights: a state dict (.pt) or .safetensors file, loaded into a copy of the module or into
             what the factory builds.
         progress: called with inputs done, inputs in all, and draws per second.
         trusted_factory: "package.module:factory" that may be imported for a model folder.
         chunk_seconds: the work that an actor gets at a time.
-        say: is told of GPUs.
+        say: function that gets a line (str) about the GPUs.
 
     Returns:
-        A `CertificateTable`, which prints its summary.
-        Warns if the results are doubtful, such as for images outside 0 to 1, or a model that is
-        not better than the commonest class.
+        A `CertificateTable` with one row for each certified input: arrays `label`, `prediction` (-1
+        if it abstains) and `radius`, and methods such as `certified_accuracy(radius)` and
+        `to_pandas()`. It prints its summary. Warns if the results are doubtful, such as for images
+        outside 0 to 1, or for a model that is not better than the most frequent class.
 
     Raises:
-        UserError: classifier, data and settings do not fit, or the folder holds another
+        UserError: classifier, data and settings do not fit, or the folder contains a different
             certification.
         ClusterError: the actors failed for good.
 

@@ -44,11 +44,12 @@ _OF_THE_PLAN = ("privacy", "batch_size", "steps", "epochs", "class_sampling", "c
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Hold what `dpdist.check` found. It is true where training would start; printed, a list.
+    """The findings of `dpdist.check`: true if training would start; printed, a list.
 
     Attributes:
-        problems: what `PrivateTraining` would refuse, each with what to do, a tuple of str.
-        notes: what it would accept and warn of, a tuple of str.
+        problems: what `PrivateTraining` would not accept, each with what to do, a tuple of str;
+            empty if training would start.
+        notes: what it would accept with a warning, a tuple of str.
 
     Example:
         >>> import dpdist
@@ -80,23 +81,24 @@ def check(
     state: Sequence[Any] = (),
     **options: Any,
 ) -> CheckResult:
-    """List everything that `PrivateTraining` would refuse of these objects, each with the fix.
+    """List everything that `PrivateTraining` would not accept of these objects, each with the fix.
 
-    Guarantee: nothing is released and nothing is written. Model and optimizer stay as they are:
-    copies of them run on invented examples, never on records.
+    Guarantee: it releases nothing and writes nothing. Model and optimizer stay as they are: copies
+    of them run on invented examples, never on records.
 
     Args:
         model: the module, as in `PrivateTraining`.
         optimizer: the optimizer of its parameters.
         data: the private records, as in `PrivateTraining`.
-        loss: as there; a name, a criterion object or a callable.
-        eval_data: PUBLIC records, as there.
-        state: schedulers and other objects, as there.
-        options: further arguments of `PrivateTraining` but `folder`, such as `privacy`,
+        loss: a name, a criterion object or a callable, as in `PrivateTraining`.
+        eval_data: PUBLIC records, the `eval_data` of `PrivateTraining`.
+        state: schedulers and other objects with `state_dict`, as in `PrivateTraining`.
+        options: further arguments of `PrivateTraining` except `folder`, such as `privacy`,
             `batch_size` and `steps`; without these three the settings are not checked.
 
     Returns:
-        A `CheckResult`, which is true if nothing would be refused. Print it.
+        A `CheckResult`, which is true if training would start: `problems` and `notes`, tuples of
+        str. Print it.
 
     Raises:
         TypeError: an option is not one of `PrivateTraining`.

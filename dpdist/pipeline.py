@@ -58,7 +58,7 @@ def run(
 ) -> RunFolder:
     """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
-    A stage whose results are in the run's folder already is not done again, so that the same call
+    A stage whose results are already in the run's folder is not repeated, so the same call
     continues a run that was interrupted.
 
     Args:
@@ -67,12 +67,13 @@ def run(
         name: the run's name; None for the recipe's.
         data_root: the folder of data sets that the recipe names.
         changes: new values by dotted key, as in {"training.batch_size": 512}.
-        context: begins complaints; None for the recipe's path.
+        context: first words of error messages; None for the recipe's path.
         executor: where it runs: "local" in this process, "ray" in a session of Ray, None by the
             size of each stage (`dpdist.cluster.executor`). No bit of the results depends on it.
 
     Returns:
-        The `RunFolder` of the finished run.
+        The `RunFolder` of the finished run: `dpdist.load_results` reads its guarantee and accuracy,
+        and its `report_file` is the HTML report.
 
     Raises:
         UserError: the recipe, its data or the folder cannot be used.

@@ -100,22 +100,23 @@ from dpdist.training.worker import Attempt, method_state_digest, replay_fingerpr
 
 @dataclass(frozen=True)
 class StepReport:
-    """Hold the public and released values of one step of `dpdist.PrivateTraining`.
+    """The public and released values of one step of `dpdist.PrivateTraining`.
 
-    Guarantee: all fields but `private` follow from released values and public settings, so a loop
-    may print them and depend on them at no further privacy cost.
+    Guarantee: all fields except `private` follow from released values and public settings, so a
+    loop may print them and depend on them at no further privacy cost.
 
     Attributes:
-        step: number of the step, from 0 on.
-        learning_rate: learning rate of the optimizer's first parameter group in this step.
-        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released; one record
-            adds at most the clip norm.
-        epsilon: epsilon of all that was released up to this step, at the delta of the plan;
-            computed when it is asked for.
-        private: losses and counts of private records, only with `private_metrics=True`: do not
-            publish them, and do not let the loop depend on them.
-        score: noisy score on held-out private records, after the steps that
-            `PrivateTraining.score` declared, else None; around 0 to 1, and beyond by its noise.
+        step: int, number of the step, from 0 on.
+        learning_rate: float, learning rate of the optimizer's first parameter group in this step.
+        noisy_norm: float, L2 norm of the noisy sum of clipped gradients, which was released; one
+            record adds at most the clip norm.
+        epsilon: float, epsilon of all that was released up to this step, at the delta of the plan;
+            computed when you ask for it.
+        private: dict with losses and counts of private records, or None without
+            `private_metrics=True`. Do not publish them, and do not let the loop depend on them.
+        score: float, noisy score on held-out private records after the steps that
+            `PrivateTraining.score` declared, else None. It is about 0 to 1; its noise can move it
+            beyond.
 
     Example:
         >>> import tempfile, torch, dpdist
@@ -147,7 +148,7 @@ class StepReport:
     def epsilon(self) -> float:
         """Return epsilon of all that was released up to this step, a float at the plan's delta.
 
-        It is computed when it is first asked for; infinite where nothing is proved.
+        It is computed when you first ask for it, and infinite if nothing is proved.
         """
         return self._guarantee.epsilon
 
@@ -189,60 +190,71 @@ class _Known:
 
 
 class PrivateTraining(PublicViews):
-    """Train a module of your own privately, by your own optimizer, in your own loop.
+    """A private training of your own module, by your own optimizer, in your own loop.
 
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything released so far. Each step takes a keyed Poisson sample, clips every record's
     gradient, adds up, puts the release on record, adds noise and divides by the expected batch: the
-    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone.
-    Assumptions that nobody checked stand on the run's card.
+    same `PrivateStep` as in a recipe. The optimizer gets only that noisy gradient. The run's card
+    lists the assumptions that dpdist cannot check.
 
-    The folder is an ordinary run folder, begun by the first step. The same script continues it
+    The folder is an ordinary run folder, created by the first step. The same script continues it
     after a crash, from the newest checkpoint: it must build the same objects.
 
-    In several processes with a `torch.distributed` process user, as `torchrun` and Ray Train make
+    In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train start
     them, the same script trains together: each step is the step of one process, and is on record
-    before any of them draws its noise. Worker 0 alone writes. All must build the same.
+    before any of them draws its noise. Only worker 0 writes. All must build the same objects.
+
+    Call `step` for one step, iterate over the training for one `StepReport` per step that is left,
+    or call `run_all`. `history`, `guarantee` and `remaining_steps` describe what was released so
+    far.
 
     Args:
         model: the module itself, on its device; layers that normalize over the batch and modules
-            wrapped for distributed training are refused.
+            wrapped for distributed training raise an error: use `dpdist.prepare`, and the module
+            inside.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy"; a criterion object, such as
             `torch.nn.CrossEntropyLoss()`; or a callable that returns one value per record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
-        batch_size: expected number of records in a step (of users where privacy has unit: user);
-            the real one is drawn.
+        batch_size: expected number of records in a step (of users if privacy has unit: user); the
+            real one is random.
         steps, epochs: length of the training; one of the two.
-        folder: of the run, made where it is not there.
+        folder: folder of the run, created if it does not exist.
         resources: `micro_batch`, `rounding` and `checkpoint_seconds` of a recipe's section, as a
             dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
-            when the next step begins, with what the loop's own lines did in between.
+            when the next step starts, with what your loop did in between.
         eval_data: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
             it commands in other processes can load the trained model; without it, only this script.
-        vmap: run every record through the model alone.
+        vmap: run every record through the model separately.
         certify: a recipe's section `certify`, for `dpdist certify` of the run.
         reproducible: add sums up in the same order on any number of workers, at most 8: the same
             bits, slower.
         private_metrics: let `step` return losses and counts of private records, too; with several
-            workers, of this worker's. The ledger says so, and the guarantee's kind is then
+            workers, of this worker's. The ledger records it, and the guarantee's kind is then
             "assumed: post-processing".
         class_sampling: relative sampling rates by class, such as {0: 1, 1: 4}: a record joins a
-            step at the rate of its own target. The price is that of the largest rate.
+            step at the rate of its own target. The largest rate determines the privacy cost.
         class_counts: the PUBLIC number of records of each class, from which rates follow; they are
             never counted in the data. Required with rates.
         importance_weights: multiply a record's loss by 1/rate, of mean 1, before the clip.
-        began_with: run or release whose weights the model begins with, or a list of several: its
+        began_with: run or release whose weights the model starts with, or a list of several: its
             folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
-            together, wherever one can be stated. Weights that a run trained are refused without it.
+            together, if one can be stated. Without it, weights that a run trained raise an error.
         trackers: "tensorboard", "mlflow" or "wandb", or KIND:PLACE such as "wandb:my-project", that
             get epsilon, the history and public evaluations when the training has finished.
-        autocast: run forward and backward passes in bfloat16, where `torch.autocast` does; norms
-            stay float32, and sums float64.
+        autocast: run forward and backward passes in bfloat16, for the operations for which
+            `torch.autocast` does; norms stay float32, and sums float64.
+
+    Attributes:
+        model, optimizer, state: the arguments; `model` has the trained weights.
+        plan: the `PrivacyPlan` that the steps execute.
+        run: the `RunFolder`, for `dpdist.certify`, `dpdist.load_results` and
+            `dpdist.write_release`.
 
     Raises:
         UserError: one line that names the wrong argument and its rule; nothing was released.
@@ -513,12 +525,12 @@ class PrivateTraining(PublicViews):
 
     @property
     def recipe(self) -> Recipe:
-        """Return the `Recipe` that the run folder keeps of this training, noise as given."""
+        """Return the `Recipe` that the run folder keeps of this training, noise as you gave it."""
         return self._recipe
 
     @property
     def records(self) -> Records:
-        """Return the private data, `Records`; with a user as the unit, one entry is one user."""
+        """Return the private data, a `Records`; if the unit is a user, one entry is one user."""
         return self._records
 
     def state_digest(self) -> str:
@@ -540,17 +552,18 @@ class PrivateTraining(PublicViews):
 
     @property
     def steps_taken(self) -> int:
-        """Return the number of steps that the model was made of, an int."""
+        """Return the number of steps that trained the current model, an int; 0 before the first."""
         return self._done
 
     @property
     def guarantee(self) -> Guarantee:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
-        Its kind is "assumed: post-processing" where the script changed the model between steps, or
-        was shown private metrics. With a fixed run key it says NOT PRIVATE.
-        Before the first step it is that of 0 steps. After `finish` it is that of all planned steps,
-        because where a loop stops may depend on what its steps returned.
+        You mostly read its `epsilon` and `delta`. Its kind is "assumed: post-processing" if the
+        script changed the model between steps or saw private metrics. With a fixed run key,
+        `fixed_key` is True and the text says NOT PRIVATE. Before the first step it is that of 0
+        steps. After `finish` it is that of all planned steps, because the step at which a loop
+        stops may depend on what its steps returned.
         """
         plan = self.plan
         if not self._started:  # nothing was released: scores alone are charged
@@ -580,13 +593,13 @@ class PrivateTraining(PublicViews):
         Several workers take it together: each calls it, in the same order.
 
         Returns:
-            A `StepReport` of this step: its number, learning rate, noisy norm, epsilon so far, and
-            the private metrics and score where they were asked for.
+            A `StepReport` of this step: `step` (int), `learning_rate`, `noisy_norm`, `epsilon` so
+            far (floats), and `private` and `score`, which are None if you did not ask for them.
 
         Raises:
-            UserError: nothing is left, parts of the model were frozen or exchanged since the last
+            UserError: no step is left, parts of the model were frozen or exchanged since the last
                 step, or the training diverged.
-            KeyboardInterrupt: Ctrl-C; another call takes the next step.
+            KeyboardInterrupt: Ctrl-C; the next call takes the next step.
         """
         with whole_step(self._workers.count == 1) as asked:
             report = self._step()
@@ -646,11 +659,11 @@ class PrivateTraining(PublicViews):
     def checkpoint(self) -> None:
         """Keep the training as it is between two steps, so that a restart repeats none of them.
 
-        Checkpoints come by themselves every `resources.checkpoint_seconds`; this is for a script
-        that hears of its end, as by SIGTERM: its handler sets a flag, since a call inside a step is
-        refused. Several workers first agree on the flag (`torch.distributed.all_reduce`), as all
-        must call it after the same step. Before the first step and after the last there is nothing
-        to keep. Returns nothing.
+        Checkpoints are written every `resources.checkpoint_seconds`; call this if a script learns
+        that it will end, for example by SIGTERM: its handler sets a flag, since a call inside a
+        step raises an error. Several workers first agree on the flag
+        (`torch.distributed.all_reduce`), as all must call it after the same step. Before the first
+        step and after the last it does nothing. Returns nothing.
 
         Raises:
             UserError: as `step` does, a step was not left as a whole, or other workers go on.
@@ -689,14 +702,14 @@ class PrivateTraining(PublicViews):
             self._save()
 
     def finish(self) -> RunFolder:
-        """End the training before its last step, at the price of all planned steps.
+        """End the training before its last step, at the privacy cost of all planned steps.
 
-        Guarantee: that of the whole plan. Where a loop stops by scores or norms of its steps, the
-        number of steps tells something of the records, and only the planned number does not. So the
-        steps that are left are charged without being taken, and cannot be taken later.
+        Guarantee: that of the whole plan. If a loop stops by scores or norms of its steps, the
+        number of steps depends on the records, while the planned number does not. So the steps that
+        are left are counted in epsilon without being taken, and cannot be taken later.
 
-        Several workers call it together. After the last step there is nothing to end. Parameters
-        may have been put back to those of an earlier step; the guarantee then is *assumed:
+        Several workers call it together. After the last step it only returns the folder. You may
+        have restored the parameters of an earlier step; the guarantee then is *assumed:
         post-processing*.
 
         Returns:
@@ -743,7 +756,8 @@ class PrivateTraining(PublicViews):
             progress: show a progress bar on a terminal or in a notebook, with epsilon so far.
 
         Returns:
-            The `RunFolder` of the finished run.
+            The `RunFolder` of the finished run, for `dpdist.load_results`, `dpdist.certify` and
+            `dpdist.write_release`; without a step left, of the run as it is.
 
         Raises:
             UserError: as `step` does.
@@ -763,35 +777,37 @@ class PrivateTraining(PublicViews):
     ) -> None:
         """Declare noisy scores of the model on held-out PRIVATE records, before the first step.
 
-        Returns nothing; after every so many steps `step` returns a report with `score`, a float.
+        Returns nothing. After each `every` steps, `step` returns a `StepReport` whose `score` is a
+        float; after other steps it is None.
 
         Guarantee: a score is the records' values, each in [0, 1], added up with Gaussian noise, and
-        divided by the public number of records. The plan pays for all scores from the beginning. No
-        step trains on these records, so a record pays for the steps or for the scores, and the
+        divided by the public number of records. The plan counts all scores from the beginning. No
+        step trains on these records, so a record is used by the steps or by the scores, and the
         guarantee is the worse of both. With `privacy.epsilon` neither costs more than that.
 
-        A loop may depend on scores, to choose a rate or when to stop. One that cannot be taken
-        again to the bit after a crash is drawn afresh and counts as another: when all that the plan
-        pays for are taken, later ones are None.
+        A loop may depend on scores, to choose a rate or when to stop. A score that cannot be
+        repeated exactly after a crash is sampled again and counts as a new one: when all scores of
+        the plan are used, later ones are None.
 
         Several workers score together: all call this with the same records, of which each evaluates
-        its share, and all get the one noisy score, whose sum is that of one process.
+        a part, and all get the one noisy score, whose sum is that of one process.
 
         Args:
             private_eval_data: private records `(X, y)`, or anything that `dpdist.as_records` takes;
-                refused where one of them is in the training's records, by keyed hashes of their
-                inputs. Where privacy has unit: user, they say their units, which have no record in
+                an error if one of them is in the training's records, by keyed hashes of their
+                inputs. If privacy has unit: user, they name their units, which have no record in
                 data; a unit adds the mean of its records' values, and units are what is counted.
-            every: steps from one score to the next; the first comes after so many.
-            noise: standard deviation of the noise on the sum, in records: of M records a score is
+            every: number of steps from one score to the next; the first comes after the first
+                `every` steps.
+            noise: standard deviation of the noise on the sum, in records: the score of M records is
                 off by noise / M. Default: the least that epsilon allows.
-            value: of the module and a batch of one record, `(inputs, targets)`, to its value, shape
-                (1,), cut to [0, 1]; default: 1 where the largest output is that of the target's
-                class. The module is in evaluation mode, so dropout is off. A record on which it
-                fails counts 0.
+            value: function of the module and a batch of one record, `(inputs, targets)`, that
+                returns its value, shape (1,), which is cut to [0, 1]; default: 1 if the largest
+                output is that of the target's class, else 0. The module is in evaluation mode, so
+                dropout is off. A record on which it fails counts 0.
 
         Raises:
-            UserError: the run has begun without these scores, the noise is too small for epsilon, a
+            UserError: the run started without these scores, the noise is too small for epsilon, a
                 record is trained on as well, or the value cannot be had; nothing was released.
 
         Source:
@@ -858,7 +874,7 @@ class PrivateTraining(PublicViews):
         return scored
 
     def close(self) -> None:
-        """Close the run folder, so that another process may continue the run. Returns nothing."""
+        """Close the run folder, so that another process can continue the run. Returns nothing."""
         self._started = True
         self._stack.close()
         if self._loop is not None and self._loop.monitor is not None:
@@ -1047,18 +1063,19 @@ def fit(
         optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...).
         learning_rate: learning rate of the optimizer, constant.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
-        batch_size: expected number of records in a step; the real one is drawn.
+        batch_size: expected number of records in a step; the real one is random.
         steps: number of steps; give this or epochs.
         epochs: passes over the data, in expectation; give this or steps.
-        folder: folder of the run, made where it is not there; the same call continues it.
+        folder: folder of the run, created if it does not exist; the same call continues it.
         options: further options of `PrivateTraining`, such as `eval_data` and `factory`.
 
     Returns:
-        The `RunFolder` of the trained run; of a finished run without another step.
+        The `RunFolder` of the trained run, for `dpdist.load_results`, `dpdist.certify` and
+        `dpdist.write_release`. If the run was finished before, nothing is trained again.
 
     Raises:
-        UserError: the optimizer's name is unknown, `PrivateTraining` refuses an argument, or the
-            training diverged.
+        UserError: the optimizer's name is unknown, `PrivateTraining` does not accept an argument,
+            or the training diverged.
 
     Source:
         Abadi et al., CCS 2016 (DP-SGD).

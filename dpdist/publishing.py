@@ -60,12 +60,12 @@ def write_release(
     key: Path | None = None,
     factory: str | None = None,
 ) -> list[Path]:
-    """Write what may be published of a run into its folder release/, anew and whole.
+    """Write what may be published of a run into its folder release/, and replace the old one.
 
     Args:
         folder: the run's folder, or its name under runs/.
         not_private: release a run without a finite guarantee, or with a fixed key; its card then
-            says so.
+            states it.
         license: an SPDX identifier for the model.
         key: an Ed25519 private key (PEM) that signs the release.
         factory: "package.module:function" of (input_shape, classes) that builds the module of a
@@ -73,13 +73,13 @@ def write_release(
             trained.
 
     Returns:
-        A list of `Path`: all files in release/.
+        A list of `Path`: all files in release/, such as the model, the card and release.json.
 
     Raises:
-        UserError: training never finished, canaries were trained on, the run's models never leave,
-            the model is not the one that was trained or cannot be loaded, the factory builds
-            another one, release/ holds something else, or the run is not private and `not_private`
-            is not given. The folder is then left as it was.
+        UserError: training never finished, canaries were trained on, the run's models must never be
+            published, the model is not the one that was trained or cannot be loaded, the factory
+            builds a different one, release/ contains something else, or the run is not private and
+            `not_private` is not given. The folder is then left as it was.
 
     Example:
         After `dpdist.run` made runs/small:

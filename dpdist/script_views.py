@@ -56,7 +56,7 @@ class PublicViews:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return the `Guarantee` of everything that was released so far."""
+        """Return the `Guarantee` of everything that was released so far: `epsilon` at `delta`."""
         raise NotImplementedError
 
     def checkpoint(self) -> None:
@@ -69,14 +69,19 @@ class PublicViews:
 
         Its columns are step, learning_rate and noisy_norm; score, if scores were declared; and one
         for each metric of `evaluate`. Without pandas it is a dict of lists.
+
+        Returns:
+            A pandas DataFrame with one row per step; without pandas a dict of lists. Its columns
+            are step, learning_rate and noisy_norm; score, if you declared scores; and eval_NAME for
+            each metric of `evaluate`.
         """
         return as_table(History(self.run.history).columns(self._done))
 
     def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
-        """Return a metric of the present model on PUBLIC records; the history keeps it.
+        """Return a metric of the current model on PUBLIC records, and add it to the history.
 
-        Guarantee: post-processing of what was released; it affects epsilon by nothing. A record
-        that is also in `data` is not supported.
+        Guarantee: post-processing of what was released; it does not affect epsilon. A record that
+        is also in `data` is not supported.
 
         Args:
             eval_data: public records `(X, y)`, or anything that `dpdist.as_records` takes.
@@ -84,7 +89,8 @@ class PublicViews:
                 records, that returns a number.
 
         Returns:
-            The metric, a float. The model is in evaluation mode meanwhile.
+            The metric, a float: the accuracy or the AUC in [0, 1], or what your function returns.
+            The model is in evaluation mode meanwhile.
 
         Raises:
             UserError: a record is also in `data`, targets are missing, or the metric is unknown.
@@ -116,11 +122,14 @@ class PublicViews:
         return found
 
     def plot(self, *columns: str, ax: Any = None) -> Any:
-        """Draw columns of the history against the steps, and return the matplotlib axes.
+        """Plot columns of the history against the steps, and return the matplotlib axes.
 
         Args:
             columns: names of columns, or "epsilon" for the plan's; default: "noisy_norm".
             ax: matplotlib axes to draw into; default: the current ones.
+
+        Returns:
+            The matplotlib `Axes` with one line per column.
 
         Raises:
             UserError: there is no such column.
@@ -136,7 +145,10 @@ class PublicViews:
 
     @contextmanager
     def finishing_later(self) -> Iterator[None]:
-        """Let the last step in the block leave the end of the training to `finish`."""
+        """Leave the end of the training to `finish`, also after the last step in the block.
+
+        A context manager; it yields nothing.
+        """
         self._later = True
         try:
             yield
@@ -144,9 +156,13 @@ class PublicViews:
             self._later = False
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Give parameters their values after an earlier step, chosen by PUBLIC records alone.
+        """Restore the parameters of an earlier step, chosen only by PUBLIC records.
 
         That is post-processing of what was released, so the card needs no further assumption.
+        Returns nothing.
+
+        Args:
+            weights: the values by name of the parameter; other parameters stay as they are.
         """
         loop, changed = self._loop, self._learner.changed()
         if changed and loop is not None and loop.step.ledger is not None:
@@ -158,7 +174,12 @@ class PublicViews:
         self._learner.watch()
 
     def keep_interrupted(self) -> str | None:
-        """Write a checkpoint after Ctrl-C; return where the run resumes, a str, or None."""
+        """Write a checkpoint after Ctrl-C, and return where the run resumes.
+
+        Returns:
+            A sentence (str) with the step at which the same script resumes; None before the first
+            step or with several workers.
+        """
         loop = self._loop
         if loop is None or self._workers.count > 1:
             return None

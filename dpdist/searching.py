@@ -487,13 +487,14 @@ def _plain(section: Any) -> Any:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Hold the end of a private search: the winner, the price and all else that may be said.
+    """The result of a private search: the winner, its privacy cost and what else may be shown.
 
-    Guarantee: with a secret number of trials only the winner, the price and the distribution may be
-    shown; where the number is fixed, all trials are paid for, and `trials` shows them.
+    Guarantee: with a secret number of trials only the winner, the privacy cost and the distribution
+    may be shown; if the number is fixed, all trials are counted in epsilon, and `trials` lists
+    them.
 
     Attributes:
-        best: folder of the winner's run, for `dpdist.certify`, reports and releases.
+        best: `RunFolder` of the winner's run, for `dpdist.certify`, reports and releases.
 
     Example:
         >>> import dpdist
@@ -521,12 +522,12 @@ class SearchResult:
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Return the `Guarantee` of training and search together."""
+        """Return the `Guarantee` of training and search together: `epsilon` at `delta`."""
         return load_results(self.best).guarantee
 
     @property
     def num_trials(self) -> str:
-        """Return the distribution of the number of trials in words, a str."""
+        """Return the distribution of the number of trials in words, a str; also if it is fixed."""
         return self._terms.num_trials
 
     @cached_property
@@ -536,9 +537,12 @@ class SearchResult:
 
     @property
     def trials(self) -> tuple[PublishedTrial, ...]:
-        """Return all trials where their number is fixed, a tuple of `PublishedTrial`.
+        """Return all trials, a tuple of `PublishedTrial`, if their number is fixed.
 
-        An entry has `values`, `noise_multiplier`, `scores`, `failed` (None or why) and `chosen`.
+        Returns:
+            A tuple with one entry per trial: `values` (dict by searched name), `noise_multiplier`
+            (float), `scores` (list of float), `failed` (why it does not count, a str; None if it
+            does) and `chosen` (bool).
 
         Raises:
             UserError: the number of trials is secret.
@@ -553,10 +557,13 @@ class SearchResult:
         return self._terms.trials
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the score of each trial, and return the matplotlib axes.
+        """Plot the score of each trial, and return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw into; default: the current ones.
+
+        Returns:
+            The matplotlib `Axes`.
 
         Raises:
             UserError: the number of trials is secret.
@@ -585,10 +592,10 @@ def tune(
 
     Guarantee: the winner is (epsilon, delta)-differentially private as `SearchResult.guarantee`
     states, for training and search together. It covers the trainings and the scores, which dpdist
-    executes. Its assumptions about the function stand on the winner's card.
+    executes. The winner's card lists its assumptions about the function.
 
     A function is called as `train(config)`, in a new process for each trial, and returns one
-    `PrivateTraining` before its first step, made of `config.data`, `config.privacy` and
+    `PrivateTraining` before its first step, built from `config.data`, `config.privacy` and
     `config.folder`. It must build the same one whenever it is called: its random numbers are
     seeded. The search takes the steps. Schedulers in `state` follow after each. A trial that raises
     an error counts as the worst. What trials print stays in the folder's private/.
@@ -597,27 +604,29 @@ def tune(
 
     Args:
         train: a function of a config, or a recipe: its path, name, keys as a dict, or a `Recipe`.
-        space: by name the values: {"log_uniform": [low, high]}, uniform, integer, or
+        space: the values to search by name: {"log_uniform": [low, high]}, uniform, integer, or
             {"choice": [...]}. In a recipe, dotted keys; None for the recipe's own section.
-        data: of a function, the private records to train on: `(X, y)`, or anything that
+        data: for a function, the private records to train on: `(X, y)`, or anything that
             `dpdist.as_records` takes.
-        num_trials: of the number of trials, such as {"name": "poisson", "mean": 5}, a secret one,
-            or {"name": "fixed", "runs": 10}.
-        score: of a function, {"private_eval_data": private records}, scored with noise and paid
-            for, or {"public": records}; "value": a function of model and batch to one value a
-            record, in [0, 1] on private ones (default: accuracy); "noise": standard deviation on
-            the sum. In a recipe, its section `tune.score`.
-        privacy: of training and search together; with epsilon the noise is found.
-        folder: of the winner's run, made where it is not there.
+        num_trials: distribution of the number of trials, such as {"name": "poisson", "mean": 5}, a
+            secret one, or {"name": "fixed", "runs": 10}.
+        score: for a function, {"private_eval_data": private records}, scored with noise and counted
+            in epsilon, or {"public": records}; "value": a function of model and batch that returns
+            one value per record, in [0, 1] on private ones (default: accuracy); "noise": standard
+            deviation on the sum. For a recipe, its section `tune.score`.
+        privacy: privacy of training and search together; with epsilon, the noise is calibrated.
+        folder: folder of the winner's run, created if it does not exist.
         searcher: "random", or with num_trials fixed "optuna".
         concurrent: trials at the same time; None for as many as fit.
-        resources: of a function's trials: `workers` that train a trial together, on Ray,
+        resources: for a function's trials: `workers` that train a trial together, on Ray,
             `cpus_per_worker`, `gpus_per_worker`, and `max_failures`, how often a trial is repeated
             whose workers were lost, before it has failed.
         executor: "local" for one trial after the other on this machine, "ray" for a session of Ray.
 
     Returns:
-        A `SearchResult`: the winner's run, the guarantee, and the trials where they may be shown.
+        A `SearchResult`: `best` (the winner's `RunFolder`), `config` (its values, a dict),
+        `guarantee` (of training and search together), and `trials`, which raises UserError if their
+        number is secret.
 
     Raises:
         UserError: one line that names what cannot be searched; nothing was released.
@@ -736,8 +745,8 @@ def trainable(
 ) -> Callable[[dict[str, Any]], None]:
     """Wrap what `tune` searches for Ray Tune's own Tuner, on public records: NOT PRIVATE.
 
-    Guarantee: none, as the reported metric `privacy` and the trials' names state: nobody composes
-    what the trainings release. Use public records only.
+    Guarantee: none, as the reported metric `privacy` and the trials' names state: what the
+    trainings release is not composed. Use public records only.
 
     Any searcher, scheduler and logger of Ray Tune may follow. A trial reports `score`, `steps` and
     `privacy`: a function ten times, with a checkpoint of model, optimizer and `state`, so that
@@ -746,12 +755,13 @@ def trainable(
     Args:
         train: the same function of a config, or recipe, as for `tune`.
         folder: gets run folders, by Ray's id of the trial.
-        data: of a function, the public records to train on.
-        score: of a function, {"public": records, "value": as in `tune`}.
-        privacy: of a function, what `config.privacy` is; default: training without noise and clip.
+        data: for a function, the public records to train on.
+        score: for a function, {"public": records, "value": as in `tune`}.
+        privacy: for a function, what `config.privacy` is; default: training without noise and clip.
 
     Returns:
-        A function trainable, for `ray.tune.Tuner`.
+        A function of a config (dict), the trainable of a `ray.tune.Tuner`. It returns nothing: it
+        reports `score`, `steps` and `privacy` to Ray Tune.
 
     Raises:
         UserError: the recipe trains with privacy, or an argument is missing.

@@ -265,7 +265,7 @@ class Certificate(Section):
 
     @abstractmethod
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
-        """Return the sampler of the noise under which this certificate runs a model.
+        """Return the sampler of the noise with which this certificate runs a model.
 
         Args:
             model: the classifier, float32 inputs (B, *input_shape) to logits (B, classes).
@@ -280,7 +280,7 @@ class Certificate(Section):
         """
 
     def num_units(self, batch: int) -> int:
-        """Return the number of units into which the work on one input is cut: an int >= 1.
+        """Return the number of units into which the work on one input is cut, an int >= 1.
 
         Args:
             batch: draws in a block; by default a unit is a block, and there are ceil(n / batch).
@@ -291,9 +291,9 @@ class Certificate(Section):
     def sample(
         self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int, sampler: Any
     ) -> PartialCounts:
-        """Draw units low..high-1 of one input and count their answers.
+        """Draw units low..high-1 of one input and return the counts of their answers.
 
-        The result depends on the keys of these units alone, never on the order of the calls.
+        The result depends only on the keys of these units, never on the order of the calls.
 
         Args:
             counter: runs the model on blocks of noisy copies of an input (`ClassCounter`).
@@ -305,8 +305,8 @@ class Certificate(Section):
             sampler: the result of `build_sampler`.
 
         Returns:
-            A dict of JSON values, to be given to `decide`: whole-number counts by name, and from
-            unit 0 "selected", the class that n0 other draws chose.
+            A dict of JSON values for `decide`: integer counts by name, and from unit 0 "selected"
+            (int), the class that n0 other draws chose.
         """
 
     @abstractmethod
@@ -318,20 +318,20 @@ class Certificate(Section):
             sampler: the result of `build_sampler`.
 
         Returns:
-            A `Verdict`, of `dpdist.ExpectedScores` a `ScoreVerdict`: an object with `prediction`
-            (int, the certified class; -1: abstains), `radius` (float, input units; 0 where the
-            verdict abstains), `p_lower` (float, lower bound of the class's probability or score)
-            and the counts.
+            A `Verdict`, for `dpdist.ExpectedScores` a `ScoreVerdict`: an object with `prediction`
+            (int, the certified class; -1: abstains), `radius` (float, input units; 0 if the verdict
+            abstains), `p_lower` (float, lower bound of the class's probability or score) and the
+            counts.
         """
 
     def predict(self, counter: Any, x: Tensor, index: int, batch: int, sampler: Any) -> int:
-        """Predict the class of one input, without a radius.
+        """Return the class of one input, without a radius.
 
         Arguments are those of `sample`, which draws all units here.
 
         Returns:
-            Index of the class, an int; -1 where the classifier abstains. Another class than the
-            smoothed classifier's is returned with probability at most `alpha`.
+            Index of the class, an int; -1 if the classifier abstains. It returns a class that is
+            not the smoothed classifier's with probability at most `alpha`.
         """
         whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
         result: int = self.decide([whole], sampler).prediction
@@ -340,12 +340,12 @@ class Certificate(Section):
     def certify_other_class(
         self, counter: Any, x: Tensor, index: int, excluded_class: int, batch: int, sampler: Any
     ) -> Any:
-        """Certify one input for any class but `excluded_class`, and stop early where none is left.
+        """Certify one input for any class except `excluded_class`, and stop early if none is left.
 
         Arguments are those of `sample`, which draws all units here.
 
         Returns:
-            A verdict as `decide` returns it. It may have prediction -1 and radius 0 where only
+            A verdict as `decide` returns it. It may have prediction -1 and radius 0 if only
             `excluded_class` could have been certified; otherwise its prediction may be any class.
         """
         whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
@@ -361,8 +361,8 @@ class Certificate(Section):
             sampler: the result of `build_sampler`.
 
         Returns:
-            A `Verdict` or `ScoreVerdict`; `verdict` itself where it is already of that classifier,
-            or this kind of certificate knows only one.
+            A `Verdict` or `ScoreVerdict`; `verdict` itself if it is already of that classifier, or
+            if this kind of certificate has only one.
         """
         return verdict
 
@@ -376,21 +376,35 @@ class Certificate(Section):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
-        """Return the schema of the table."""
+        """Return the schema of the table, a `pyarrow.Schema`.
+
+        It has the columns of every table, such as "index", "label", "prediction" and "radius".
+        """
         return base_schema()
 
     # ---- checks: every row from its counts
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        """Return the columns that readers rely on beside those of every table."""
+        """Return the columns that readers need in addition to those of every table.
+
+        Returns:
+            A dict from the column's name to a pair: the type of its values (int, float, str or
+            object), and their least value or None. Empty by default.
+        """
         return {}
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every row of a table must say beside its counts, by column.
+        """Return the values that must be the same in every row of a table.
 
-        settings: those that the table states.
+        Args:
+            table: the table of certificates.
+            settings: the settings that the table states.
+
+        Returns:
+            A dict from column to value, such as "spending", and "looks" and "target" (None) for a
+            fixed number of draws.
         """
         if cls.spending == NO_SPENDING:  # looked at once, when all was counted
             return {"spending": cls.spending, "looks": 1, "target": None}
@@ -398,24 +412,48 @@ class Certificate(Section):
 
     @abstractmethod
     def table_row(self, index: int, label: int, verdict: Any, sampler: Any) -> dict[str, Any]:
-        """Return the row of an input, by column."""
+        """Return the row of an input, a dict of values by column.
+
+        Args:
+            index: position of the input in the data.
+            label: its class.
+            verdict: a result of `decide`.
+            sampler: the result of `build_sampler`.
+        """
 
     @classmethod
     @abstractmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row holds counts of so many draws as it states: bool (N,)."""
+        """Return whether each row holds the counts of as many draws as it states, bool (N,).
+
+        Args:
+            table: the table of certificates.
+        """
 
     @classmethod
     @abstractmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return what the counts of a table certify at an error, by column, (N,) each."""
+        """Return the columns that follow from the counts of a table at an error probability.
+
+        Args:
+            table: the table of certificates.
+            alpha: error probability of each certificate.
+
+        Returns:
+            A dict from column to array (N,), such as "p_lower", "radius" and "prediction" (-1:
+            abstains).
+        """
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:
-        """Check that every row is what its counts certify at the table's error.
+        """Check that every row follows from its counts at the table's error. Returns nothing.
 
-        Raises UserError where one is not, or says beside its counts another thing than its
-        settings.
+        Args:
+            table: the table of certificates.
+            context: first words of error messages.
+
+        Raises:
+            UserError: a row does not follow, or a column contradicts the settings.
         """
         settings = read_job_record(table).get("settings", {})
         for name, value in cls.constant_columns(table, settings).items():
@@ -443,16 +481,26 @@ class Certificate(Section):
     @classmethod
     @abstractmethod
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Return all that a table states, by its one reader.
+        """Return all sizes that a table states, a tuple of `CertifiedSizes`.
 
-        The first speaks of the classifier of its radii.
+        Args:
+            table: the table of certificates.
+
+        Returns:
+            An entry for each certificate in each norm: `name`, `norm`, `prediction` and `size`
+            (arrays (N,); input units). The first applies to the classifier of the table's radius.
         """
 
     @classmethod
     def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
-        """Return the radius that votes could certify with any number of draws, -1 where none.
+        """Return the radius that votes could certify with unlimited draws, float64 (N,).
 
-        It is computed from probabilities of the labels, (N,). None where no votes certify.
+        Args:
+            table: the table of certificates.
+            label_probability: (N,), probabilities of the labels.
+
+        Returns:
+            Radii in input units, -1 if there is none; None if the certificate does not use votes.
         """
         return None
 
@@ -460,7 +508,16 @@ class Certificate(Section):
     def recertify(
         cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return its rows at another error, and what is noted beside ``rebound_alpha``."""
+        """Return the rows of a table at a different error probability, without new draws.
+
+        Args:
+            table: the table of certificates.
+            alpha: the new error probability, chosen without the counts.
+
+        Returns:
+            A pair: a list of rows (dicts by column), and a dict of what the table's record notes
+            next to ``rebound_alpha`` (empty by default).
+        """
         made = {
             name: column.tolist() for name, column in cls.recompute_columns(table, alpha).items()
         }
@@ -473,9 +530,18 @@ class Certificate(Section):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
-        """Return settings and sampler for an attacked point, in the manner of the table's.
+        """Return settings and sampler with which an attacked point is certified like a table.
 
-        Raises UserError for a kind that does not say how.
+        Args:
+            certificates: the table whose certificates are attacked.
+            norm: norm of the attack, such as "l2".
+            batch: draws in a block.
+
+        Returns:
+            A pair: a `Certificate` with the table's draws and error, and a `NoiseSampler`.
+
+        Raises:
+            UserError: certificates of this kind cannot be attacked.
         """
         raise UserError(
             f"{certificates.path}: certificates of mode {certificates.mode} cannot be attacked: "
@@ -486,13 +552,21 @@ class Certificate(Section):
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
-        """Return a table in the words of a reader: the noise, the draws, what is decided."""
+        """Return a line about a table's noise, draws and decisions, a str; its title by default.
+
+        Args:
+            certificates: the table.
+        """
         return certificates.title
 
     @classmethod
     @abstractmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        """Return its own terms of the certificates: see `CertificateTable.comparison_key`."""
+        """Return this kind's entries of `CertificateTable.comparison_key`, a dict of JSON values.
+
+        Args:
+            certificates: the table.
+        """
 
     # ---- the job
 
@@ -501,25 +575,27 @@ class Certificate(Section):
     def identity(self) -> dict[str, Any]:
         """Return the settings by name, a dict of JSON values: "mode" and all fields but the seed.
 
-        "generator" is there only where it was given.
+        "generator" is a key only if you set it.
         """
         unsaid = {"seed"} | ({"generator"} if self.generator is None else set())
         return {**self.model_dump(mode="json", exclude=unsaid), "mode": self.mode_name()}
 
     @final
     def with_seed(self, seed: str) -> Certificate:
-        """Return a copy of these settings with another seed, for inputs that come one by one.
+        """Return a copy of these settings with a different seed, a `Certificate`.
 
-        The generator of the copy is chosen by the device.
+        The device determines the generator of the copy.
+
+        Use it for inputs that arrive one by one.
         """
         return self.model_copy(update={"seed": seed, "generator": None})
 
     @property
     @final
     def folder_name(self) -> str:
-        """Return the default name of the table's folder, a str: "sigma-0.25-fixed-n-100".
+        """Return the default name of the table's folder, a str like "sigma-0.25-fixed-n-100".
 
-        The name tells two certifications of one model apart.
+        Two certifications of one model have different names.
         """
         parts = self.name_parts()
         if self.generator is not None:
@@ -547,7 +623,7 @@ class Certificate(Section):
 
     @final
     def indices(self, count: int) -> range:
-        """Return the positions of the inputs to certify, a range; empty where `start` is beyond.
+        """Return the positions of the inputs to certify, a range; empty if `start` is too large.
 
         Args:
             count: number of inputs in the data set.

@@ -130,20 +130,20 @@ class Smoothing(Certificate):
     @property
     @final
     def smoothing_noise(self) -> Noise:
-        """Return the noise on the input: a `Gaussian`, `Laplace` or `Uniform` of `sigma`."""
+        """Return the noise on the input: a `Gaussian`, `Laplace` or `Uniform` with `sigma`."""
         return NOISES[self.noise](self.sigma)
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
         """Return the sampler of the noise on the input.
 
-        Noise that the model has further inside is drawn too: behind an affine first layer it
-        certifies with the input's, elsewhere it is post-processing.
+        The model's own inner noise is also drawn: after an affine first layer it certifies together
+        with the input's, elsewhere it is post-processing.
 
         Returns:
             A `VoteSampler`, the argument `sampler` of `sample`, `predict` and `decide`.
 
         Raises:
-            UserError: the model has noise inside, and this noise is another.
+            UserError: the model has inner noise, and this noise is not Gaussian.
         """
         from dpdist.certification.worker import VoteSampler, combined_noise_of_model
         from dpdist.randomness.noise_location import find_noise_location
@@ -159,10 +159,12 @@ class Smoothing(Certificate):
     def predict(
         self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: VoteSampler
     ) -> int:
-        """Predict the class of one input by PREDICT, from n draws; arguments are those of `sample`.
+        """Return the class of one input by PREDICT, from n draws.
+
+        Arguments are those of `sample`, without low and high.
 
         Returns:
-            Index of the class, an int; -1 where the classifier abstains, at error `alpha`.
+            Index of the class, an int; -1 if the classifier abstains, at error `alpha`.
         """
         counts = sample_under_noise(counter, x, index, range(-(-self.n // batch)), batch, self.n)
         return predict(counts, self.alpha, self.n)
@@ -177,7 +179,10 @@ class Smoothing(Certificate):
     def table_row(
         self, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
     ) -> dict[str, Any]:
-        """Return the row of an input: its verdict, and the settings on which it rests."""
+        """Return the row of an input, a dict by column: its verdict and the settings.
+
+        Arguments are those of `Certificate.table_row`.
+        """
         return {
             "index": index,
             "label": label,
@@ -194,7 +199,11 @@ class Smoothing(Certificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return also the norm, which is the noise's."""
+        """Return the values that every row must have, a dict by column, with "norm" of the noise.
+
+        Raises:
+            UserError: the table's noise is unknown.
+        """
         noise = table["noise"][0].as_py()
         if noise not in NOISES:
             raise UserError(
@@ -204,7 +213,10 @@ class Smoothing(Certificate):
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:
-        """Check also that the stated noise behind the input is that of the radii."""
+        """Check the rows, and that the radii follow from the stated noise. Returns nothing.
+
+        Arguments and errors are those of `Certificate.check_table`.
+        """
         both = combined_noise_of_table(table)
         if both is not None:
             follow = Gaussian(both.combined_sigma).radius(table["p_lower"].to_numpy())
@@ -218,10 +230,10 @@ class Smoothing(Certificate):
 
     @classmethod
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Return the vote's sizes, with its noise: other noise is another classifier.
+        """Return the vote's sizes in the norm of its noise, a tuple of `CertifiedSizes`.
 
-        With noise behind the first layer too, what either alone certifies, and what DPAL's sum
-        would.
+        One entry, "cohen". With noise after the first layer too, four: also what each noise
+        certifies by itself, and the sum that DPAL prints, which is not valid (`is_valid` False).
         """
         first = table.slice(0, 1).to_pylist()[0]
         title = f"{cls.vote_title}, {first['noise']} {first['sigma']:g}"
@@ -242,21 +254,24 @@ class Smoothing(Certificate):
 
     @classmethod
     def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
-        """Return the radius of the noise at these probabilities."""
+        """Return the radius at these probabilities, float64 (N,); -1 for those of at most 1/2."""
         return np.where(
             label_probability > 0.5, equivalent_input_noise(table).radius(label_probability), -1.0
         )
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
-        """Return the noise and the draws."""
+        """Return a line about the noise and the draws, a str: "Smoothing by Gaussian noise ..."."""
         hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
         noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
         return f"Smoothing by {noise}, {cls.draws_words.format(n=certificates.n)}"
 
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        """Return the noise, and the radii where results depend on them."""
+        """Return the noise and the radii, a dict with "sigma" and "radii".
+
+        "radii" is empty if no result depends on them.
+        """
         free = certificates.certificate_class.result_free_fields
         return {
             "sigma": certificates.sigma,
@@ -268,18 +283,20 @@ class Smoothing(Certificate):
 
 
 class Cohen(Smoothing):
-    """Certify by CERTIFY: n0 draws choose a class, exactly n others bound its probability below.
+    """Settings of CERTIFY: n0 draws choose a class, exactly n others bound its probability.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
     smoothed classifier answers the certified class everywhere within the certified radius, or the
     verdict abstains. With Gaussian noise the radius is sigma Phi^-1(p_lower), in L2; p_lower is the
     lower bound of Clopper and Pearson. The radius is never rounded up.
 
+    Each argument is an attribute of the same name. Pass an instance to `dpdist.certify`.
+
     Args:
         sigma: standard deviation of the noise, in input units, above 0.
         noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
-        n0: draws that choose the class, for each input.
-        n: draws that bound its probability, for each input.
+        n0: number of draws that choose the class, for each input.
+        n: number of draws that bound its probability from below, for each input.
         alpha: error probability of each input's certificate, strictly between 0 and 1.
         radii: radii that summaries show, in input units, ascending; no result depends on them.
         start: index of the first input.
@@ -287,7 +304,7 @@ class Cohen(Smoothing):
         max_inputs: the most inputs to certify; None: no limit.
         batch: rows of the executed batch, which is also the block of draws; None: chosen for the
             input's size.
-        seed: seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
+        seed: seed of the noise, a str; None: a secret seed, drawn at the start and stored with the
             results.
         backend: inference backend: "frozen", "compiled", "channels-last", "eager" or "bf16"; None:
             chosen by a probe.
@@ -327,14 +344,14 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-        """Draw blocks low..high-1 of one input and count each class, by SampleUnderNoise.
+        """Draw blocks low..high-1 of one input, and return the counts of each class.
 
         Arguments are those of `Certificate.sample`; a unit is a block of `batch` draws.
 
         Returns:
             A dict of JSON values for `decide`: "histogram", the draws of each class, a list of int;
-            where low is 0 "selected", the class that n0 other draws chose; where there are any
-            "undefined", a list of one int, the draws without a class.
+            if low is 0, "selected" (int), the class that n0 other draws chose; and if there are
+            any, "undefined", a list of one int, the draws without a class.
         """
         partial: PartialCounts = {}
         if low == 0:
@@ -347,8 +364,9 @@ class Cohen(Smoothing):
 
         Returns:
             A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float,
-            input units; 0 where it abstains), `p_lower` (float, lower bound of the class's
-            probability), `selected`, `k` of `n` draws for it, and `histogram`.
+            input units; 0 if it abstains), `p_lower` (float, lower bound of the class's
+            probability), `selected` (int), `k` of `n` draws for it, and `histogram` (draws of each
+            class).
         """
         counts = total_counts(partials, "histogram", self.n)
         return certify(
@@ -369,12 +387,14 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> Verdict:
-        """Certify one input for any class but `excluded_class`, and stop early where none is left.
+        """Certify one input for any class except `excluded_class`, and stop early if none is left.
 
-        Only the class that n0 draws select can be certified. Arguments are those of `sample`.
+        Only the class that n0 draws select can be certified. Arguments are those of `sample`, which
+        draws all units here.
 
         Returns:
-            A `Verdict`; of prediction -1 and radius 0 where `excluded_class` was selected.
+            A `Verdict` as `decide` returns it; with prediction -1 and radius 0 if `excluded_class`
+            was selected.
         """
         selected = select_class(counter, self.n0, x, index)
         if selected == excluded_class:
@@ -394,7 +414,7 @@ class Cohen(Smoothing):
             alpha: probability, over the draws, with which a bound may exceed the true probability.
 
         Returns:
-            A float64 in [0, 1]; of arrays, a float64 array of the broadcast shape of hits and
+            A float64 in [0, 1]; for arrays, a float64 array of the broadcast shape of hits and
             draws.
 
         Raises:
@@ -406,7 +426,7 @@ class Cohen(Smoothing):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether all draws that were asked for are counted, by class."""
+        """Return whether the histogram of each row has all draws asked for, bool (N,)."""
         found = list_columns(table, "histogram")
         return (
             np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
@@ -414,7 +434,7 @@ class Cohen(Smoothing):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return bound, radius and prediction by the settings' LowerConfBound."""
+        """Return "p_lower", "radius" and "prediction" from the counts, a dict of arrays (N,)."""
         k, n = table["k"].to_numpy(), table["n"].to_numpy()
         return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
 
@@ -422,7 +442,12 @@ class Cohen(Smoothing):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
-        """Return the same procedure with the table's draws, error and noise."""
+        """Return the same procedure with the table's draws, error and noise.
+
+        Returns:
+            A pair: settings of this class, and a `VoteSampler`. Arguments are those of
+            `Certificate.recreate`.
+        """
         from dpdist.certification.worker import VoteSampler
 
         settings = cls.model_validate(

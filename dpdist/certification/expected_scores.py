@@ -88,7 +88,7 @@ class HiddenNoiseCertificate(Certificate):
     max_device_batch: ClassVar[int] = 32768
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
-        """Return the sampler of the noise behind the model's first layer.
+        """Return the sampler of the noise after the model's first layer.
 
         Args:
             model: the classifier, float32 inputs (B, *input_shape) to logits (B, classes).
@@ -106,19 +106,21 @@ class HiddenNoiseCertificate(Certificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return also the noise, which is the model's own."""
+        """Return the values that every row must have, a dict by column, with "noise"."""
         return {**super().constant_columns(table, settings), "noise": cls.noise}
 
 
 class ExpectedScores(HiddenNoiseCertificate):
-    """Certify by mean scores under the noise behind a model's own first layer.
+    """Settings of certificates by mean scores, with the noise after a model's own first layer.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
     class with the largest expected score (by "counts": with most votes) stays the same everywhere
     within the certified size, or the verdict abstains. The table's radius is the exact Gaussian
     size in `norm`. One table has the sizes of PixelDP, HGM and Secure-SGD too, in L2 and
-    L-infinity, and those of Cohen's vote, each valid by itself. The column as_printed_linf is a
-    formula of a paper that does not hold.
+    L-infinity, and those of Cohen's vote, each valid by itself. The column as_printed_linf has a
+    formula of a paper that is not valid.
+
+    Each argument is an attribute of the same name.
 
     Args:
         n: draws for each input, at least 2.
@@ -170,7 +172,7 @@ class ExpectedScores(HiddenNoiseCertificate):
         batch: int,
         sampler: ScoreSampler,
     ) -> PartialCounts:
-        """Draw blocks low..high-1 of the n draws of one input, and add up the scores of each class.
+        """Draw blocks low..high-1 of one input, and return the summed scores of each class.
 
         Arguments are those of `Certificate.sample`: counter, x (one input), index, the blocks,
         batch (draws in a block) and sampler (the result of `build_sampler`).
@@ -178,8 +180,8 @@ class ExpectedScores(HiddenNoiseCertificate):
         Returns:
             A dict of JSON values for `decide`: "sums", "squares" and "histogram", lists of int of
             length classes (scores and their squares in whole units, added up; draws with the
-            largest score); where low is 0 "selected", the class of the vote by n0 other draws;
-            where there are any "undefined", a list of one int, the draws without a class.
+            largest score); if low is 0, "selected" (int), the class of the vote by n0 other draws;
+            and if there are any, "undefined", a list of one int, the draws without a class.
         """
         partial: PartialCounts = {}
         if low == 0:
@@ -210,8 +212,8 @@ class ExpectedScores(HiddenNoiseCertificate):
 
         Returns:
             A `ScoreVerdict`: `prediction` (int, the certified class; -1: abstains), `radius`
-            (float, input units of `norm`; 0 where it abstains), `sizes` (dict of float by column,
-            such as "exact_l2"), and the bounds and sums that they follow from.
+            (float, input units of `norm`; 0 if it abstains), `sizes` (dict of float by column, such
+            as "exact_l2"), and the bounds and sums that they follow from.
         """
         sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
         histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
@@ -231,7 +233,7 @@ class ExpectedScores(HiddenNoiseCertificate):
             sampler: the result of `build_sampler`.
 
         Returns:
-            A `Verdict` for votes or a `ScoreVerdict` for mean scores; `verdict` itself where it is
+            A `Verdict` for votes or a `ScoreVerdict` for mean scores; `verdict` itself if it is
             already of that classifier.
         """
         if predicts_by_vote == (self.bound == COUNTS_BOUND):
@@ -254,11 +256,19 @@ class ExpectedScores(HiddenNoiseCertificate):
     def table_row(
         self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> dict[str, Any]:
-        """Return the row of an input: its certificates, and the settings on which they rest."""
+        """Return the row of an input, a dict by column: its certificates and the settings.
+
+        Arguments are those of `Certificate.table_row`.
+        """
         return table_row(index, label, verdict, self, sampler.sigma)
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
+        """Return the schema of the table, a `pyarrow.Schema`.
+
+        To the columns of every table it adds "bound", "p_upper", "sums", "squares" and one of sizes
+        for each certificate and norm, such as "exact_l2".
+        """
         import pyarrow as pa
 
         more = [("bound", pa.string()), ("p_upper", pa.float64())]
@@ -270,6 +280,10 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        """Return the readers' additional columns, a dict from name to (type, least value or None).
+
+        They are "bound", "p_upper", "sums", "squares" and the sizes, such as "exact_l2".
+        """
         numbers: ColumnSpec = (float, 0)
         return {
             **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
@@ -280,13 +294,20 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return also the bound and its sides, where the settings state them."""
+        """Return the values that every row must have, a dict by column.
+
+        It has "bound" and "one_sided" if the settings state them.
+        """
         stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
         own = {name: value for name, value in stated.items() if name in cls.model_fields}
         return {**super().constant_columns(table, settings), **own}
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:
+        """Check the rows, and that all have sums and one bound. Returns nothing.
+
+        Arguments and errors are those of `Certificate.check_table`.
+        """
         if not all(table["sums"].to_pylist()):
             raise UserError(f"{context}: damaged: column 'sums' must hold a sum for each class")
         if len(set(table["bound"].to_pylist())) > 1:
@@ -295,7 +316,7 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Votes, scores and their squares of so many draws, no more than there can be."""
+        """Return whether votes, scores and squares of each row fit its draws, bool (N,)."""
         found = list_columns(table, "histogram", "sums", "squares")
         if found is None:
             return np.zeros(len(table), bool)
@@ -308,6 +329,11 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns that follow from the sums at an error, a dict of arrays (N,).
+
+        Among its keys are "p_lower", "p_upper", "radius", "prediction" and the sizes, such as
+        "exact_l2".
+        """
         found = list_columns(table, "sums", "squares", "histogram")
         assert found is not None
         sums, squares, histogram = found
@@ -317,8 +343,11 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Every certificate in both norms. The vote answers with a class of its own; as printed,
-        the class of the largest mean score, whatever the sound certificates are made of."""
+        """Return every certificate in L2 and L-infinity, a tuple of `CertifiedSizes`.
+
+        The vote answers with its own class. The last entry is a printed formula that is not valid
+        (`is_valid` False); its class is that of the largest mean score.
+        """
         counted = table["bound"][0].as_py() == COUNTS_BOUND
         answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
         answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
@@ -354,12 +383,22 @@ class ExpectedScores(HiddenNoiseCertificate):
     def recertify(
         cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the rows at a different error, a pair as `Certificate.recertify` returns it.
+
+        The dict notes {"rebound_bound": None}: the bound stays.
+        """
         return recertify_rows(table, alpha), {"rebound_bound": None}
 
     @classmethod
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[ExpectedScores, ScoreSampler]:
+        """Return settings and sampler with the table's draws, error, bound and noise.
+
+        Returns:
+            A pair: settings of this class, and a `ScoreSampler`. Arguments are those of
+            `Certificate.recreate`.
+        """
         from dpdist.certification.worker import ScoreSampler
 
         (bound,) = certificates.table["bound"].unique().to_pylist()
@@ -378,10 +417,12 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
+        """Return a line about the noise and the draws, a str like "Expected scores under ..."."""
         return f"Expected scores under the model's own noise, {certificates.n:,} draws an input"
 
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        """Return the bound of the scores, a dict with "bound"."""
         return {"bound": certificates.table["bound"][0].as_py()}
 
 

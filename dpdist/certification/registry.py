@@ -82,21 +82,22 @@ AnyCertificate = Annotated[
 
 
 def settings_of(section: Mapping[str, Any], defaults: Certificate | None = None) -> Certificate:
-    """Return the certificate that settings ask for.
+    """Return the certificate that settings select, such as a `dpdist.Cohen`.
 
-    It smooths the inputs when ``sigma`` is given (``mode`` says how), else it is the certificate by
-    expected scores of the model's own noise.
+    It smooths the inputs if ``sigma`` is given (``mode`` selects how), else it is the certificate
+    by expected scores with the model's own noise.
 
     Args:
         section: settings by name, as in a recipe's section `certify`; None counts as not given.
-        defaults: gives those that are not given, such as the recipe's. Where another kind of
-            certificate is asked for, its defaults that this kind does not have are left out.
+        defaults: settings for the names that are not in `section`, such as the recipe's. If
+            `section` selects a different kind of certificate, defaults that this kind does not have
+            are ignored.
 
     Returns:
         The checked settings, an instance of a certificate's class such as `dpdist.Cohen`.
 
     Raises:
-        UserError: a value cannot be used, or belongs to another certificate.
+        UserError: a value cannot be used, or belongs to a different certificate.
 
     Example:
         >>> import dpdist

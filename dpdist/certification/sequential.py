@@ -274,7 +274,7 @@ class SequentialSmoothing(Smoothing):
             noise: the noise that certifies.
 
         Returns:
-            A tuple of floats, one for each of `radii` in order: the probability from which on the
+            A tuple of floats, one for each of `radii` in order: the probability above which the
             radius is certified, moved up by 1e-9 of its distance to 1 against rounding. Empty
             without radii.
         """
@@ -285,17 +285,24 @@ class SequentialSmoothing(Smoothing):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
-        """Return Cohen's procedure at the cap, whatever stopped the table's own."""
+        """Return Cohen's procedure with the most draws of the table, whatever stopped its own.
+
+        Returns:
+            A pair: a `dpdist.Cohen`, and a `VoteSampler`. Arguments are those of
+            `Certificate.recreate`.
+        """
         return Cohen.recreate(certificates, norm, batch)
 
 
 class TargetRadius(SequentialSmoothing):
-    """Certify given radii, by exact tests at planned looks that stop as soon as all is decided.
+    """Settings of exact tests of given radii, at planned looks that stop once all is decided.
 
     Guarantee: for each input by itself, the probability over the draws that a certified radius is
     false is at most `alpha`, over all looks and all radii together. Radii are tested in ascending
-    order, and the first failure ends the tests. Only radii of the list are certified, so an
-    input's radius is the largest that passed. The table cannot be bounded again at another alpha.
+    order, and the first failure ends the tests. Only radii of the list are certified, so an input's
+    radius is the largest that passed. The table cannot be bounded again at a different alpha.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units.
@@ -340,6 +347,15 @@ class TargetRadius(SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
+        """Draw until every radius of one input is decided, and return the counts.
+
+        Arguments are those of `Certificate.sample`; the whole work is one unit.
+
+        Returns:
+            A dict of JSON values for `decide`: "selected" (int, the class), "k" of "n" draws for
+            it, "looks" (int), "passed" (number of radii certified) and "hits" (k at each look, a
+            list).
+        """
         selected = select_class(counter, self.n0, x, index)
         hypotheses = self.hypotheses(sampler.equivalent_noise)
         looks = planned_looks(self.n, batch)
@@ -365,6 +381,13 @@ class TargetRadius(SequentialSmoothing):
         }
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
+        """Return the certificate of one input from its counts.
+
+        Returns:
+            A `Verdict`: `prediction` (int; -1 if no radius passed), `radius` (the largest that
+            passed; 0 if none), `p_lower`, `target` (that radius; the smallest of `radii` if none
+            passed) and the counts.
+        """
         (partial,) = partials
         passed = partial["passed"]
         last = max(passed - 1, 0)
@@ -381,6 +404,7 @@ class TargetRadius(SequentialSmoothing):
         )
 
     def name_parts(self) -> list[str]:
+        """Return the kind's parts of `folder_name`, a list of str with the radii: "r-0.25-0.5"."""
         sigma, mode, *rest = super().name_parts()
         return [sigma, mode, "r-" + "-".join(map(format_exact, self.radii)), *rest]
 
@@ -389,6 +413,7 @@ class TargetRadius(SequentialSmoothing):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
+        """Return the schema with the column "hits" (counts at each look), a `pyarrow.Schema`."""
         import pyarrow as pa
 
         return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
@@ -414,7 +439,11 @@ class TargetRadius(SequentialSmoothing):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that the counts at the looks decide, by the tests' own thresholds."""
+        """Return the columns that the counts at the looks determine, a dict of arrays (N,).
+
+        Its keys are "prediction" (-1: abstains), "radius" (0 if none passed), "target" and
+        "p_lower".
+        """
         settings = read_target_settings(cls, table)
         radii = np.array(settings.radii)
         p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
@@ -440,6 +469,7 @@ class TargetRadius(SequentialSmoothing):
     def recertify(
         cls, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Raise UserError: early stopping certifies its radii only at the table's own alpha."""
         raise UserError(
             "results of early stopping (mode target-radius) certify their radius at their alpha "
             "and "
@@ -483,12 +513,14 @@ def _looks_of_table(table: pa.Table) -> np.ndarray:
 
 
 class Anytime(SequentialSmoothing):
-    """Certify by a confidence sequence, which is valid at every number of draws at once.
+    """Settings of a confidence sequence, which is valid at every number of draws at once.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
     smoothed classifier answers the certified class everywhere within the certified radius, or the
     verdict abstains, whenever the draws were stopped. Drawing stops when every radius of the list
-    is decided. The table may be bounded again at another alpha that was chosen beforehand.
+    is decided. The table may be bounded again at a different alpha that was chosen beforehand.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units.
@@ -533,6 +565,14 @@ class Anytime(SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
+        """Draw until every radius of one input is decided, or n draws, and return the counts.
+
+        Arguments are those of `Certificate.sample`; the whole work is one unit.
+
+        Returns:
+            A dict of JSON values for `decide`: "selected" (int, the class), "k" of "n" draws for
+            it, and "looks" (int, number of blocks).
+        """
         selected = select_class(counter, self.n0, x, index)
         p0 = self.hypotheses(sampler.equivalent_noise)
         hits = draws = block = passed = 0
@@ -551,6 +591,13 @@ class Anytime(SequentialSmoothing):
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
+        """Return the certificate of one input from its counts.
+
+        Returns:
+            A `Verdict`: `prediction` (int; -1: abstains), `radius` (float, input units; 0 if it
+            abstains), `p_lower` (float, lower bound of the class's probability), `target` (the
+            largest of `radii`; None without radii) and the counts.
+        """
         (partial,) = partials
         p_lower = float(self.lower_bound(partial["k"], partial["n"], self.alpha))
         return Verdict(
@@ -575,7 +622,7 @@ class Anytime(SequentialSmoothing):
                 probability; below 1/4.
 
         Returns:
-            A float64 in [0, 1]; of arrays, a float64 array of the broadcast shape of hits and
+            A float64 in [0, 1]; for arrays, a float64 array of the broadcast shape of hits and
             draws.
 
         Raises:
@@ -588,17 +635,18 @@ class Anytime(SequentialSmoothing):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row has the draws of the blocks that it states, and no more hits."""
+        """Return whether each row has the draws of its blocks, and no more hits, bool (N,)."""
         return consistent_blocks(table)
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that every row must have, a dict with "target", the largest radius."""
         radii = read_target_settings(cls, table).radii
         return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return bound, radius and prediction by the confidence sequence."""
+        """Return "p_lower", "radius" and "prediction" of the sequence, a dict of arrays (N,)."""
         k, n = table["k"].to_numpy(), table["n"].to_numpy()
         return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
 

@@ -193,9 +193,9 @@ class PopulationBound:
 def population_bounds(
     certificates: CertificateTable, radii: Sequence[float] | None = None, error: float = ERROR
 ) -> list[PopulationBound]:
-    """Bound from below the certified accuracy on the population that the inputs were drawn from.
+    """Return lower bounds of the certified accuracy on the population of the inputs.
 
-    All bounds hold together, with probability at least 1 - error over the choice of inputs and
+    All bounds are valid together, with probability at least 1 - error over the choice of inputs and
     all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
@@ -205,8 +205,8 @@ def population_bounds(
 
     Returns:
         A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound` (float in
-        [0, 1]), and `certifiable_upper_bound`, an upper bound of the share that more draws could
-        certify (float; None where the table has no counts of all classes).
+        [0, 1]), and `certifiable_upper_bound`, an upper bound of the fraction that more draws could
+        certify (float; None if the table has no counts of all classes).
 
     Raises:
         ValueError: `error` is not between 0 and 1.

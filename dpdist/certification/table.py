@@ -176,14 +176,14 @@ class CertificateTable:
 
     @property
     def name(self) -> str:
-        """Return the name of the table's folder, a str: "sigma-0.25-fixed-n-100"."""
+        """Return the name of the table's folder, a str such as "sigma-0.25-fixed-n-100"."""
         return self.path.parent.name
 
     @property
     def title(self) -> str:
-        """Return a short name made of the table's settings, a str: "sigma-0.25-fixed-n-100".
+        """Return a short name built from the table's settings, a str: "sigma-0.25-fixed-n-100".
 
-        It does not depend on the folder; the folder's name is returned where it states no settings.
+        It does not depend on the folder. If the table states no settings, it is the folder's name.
         """
         settings = self.job_record.get("settings", {})
         given = {
@@ -196,10 +196,11 @@ class CertificateTable:
             return self.name
 
     def read_settings(self) -> Any:
-        """Return the settings with which the table was made, their seed included.
+        """Return the settings of the certification, their seed included.
 
         Returns:
-            An instance of `certificate_class`, such as `dpdist.Cohen`.
+            An instance of `certificate_class`, such as `dpdist.Cohen`, with attributes such as
+            `sigma`, `n`, `alpha` and `seed`.
 
         Raises:
             UserError: the table's file is damaged: the settings are not valid for its kind.
@@ -232,26 +233,26 @@ class CertificateTable:
     def sizes(self) -> tuple[CertifiedSizes, ...]:
         """Return the sizes of every certificate in the table, a tuple of `CertifiedSizes`.
 
-        Each entry is one certificate in one norm, with arrays (N,) `prediction` and `size` (input
-        units).
+        An entry is one certificate in one norm: `name`, `norm` and `title` (str), `prediction` and
+        `size` (arrays (N,); sizes in input units), `is_valid` and `predicts_by_vote` (bool).
         """
         return tuple(self.certificate_class.read_sizes(self.table))
 
     @property
     def predicts_by_vote(self) -> bool:
-        """Return whether the radii are of the classifier by votes of draws, a bool.
+        """Return whether the radii apply to the classifier by votes of draws, a bool.
 
-        False: they are of the classifier by mean scores.
+        False: they apply to the classifier by mean scores.
         """
         return self.sizes[0].predicts_by_vote
 
     @property
     def attack_noise(self) -> tuple[str, float | None] | None:
-        """Return where an attack on the same classifier puts noise, or None where none is possible.
+        """Return where an attack on the same classifier puts noise, a pair; None if impossible.
 
         Returns:
             ("input", sigma in input units) for Gaussian noise on the input, ("hidden", None) for
-            the model's own noise behind its first layer, None for other noise on the input.
+            the model's own noise after its first layer, None for other noise on the input.
         """
         return attack_noise(self.noise, self.sigma)
 
@@ -260,8 +261,12 @@ class CertificateTable:
 
         Args:
             norm: the norm, such as "l2" or "linf".
-            dimension: numbers in one input. In another norm than its own a vote has the size of the
-                largest ball inside the certified one.
+            dimension: number of values in one input. In a norm that is not its own, a vote has the
+                size of the largest ball inside the certified one.
+
+        Returns:
+            A list of `CertifiedSizes` with arrays (N,) `prediction` and `size` (input units); empty
+            if the table has no certificate in that norm.
         """
         if not self.certificate_class.converts_norms:
             return [sizes for sizes in self.sizes if sizes.norm == norm]
@@ -281,6 +286,10 @@ class CertificateTable:
             certificate: name of the certificate, such as "exact" or "cohen".
             norm: its norm, such as "l2".
 
+        Returns:
+            A `CertifiedSizes`: `prediction` (int64 (N,); -1 if it abstains) and `size` (float64
+            (N,), in input units).
+
         Raises:
             UserError: the table has no such certificate; the message lists all that it has.
         """
@@ -294,9 +303,10 @@ class CertificateTable:
 
     @property
     def input_range(self) -> tuple[float, float] | None:
-        """Return the least and the largest number in the certified inputs, or in 1,000 of them.
+        """Return the smallest and the largest value in the certified inputs, a pair of floats.
 
-        None: the table does not state them. Nobody but who has the inputs can check them.
+        With more than 1,000 inputs, it is that of 1,000 of them. None if the table does not state
+        them. You need the inputs to check them.
 
         Raises:
             UserError: the table's file is damaged: it states no range.
@@ -322,8 +332,8 @@ class CertificateTable:
         """Return the accuracy of the network itself on the certified inputs, a float in [0, 1].
 
         It is measured without smoothing noise; a network with noise of its own answers by its mean
-        scores over 16 draws. None: the table does not state it. Nobody but who has model and inputs
-        can check it.
+        scores over 16 draws. None if the table does not state it. You need model and inputs to
+        check it.
 
         Raises:
             UserError: the table's file is damaged: it states no positions of inputs.
@@ -341,10 +351,10 @@ class CertificateTable:
 
     @property
     def comparison_key(self) -> dict[str, Any]:
-        """Return the terms by name, a dict of JSON values, on which two tables can be compared.
+        """Return the settings that must agree to compare two tables, a dict of JSON values.
 
-        They are mode, noise, alpha, n0, n and terms of the kind of certificate; tables
-        with other terms are not compared. The scale of a model's own noise is not among them.
+        Its keys are mode, noise, alpha, n0, n and those of the kind of certificate; tables are
+        compared only if they agree. The scale of a model's own noise is not among them.
         """
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
@@ -354,11 +364,14 @@ class CertificateTable:
     def size_if_correct(
         self, certificate: str | None = None, norm: str | None = None
     ) -> np.ndarray:
-        """Return float64 (N,): each input's certified size, or -1 where its answer is not right.
+        """Return each input's certified size, or -1 if its answer is incorrect.
 
         Args:
             certificate: name of one of several certificates in the table; None: the table's radius.
             norm: norm of that certificate.
+
+        Returns:
+            A float64 array (N,), in input units; also -1 if the classifier abstains.
 
         Raises:
             UserError: the table has no such certificate.
@@ -370,7 +383,7 @@ class CertificateTable:
     def certified_accuracy(
         self, size: float, certificate: str | None = None, norm: str | None = None
     ) -> float:
-        """Return the share of inputs that are right and certified at a size, a float in [0, 1].
+        """Return the fraction of inputs correct and certified at a size, a float in [0, 1].
 
         Args:
             size: the size in input units; an input counts if its certified size is at least that.
@@ -385,12 +398,15 @@ class CertificateTable:
     def to_arrow(self) -> pa.Table:
         """Return all columns as a pyarrow Table, one row for each certified input.
 
-        Its metadata holds the executed settings. docs/how-to/certification.md names the columns.
+        Among its columns are index, label, prediction, radius, k, n and p_lower. Its metadata holds
+        the executed settings. docs/how-to/certification.md names all columns.
         """
         return self.table
 
     def to_pandas(self) -> Any:
         """Return all columns as a pandas DataFrame, one row for each certified input.
+
+        The columns are those of `to_arrow`.
 
         Raises:
             UserError: pandas is not installed.
@@ -402,17 +418,20 @@ class CertificateTable:
 
     @property
     def abstention_rate(self) -> float:
-        """Return the share of inputs on which the classifier abstains, a float in [0, 1]."""
+        """Return the fraction of inputs on which the classifier abstains, a float in [0, 1]."""
         return float(np.mean(self.prediction == ABSTAIN))
 
     @property
     def average_radius(self) -> float:
-        """Return the mean of radius * 1[correct] over all inputs, a float (Zhai et al. 2020)."""
+        """Return the mean of radius * 1[correct] over all inputs, a float in input units.
+
+        Source: Zhai et al., ICLR 2020.
+        """
         return float(np.mean(np.maximum(self.size_if_correct(), 0.0)))
 
     @property
     def radii(self) -> tuple[float, ...]:
-        """Return the radii of the settings, a tuple of floats in input units; empty if none.
+        """Return the radii of the settings, a tuple of floats in input units; it may be empty.
 
         Raises:
             UserError: the table's file is damaged: radii are not numbers >= 0.
@@ -429,7 +448,7 @@ class CertificateTable:
         """Return the radii that reports show, a tuple of floats in input units, ascending.
 
         They are 0 and `radii`, or, without `radii`, 0 and sigma times 0.5, 1 and 2. Every report
-        shows the same radii, since bounds that hold at all of them together share one error.
+        shows the same radii, since bounds that are valid at all of them together have one error.
 
         Raises:
             UserError: the table's file is damaged: radii are not numbers >= 0.

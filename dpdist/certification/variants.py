@@ -43,11 +43,13 @@ if TYPE_CHECKING:
 
 
 class HoeffdingVotes(Cohen):
-    """Certify as `dpdist.Cohen`, with Hoeffding's bound in place of Clopper and Pearson's.
+    """Settings of a vote as `dpdist.Cohen`, with Hoeffding's bound of the probability.
 
     Guarantee: that of `dpdist.Cohen`, at the same `alpha`. On the same draws no radius is larger.
-    It is for comparison with certificates that were made so, such as PixelDP's (Lecuyer et al.,
-    2019). A recipe asks for it by ``bound: hoeffding`` beside sigma.
+    It is for comparison with certificates that use this bound, such as PixelDP's (Lecuyer et al.,
+    2019). In a recipe, set ``bound: hoeffding`` in addition to sigma.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units; all further fields are those of
@@ -79,7 +81,7 @@ class HoeffdingVotes(Cohen):
         Arguments, shapes and errors are those of `dpdist.Cohen.lower_bound`.
 
         Returns:
-            A float64 in [0, 1], never above Clopper and Pearson's; of arrays, a float64 array of
+            A float64 in [0, 1], never above Clopper and Pearson's; for arrays, a float64 array of
             the broadcast shape of hits and draws.
         """
         return hoeffding_lower(hits, draws, alpha)
@@ -92,13 +94,16 @@ _OF_RUNNER_UP = 0.1  # of the error
 
 
 class TwoClass(Cohen):
-    """Certify as `dpdist.Cohen`, with the runner-up bounded by its own count. Gaussian noise only.
+    """Settings of a vote as `dpdist.Cohen` that also bounds the runner-up. Gaussian noise only.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
     smoothed classifier answers the certified class everywhere within the certified L2 radius, or
     the verdict abstains. The radius is sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)). Nine tenths of alpha
     are for the lower bound p_a of the class, a tenth for the upper bound p_b of every other class.
-    The radius is never below that of `dpdist.Cohen` at 0.9 alpha. The module's text has the proof.
+    The radius is never below that of `dpdist.Cohen` at 0.9 alpha. The module's docstring has the
+    proof.
+
+    Each argument is an attribute of the same name.
 
     Args:
         sigma: standard deviation of the noise, in input units; all further fields are those of
@@ -138,7 +143,7 @@ class TwoClass(Cohen):
 
         Returns:
             A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float, L2
-            in input units; 0 where it abstains), `p_lower` (float, lower bound of the class's
+            in input units; 0 if it abstains), `p_lower` (float, lower bound of the class's
             probability), `p_upper` (float, upper bound of every other class's) and the counts.
         """
         counts = total_counts(partials, "histogram", self.n)
@@ -148,19 +153,19 @@ class TwoClass(Cohen):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
-        """Return the schema with the runner-up's bound."""
+        """Return the schema with the runner-up's bound "p_upper", a `pyarrow.Schema`."""
         import pyarrow as pa
 
         return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, Any]:
-        """Return the runner-up's bound, and the counts that it follows from."""
+        """Return the readers' additional columns, a dict with "p_upper" and "histogram"."""
         return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return both bounds, radius and prediction."""
+        """Return "p_lower", "p_upper", "radius" and "prediction", a dict of arrays (N,)."""
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
         lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
@@ -171,7 +176,10 @@ class TwoClass(Cohen):
 
     @classmethod
     def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
-        """Return the reach with the rest spread evenly over the other classes."""
+        """Return the radius with unlimited draws, float64 (N,); -1 if the label is not ahead.
+
+        The rest of the probability is spread evenly over the other classes.
+        """
         others = max(1, len(table["histogram"][0]) - 1)
         rest = (1 - label_probability) / others
         radius = gaussian_l2_radius_two_class(

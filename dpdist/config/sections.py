@@ -466,6 +466,11 @@ class PrivacyRecipe(Section):
         return values
 
     def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options of this section; the first broken one is the error.
+
+        Yields:
+            A `Rule` each: `broken` (true if the settings break it), `text`, `key` and `see` (str).
+        """
         yield Rule(
             (self.epsilon is None) == (self.noise_multiplier is None),
             "give exactly one of epsilon and noise_multiplier",
@@ -512,7 +517,7 @@ class PrivacyRecipe(Section):
 
     @property
     def clipping_description(self) -> str:
-        """Return how a record's gradient g is bounded, a str; "" for the usual, flat clip."""
+        """Return how a record's gradient g is bounded, a str; "" for the default, flat clip."""
         norm = f"{self.clip_norm:g}"
         return {
             "automatic": f"automatic: every gradient g becomes {norm} g / (|g| + 0.01) (Bu et al. "
@@ -523,10 +528,12 @@ class PrivacyRecipe(Section):
 
 
 class Privacy(PrivacyRecipe):
-    """Hold the recipe's section `privacy`, made in Python: `Privacy(epsilon=3, delta=1e-5)`.
+    """Settings of the privacy of a training: `Privacy(epsilon=3, delta=1e-5)`.
 
     Guarantee: a training with it costs at most `epsilon` at `delta`; its noise is calibrated. With
-    `noise_multiplier` in place of `epsilon`, the plan states what it costs.
+    `noise_multiplier` instead of `epsilon`, the plan states what it costs.
+
+    It is the recipe's section `privacy`, built in Python; each field is an attribute.
 
     Args:
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
@@ -678,10 +685,18 @@ class BaseRecipe(Section):
 
     @property
     def canary_audit(self) -> CanaryAudit | None:
-        """Return the settings of a training with canaries, a `CanaryAudit`; None without one."""
+        """Return the settings of a training with canaries, a `CanaryAudit`; None without them.
+
+        It is the section `audit` of the recipe if that plants canaries.
+        """
         return None if self.audit is None else self.audit.canary_audit
 
     def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the sections of the recipe; the first broken one is the error.
+
+        Yields:
+            A `Rule` each: `broken` (true if the settings break it), `text`, `key` and `see` (str).
+        """
         if self.public is not None:
             yield from self._public_rules(self.public)
         yield from self._method_rules()

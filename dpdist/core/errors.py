@@ -50,7 +50,7 @@ class DocumentedError(Exception):
 
 
 class UserError(DocumentedError):
-    """Report a fault of an input, a file or a setting, which the user can mend.
+    """An error in an input, a file or a setting, which you can fix.
 
     The message names the key or file, its rule and its value, and then a remedy. A command
     prints it in one line and ends with exit code 2.
@@ -66,9 +66,9 @@ class UserError(DocumentedError):
 
 
 class ClusterError(DocumentedError):
-    """Report a fault of the cluster or of Ray rather than of an input.
+    """A fault of the cluster or of Ray rather than of an input.
 
-    The message says the fault, its place and a remedy; the same command may be run again.
+    The message names the fault, its place and a remedy; you may run the same command again.
 
     Example:
         >>> import dpdist

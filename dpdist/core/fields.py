@@ -124,7 +124,11 @@ class Section(BaseModel):
     conditions: ClassVar[tuple[OptionCondition, ...]] = ()  # of its options; a base's hold as well
 
     def rules(self) -> Iterator[Rule]:
-        """Yield the rules between its options, of which the first broken one is told."""
+        """Yield the rules between its options; the first broken one is the error. By default none.
+
+        Yields:
+            A `Rule` each: `broken` (true if the settings break it), `text`, `key` and `see` (str).
+        """
         yield from ()
 
     @model_validator(mode="after")

@@ -139,42 +139,42 @@ def as_records(
     before_transform: Callable[[int], Any] | None = None,
     name: str = "data",
 ) -> Records:
-    """Make records of arrays, tables, data sets and loaders, whose own samplers are not used.
+    """Return records of arrays, tables, data sets or loaders, whose own samplers are not used.
 
-    Guarantee: each record's tensors are made of one item alone, under seeds of its position, and a
-    loader's collate function gets one item at a time. A training draws its own samples: orders,
-    weights and batches of a sampler are replaced, and `replaced` names them.
+    Guarantee: each record's tensors are computed from only one item, with seeds that depend on its
+    position, and a loader's collate function gets one item at a time. A training draws its own
+    samples: orders, weights and batches of a sampler are replaced, and `replaced` names them.
 
     Args:
         data: `(X, y)` or X, of arrays or tensors (X may be a tuple or dict of them); a map-style
             data set, a list of items or a `DataLoader`; a `datasets.Dataset`, a pandas `DataFrame`,
             a pyarrow `Table`, a dict of columns, a Ray Data set, the path of a Parquet, CSV or
             JSONL file; the name of a built-in data set; `Records`.
-        inputs: of named fields, the one that is the input, or several: features of a table, else a
-            dict. Default: all but target and unit.
-        target: of named fields, the one that a model should say: one value or tensor a record.
-        unit: whom each record belongs to: a field's name, or one value for each record.
-        classes: whole-number targets must lie in 0..classes-1.
+        inputs: name of the field that is the input, or several names: features of a table, else a
+            dict. Default: all except target and unit.
+        target: name of the field that a model should predict: one value or tensor per record.
+        unit: the user or other unit that each record belongs to: a field's name, or one value for
+            each record.
+        classes: number of classes: integer targets must be in 0..classes-1.
         pad_to: public length of dimension 0 of a record's input, or of several by field: shorter
-            ones are filled up with `pad_value`, longer ones are cut.
-        pad_value: value that fills up short records, or values by field. Labels and targets of
-            whole numbers are filled up with -100, which no loss counts, and masks with 0, unless
-            their field is named. Fill values of floating targets, and of further whole numbers
-            beside `labels`, have to be named.
-        ranges: public ranges by field, for the examples that a model is checked on: n for whole
-            numbers 0..n-1, (low, high) for others.
-        before_transform: returns the item at a position without random transforms, for the
-            fingerprint; needed where a data set does not keep them in `transform`.
-        name: name of the data in complaints and on cards.
+            ones are padded with `pad_value`, longer ones are cut.
+        pad_value: value that pads short records, or values by field. Integer labels and targets are
+            padded with -100, which no loss counts, and masks with 0, unless their field is named.
+            You must name the pad values of floating targets and of integers other than `labels`.
+        ranges: public ranges by field, for the examples on which a model is checked: n for integers
+            0..n-1, (low, high) for others.
+        before_transform: function that returns the item at a position without random transforms,
+            for the fingerprint; required if a data set does not keep them in `transform`.
+        name: name of the data in error messages and on cards.
 
     Returns:
-        `dpdist.Records`: their `batch(indices)` returns inputs (B, ...), a tensor or a tuple or
-        dict of tensors, and `targets(indices)` returns a tensor (B,) or (B, ...). For `data` that
-        are `Records` already, the same object.
+        A `dpdist.Records`: its `batch(indices)` returns inputs (B, ...), a tensor or a tuple or
+        dict of tensors, and `targets(indices)` returns a tensor (B,) or (B, ...). If `data` is a
+        `Records` already, the same object.
 
     Raises:
         UserError: the data have no length or no records by position, or their records do not fit
-            together. The text says how to go on, and holds no record's value.
+            together. The message states what to do, and contains no record's value.
 
     Example:
         >>> import numpy as np, dpdist

@@ -83,33 +83,35 @@ def documents(
     name: str = "documents",
     bos_eos: bool = False,
 ) -> DocumentRecords:
-    """Make records of documents: one document is one record, however many tokens it has.
+    """Return records of documents: one document is one record, however many tokens it has.
 
-    Guarantee: a record's tensors are made of one row alone. Tokens of prompts, and all messages but
-    the assistant's, are read and not learned (label -100), and so is what fills a document up. A
-    document of more than `length` tokens is cut at its end.
+    Guarantee: a record's tensors are computed from only one row. Tokens of prompts, all messages
+    except the assistant's, and padding are read and not learned (label -100). A document of more
+    than `length` tokens is cut at its end.
 
     Args:
         data: rows with named fields: a list of dicts, a `datasets.Dataset`, a pandas DataFrame, a
             pyarrow Table, or the path of a Parquet, CSV or JSONL file.
         tokenizer: a fast tokenizer of `transformers`, or the folder of one. It must not have been
-            learned from private documents: that it was not stands on the run's card.
+            trained on private documents: the run's card lists that as an assumption.
         length: most tokens of a document, and the length of every record.
-        text: name of the field of a text, which is learned as a whole.
-        prompt: name of the field of a prompt, beside an answer.
-        answer: name of the field of an answer. The tokenizer's chat template shows both; where it
-            has none, they stand behind one another.
+        text: name of the field of a document, which is learned as a whole.
+        prompt: name of the field of a prompt, which needs an answer.
+        answer: name of the field of an answer. The tokenizer's chat template renders both; if it
+            has none, the answer follows the prompt.
         messages: name of the field of a conversation, a list of messages with a role and a content,
-            shown by the chat template; ShareGPT's `from` and `value` are taken for these. A row
-            with it needs no other field.
-        unit: whom each record belongs to: a field's name, or one value for each record.
-        name: name of the data in complaints and on cards.
-        bos_eos: put the tokenizer's begin and end around each text, never twice. A text that is cut
-            has no end. Prompts and messages have marks of their own.
+            rendered by the chat template; ShareGPT's `from` and `value` are accepted for these. A
+            row with it needs no other field.
+        unit: the user or other unit that each record belongs to: a field's name, or one value for
+            each record.
+        name: name of the data in error messages and on cards.
+        bos_eos: put the tokenizer's begin and end tokens around each text, never twice. A text that
+            is cut has no end token. Prompts and messages have their own marks.
 
     Returns:
-        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Their
-        `batch(indices)` returns a dict of int64 tensors (B, length) by name, such as `input_ids`.
+        A `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.language_model_loss`. Its
+        `batch(indices)` returns a dict of int64 tensors (B, length): `input_ids`, `attention_mask`
+        and `labels` (-100: not learned).
 
     Raises:
         UserError: a row lacks its fields, or the tokenizer does not fit. No row's text is shown.

@@ -42,25 +42,27 @@ INPUTS, TARGETS = "inputs", "targets"  # names of fields where the data give non
 
 
 class Records(ABC):
-    """Hold records to train on, each at a position from 0 on that it keeps for the whole run.
+    """Records to train on, each at a position from 0 on that it keeps for the whole run.
 
-    Guarantee: a private training samples these positions itself, and its guarantee speaks of the
-    records as this class returns them. So a record's tensors must depend on no other record, and
-    the same position must return the same record. Nobody can check that: every card says that each
-    row was made of one record only, and prints what a class says besides in `assumed`.
+    Guarantee: a private training samples these positions itself, and its guarantee applies to the
+    records as this class returns them. So a record's tensors must not depend on a different record,
+    and the same position must return the same record. dpdist cannot check that: every card lists
+    the assumption that each row comes from only one record, and what `assumed` adds.
 
     A subclass defines `__len__`, `batch` and `targets`, and may define the other methods. A unit is
     a person or user that records belong to (`unit_id`); with `Privacy(unit="user", ...)` units
     are sampled, clipped and protected.
 
     Attributes:
-        name: name of the records in complaints and on cards.
-        has_targets: whether the records have targets; a loss that you write may need none.
-        assumed: assumptions of the guarantee about these records that nobody can check.
+        name: str, name of the records in error messages and on cards.
+        has_targets: bool, whether the records have targets; a loss that you write may not need
+            them.
+        assumed: assumptions of the guarantee about these records that dpdist cannot check,
+            sentences (str).
         replaced: parts of the data that are not used, in words, such as a loader's sampler.
-        unit_name: name of what `unit_id` returns, such as "author", for the card; "" where unknown.
-        tokenization: of documents, how their tokens are made: length, chat, and the tokenizer's
-            files by name; None where nobody said.
+        unit_name: name of what `unit_id` returns, such as "author", for the card; "" if unknown.
+        tokenization: dict about the tokens of documents: length, chat, and the tokenizer's files by
+            name; None for other records.
 
     Example:
         >>> import torch, dpdist
@@ -96,7 +98,7 @@ class Records(ABC):
             indices: (B,) positions, B >= 0.
 
         Returns:
-            A tensor (B, ...), or a tuple or dict of such tensors, of the same shapes behind B for
+            A tensor (B, ...), or a tuple or dict of such tensors, of the same shapes after B for
             all records.
         """
 
@@ -108,16 +110,19 @@ class Records(ABC):
             indices: (B,) positions, B >= 0.
 
         Returns:
-            A tensor (B,) of classes or numbers, or (B, ...), of the same shape behind B for all
+            A tensor (B,) of classes or numbers, or (B, ...), of the same shape after B for all
             records.
         """
 
     def unit_id(self, index: int) -> Hashable:
-        """Return the unit that a record belongs to, such as a patient's number: any hashable value.
+        """Return the unit that a record belongs to, such as a patient's number.
 
         Args:
-            index: position of the record. By default the unit is this position: each record is its
-                own unit.
+            index: position of the record.
+
+        Returns:
+            Any hashable value, equal for all records of a unit. By default it is `index`: each
+            record is its own unit.
         """
         return index
 
@@ -129,16 +134,17 @@ class Records(ABC):
                 by it and by the record's position, so that a replayed step sees the same.
 
         Returns:
-            `Records` of the same length, whose `batch` and `targets` speak of one draw. The
-            default, for records that are the same in all steps, returns the object itself.
+            `Records` of the same length, whose `batch` and `targets` return one draw of the
+            transforms. The default, for records that are the same in all steps, returns the object
+            itself.
         """
         return self
 
     def keyed_fingerprint(self, key: bytes) -> str:
         """Return a fingerprint of all records, in order, before random transforms.
 
-        It is a MAC, never a plain hash: without the key nobody can test a guess of the records
-        against it. It is kept in private/ all the same.
+        It is a MAC, never a plain hash: without the key, an attacker cannot test a guess of the
+        records against it. It is kept in private/ nevertheless.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
@@ -163,7 +169,7 @@ class Records(ABC):
 
         Yields:
             For each record, in order, a tuple of at least one MAC (bytes). Two records count as the
-            same where their tuples share one.
+            same if their tuples share one.
         """
         for start in range(0, len(self), _CHUNK):
             count = min(_CHUNK, len(self) - start)
@@ -172,16 +178,16 @@ class Records(ABC):
             yield from map(tuple, digests_of_rows(key, list(columns), count))
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent examples of the shapes and types of these records, and of the declared ranges.
+        """Return invented examples with the shapes, types and declared ranges of these records.
 
-        They hold no record's value, so a model may be checked on them in the open.
+        They contain no record's value, so a model may be checked on them in public.
 
         Args:
             count: number of examples, B.
 
         Returns:
             A pair (inputs, targets): inputs (B, ...) as `batch` returns them, and a tensor of
-            targets as `targets` returns it. The same ones at each call.
+            targets as `targets` returns it. Each call returns the same ones.
         """
         few = np.arange(min(1, len(self)))
         return invented_like(self.batch(few), self.targets(few), count)

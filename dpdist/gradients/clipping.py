@@ -114,25 +114,35 @@ class Clipping(ABC):
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """Largest L2 norm of one example's clipped gradient."""
+        """Return the largest L2 norm of one example's clipped gradient, a float."""
 
     @abstractmethod
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
-        """Clip factors.
+        """Return the factors by which examples' gradients are multiplied.
 
-        squared_norms: (layers, B), finite. Returns (layers, B), or (1, B) when all layers share
-        one factor.
+        Args:
+            squared_norms: (layers, B), finite: squared L2 norms by layer and example.
+            slack: relative error of a computed norm that the clip allows for.
+
+        Returns:
+            A tensor (layers, B); (1, B) if all layers share one factor.
         """
 
     def check(self, layers: Sequence[str]) -> None:  # noqa: B027 - most clippings fit any model
-        """Raise UserError if this clipping does not fit a model with these layers."""
+        """Raise UserError if this clipping does not fit a model with these layers. Returns nothing.
+
+        Args:
+            layers: names of the trainable layers.
+        """
 
 
 @dataclass(frozen=True)
 class FlatClipping(Clipping):
-    """Clip a record's whole gradient to one norm: g / max(1, ||g|| / C).
+    """A clip of a record's whole gradient to one norm: g / max(1, ||g|| / C).
 
     Guarantee: a record adds at most `sensitivity` = C to a sum, rounding included.
+
+    Each argument is an attribute of the same name.
 
     Args:
         clip_norm: C, an L2 norm over all parameters jointly.
@@ -157,22 +167,29 @@ class FlatClipping(Clipping):
 
     @property
     def sensitivity(self) -> float:
+        """Return the largest L2 norm of one example's clipped gradient, a float: `clip_norm`."""
         return self.clip_norm
 
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
+        """Return the factor of each example, a tensor (1, B) with values in (0, 1].
+
+        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        """
         norms = squared_norms.sum(0, keepdim=True).sqrt()
         return (self.clip_norm / (norms * (1 + slack))).clamp(max=1.0)
 
 
 @dataclass(frozen=True)
 class AutomaticClipping(Clipping):
-    """Normalize a record's gradient: C g / (||g|| + gamma).
+    """A normalization of a record's gradient: C g / (||g|| + gamma).
 
     Guarantee: a record adds at most `sensitivity` = C to a sum, rounding included: the computed
     norm enters with the same slack as in the flat clip, and gamma only shortens further.
 
+    Each argument is an attribute of the same name.
+
     Args:
-        clip_norm: C; 1 is no loss, since the learning rate takes its place.
+        clip_norm: C; 1 loses nothing, since the learning rate scales the step.
         gamma: keeps small gradients small, which the paper's convergence proof needs; 0.01 is the
             value of its experiments.
 
@@ -196,9 +213,14 @@ class AutomaticClipping(Clipping):
 
     @property
     def sensitivity(self) -> float:
+        """Return the largest L2 norm of one example's clipped gradient, a float: `clip_norm`."""
         return self.clip_norm
 
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
+        """Return the factor of each example, a tensor (1, B) with values above 0.
+
+        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        """
         norms = squared_norms.sum(0, keepdim=True).sqrt()
         return self.clip_norm / (norms * (1 + slack) + self.gamma)
 
@@ -217,9 +239,11 @@ class NoClipping(Clipping):
 
 @dataclass(frozen=True)
 class PerLayerClipping(Clipping):
-    """Clip the gradient of each layer l to a norm C_l of its own.
+    """A clip of the gradient of each layer l to its own norm C_l.
 
     Guarantee: a record adds at most `sensitivity` = sqrt(sum_l C_l^2) to a sum, rounding included.
+
+    Each argument is an attribute of the same name.
 
     Args:
         clip_norm: the total sensitivity; without `layer_norms` each of the L layers gets
@@ -228,7 +252,7 @@ class PerLayerClipping(Clipping):
             `clip_norm`: `PerLayerClipping.from_layer_norms` computes it.
 
     Raises:
-        UserError: a norm is not positive and finite, or the total is another.
+        UserError: a norm is not positive and finite, or `clip_norm` is not the total.
 
     Source: McMahan et al., "Learning Differentially Private Recurrent Language Models" (2018).
 
@@ -255,15 +279,27 @@ class PerLayerClipping(Clipping):
 
     @classmethod
     def from_layer_norms(cls, layer_norms: Sequence[float]) -> PerLayerClipping:
-        """Return the clipping with these norms; its clip_norm is their root sum of squares."""
+        """Return the clipping with these norms.
+
+        Args:
+            layer_norms: C_l in the order of `GradientEngine.layers`.
+
+        Returns:
+            A `PerLayerClipping`; its `clip_norm` is the root sum of squares of the norms.
+
+        Raises:
+            UserError: a norm is not positive and finite.
+        """
         norms = tuple(float(norm) for norm in layer_norms)
         return cls(math.sqrt(math.fsum(norm * norm for norm in norms)), norms)
 
     @property
     def sensitivity(self) -> float:
+        """Return the largest L2 norm of one example's clipped gradient, a float: `clip_norm`."""
         return self.clip_norm
 
     def check(self, layers: Sequence[str]) -> None:
+        """Raise UserError if there is not one norm for each of these layers. Returns nothing."""
         if self.layer_norms is not None and len(self.layer_norms) != len(layers):
             raise UserError(
                 f"{len(self.layer_norms)} layer norms given for {len(layers)} trainable layers: "
@@ -271,6 +307,10 @@ class PerLayerClipping(Clipping):
             )
 
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
+        """Return the factor of each layer and example, a tensor (layers, B) with values in (0, 1].
+
+        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        """
         count = squared_norms.shape[0]
         limits = self.layer_norms or (self.clip_norm / math.sqrt(count),) * count
         limit = torch.tensor(limits, dtype=squared_norms.dtype, device=squared_norms.device)

@@ -158,21 +158,21 @@ class UserMembers:
 
 
 class GradientEngine:
-    """Sum clipped per-example gradients of `objective(model(inputs), targets)` over a batch.
+    """An engine that sums clipped per-example gradients of `objective(model(inputs), targets)`.
 
     Guarantee: one example adds at most `sensitivity` to `clipped_sum`. With `blocks`, record ids
     and a draw key, records run in keyed blocks, and one record changes the executed sum by at most
-    `sensitivity`, rounding included, if a record that moves to another row changes by no more than
-    `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes on
-    top. The bound holds for batches of up to 2^19 records, 2^13 where the model is float64. The sum
-    itself is private until noise is added.
+    `sensitivity`, rounding included, if a record that moves to a different row changes by no more
+    than `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes
+    on top. The bound is valid for batches of up to 2^19 records, 2^13 if the model is float64. The
+    sum itself is private until noise is added: `clipped_sum` returns it as a `ClippedSum`.
 
     Args:
-        model: takes (B, ...) inputs and treats examples independently. BatchNorm is refused unless
-            it stays in evaluation mode, with statistics of public data; `validate` refuses other
-            mixing, before the first sum and on no record. Its parameters are only read.
-        objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-            (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
+        model: takes (B, ...) inputs and treats examples independently. BatchNorm is not supported
+            unless it stays in evaluation mode, with statistics of public data; `validate` detects
+            other mixing, before the first sum and without a record. Its parameters are only read.
+        objective: function that returns per-example losses (B,) from outputs and targets, or from
+            the model and a batch (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
             `torch.nn.CrossEntropyLoss()`.
         clipping: `FlatClipping`, `PerLayerClipping` or `AutomaticClipping`.
         perturbation: K perturbed passes whose gradients are averaged before the clip; None is plain
@@ -180,23 +180,23 @@ class GradientEngine:
         micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
             invented inputs, never from a record or load.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
-        vmap: every example runs through the model alone (torch.func), so that no model can mix
+        vmap: every example runs through the model separately (torch.func), so that no model can mix
             examples; memory is micro-batch x parameters, and hidden draws do not fit.
 
     Attributes:
-        records_per_example: K where an example is a user of up to K records: their gradients are
-            added up, and the sum is clipped once. Set it before the first sum.
-        rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which another
+        records_per_example: K if an example is a user of up to K records: their gradients are added
+            up, and the sum is clipped once. Set it before the first sum.
+        rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which a different
             record may move a record's row, or `fixed-row`. Set it before the first sum.
         shard: a number of the sum among those of a step with one draw key, such as the first record
             of a worker's: no two passes of a step draw from one state (`random_passes`).
-        draws: what the model and its loss draw in a pass, as it was found.
-        parameters: the trainable ones, in the model's order.
-        size: their total number of scalars.
+        draws: the random numbers that the model and its loss use in a pass, as detected.
+        parameters: list of the trainable parameters, in the model's order.
+        size: int, their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
         fallback_layers: those without a rule, left to torch.func. A module around a layer that
             hooks cannot follow joins them in `validate` and `prepare`, with a warning.
-        sensitivity: largest norm one example can add to the sum.
+        sensitivity: float, the largest norm that one example can add to the sum.
 
     Raises:
         UserError: the model mixes examples, or has nothing to train.
@@ -327,12 +327,16 @@ class GradientEngine:
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Buffers that passes write to, by name, which a checkpoint keeps: none of this engine."""
+        """Return the buffers that passes write to, a dict of tensors by name; empty here."""
         return {}
 
     @property
     def perturbation(self) -> Perturbation:
-        """The draws of the next steps; may be replaced between steps (a schedule)."""
+        """Return the draws of the next steps, a `Perturbation`.
+
+        You may replace it between steps (a schedule). Without perturbation it is that of plain
+        DP-SGD.
+        """
         return self._perturbation
 
     @perturbation.setter
@@ -349,19 +353,25 @@ class GradientEngine:
 
     @property
     def precision(self) -> torch.dtype:
-        """Return torch.float64 where all trained parameters have it, else torch.float32."""
+        """Return torch.float64 if all trained parameters have it, else torch.float32."""
         exact = all(parameter.dtype == torch.float64 for parameter in self.parameters)
         return torch.float64 if exact else torch.float32
 
     @property
     def independence(self) -> str:
-        """Return why records are taken to be apart in a pass (`dpdist.core.fields`)."""
+        """Return why the engine takes records to be independent in a pass, a str.
+
+        Returns:
+            "per-example" (each record runs alone), "known layers" (the model has only listed
+            layers) or "screened" (examples gave the same gradient alone and among others).
+        """
         if self.vmap or self.perturbation.per_example:
             return PER_EXAMPLE
         return KNOWN_LAYERS if has_known_layers(self.model, self.objective) else SCREENED
 
     @property
     def sensitivity(self) -> float:
+        """Return the largest L2 norm that one example can add to the sum, a float."""
         return self.clipping.sensitivity
 
     def clipped_sum(
@@ -374,15 +384,24 @@ class GradientEngine:
         out: Tensor | None = None,
         members: UserMembers | None = None,
     ) -> ClippedSum:
-        """Sum over the batch of clipped per-example gradients.
+        """Return the sum over the batch of clipped per-example gradients: PRIVATE without noise.
 
-        inputs (B, ...), also a tuple or dict of such tensors for a loss of one's own, targets
-        (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
-        when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
-        per-example draws and blocks. out: float64 (size,) of zeros, where the sum is made.
-        members: of examples that are users, whose inputs and targets are (B, K, ...) with K
-        `records_per_example`; an example's gradient is then the sum over its records.
-        Raises UserError.
+        Args:
+            inputs: (B, ...), B >= 0; a tuple or dict of such tensors for your own loss.
+            targets: (B, ...).
+            draw_key: 32 bytes, new for every step; required if there are draws or blocks.
+            record_ids: (B,), distinct non-negative ids that key per-example draws and blocks.
+            out: float64 (size,) of zeros, in which the sum is computed; None for a new tensor.
+            members: given if examples are users, whose inputs and targets are (B, K, ...) with K
+                `records_per_example`; an example's gradient is then the sum over its records.
+
+        Returns:
+            A `ClippedSum`: `flat` (float64 (size,), in the order of `parameters`), `examples` (int,
+            B), `nonfinite` (int, gradients that were NaN or infinite and count as zero) and
+            `loss_sum` (float, over finite losses).
+
+        Raises:
+            UserError: sizes disagree, an id is there twice, or the model mixes examples.
         """
         batch = rows_of(inputs)
         if (1 if members is None else members.weights.shape[1]) != self.records_per_example:
@@ -420,14 +439,27 @@ class GradientEngine:
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def rows_per_pass(self, blocks: Blocks) -> int:
-        """Return the rows of the passes over these blocks, once the engine has validated."""
+        """Return the number of rows of the passes over these blocks, an int.
+
+        Args:
+            blocks: how records are put into keyed blocks.
+        """
         return rows_per_pass(blocks, self.micro_batch or blocks.capacity, self.rounding)
 
     def iter_passes(
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
-        """Yield the physical passes over a batch: its rows, and which of them count; the others
-        repeat one that does."""
+        """Yield the physical passes over a batch.
+
+        Args:
+            batch: number of examples, B.
+            draw_key: 32 bytes of the step; it keys the blocks.
+            record_ids: (B,), distinct ids of the records; None cuts passes by position.
+
+        Yields:
+            A pair for each pass: its rows (int64 tensor of positions in the batch), and a slice or
+            tensor of those that count; the others repeat one that does.
+        """
         for _, rows, real in self._labeled_passes(batch, draw_key, record_ids):
             yield rows, real
 
@@ -667,7 +699,20 @@ class GradientEngine:
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Inputs:
-        """Inputs (B, ...) as a draw has them: augmented, then perturbed."""
+        """Return inputs (B, ...) as a draw has them: augmented, then perturbed.
+
+        Args:
+            inputs: (B, ...), a tensor or a tuple or dict of tensors.
+            record_ids: (B,), ids that key per-example draws; None if there are none.
+            draw_key: 32 bytes of the step.
+            draw: number of the draw, 0 <= draw < K.
+
+        Returns:
+            Inputs of the same form and shape.
+
+        Raises:
+            UserError: augmentation has no record ids.
+        """
         if self.augmentation is not None:
             if record_ids is None:
                 raise UserError("augmentation needs record_ids: it is drawn for each record")
@@ -676,7 +721,11 @@ class GradientEngine:
             return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the model makes of them. Raises UserError where it draws."""
+        """Return the model's outputs for inputs (B, ...), a tensor (B, ...).
+
+        Raises:
+            UserError: the model uses random numbers, such as dropout.
+        """
         if self.draws.any:
             raise UserError(
                 "model: must draw no random numbers for targets that it makes itself "
@@ -756,15 +805,14 @@ class GradientEngine:
         return losses
 
     def validate(self, inputs: Inputs, targets: Tensor) -> None:
-        """Refuse a model that mixes these examples or whose gradients the hooks miss, and choose
-        the micro-batch.
+        """Check that a model does not mix examples, and choose the micro-batch. Returns nothing.
 
-        It is asked of examples that hold nothing private, since whoever watches learns the answer.
-        An engine that nobody screened invents some before its first sum, of the shape and type of
-        what it is given. torch's random state is left alone.
+        Use examples that contain nothing private, since whoever watches learns the answer. An
+        engine that was not validated invents some before its first sum, of the shape and type of
+        what it is given. torch's random state does not change.
 
         Args:
-            inputs: (B, ...), public or invented, of the declared range and vocabulary; some 33.
+            inputs: (B, ...), public or invented, of the declared range and vocabulary; about 33.
             targets: (B, ...), as the objective takes them.
 
         Raises:
@@ -783,9 +831,9 @@ class GradientEngine:
         self.prepare(inputs, targets)
 
     def prepare(self, inputs: Inputs, targets: Tensor) -> None:
-        """Look at what the model's passes need, and choose the micro-batch; screen nothing.
+        """Choose the micro-batch from what the passes need, without the checks of `validate`.
 
-        For a model that another process, or `validate`, has screened.
+        For a model that a different process, or `validate`, has checked. Returns nothing.
 
         Args:
             inputs: (B, ...), B >= 2, public or invented.
@@ -831,15 +879,18 @@ class GradientEngine:
             self.draws = replace(self.draws, shared=("numbers that are put in relation",))
 
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
-        """Return by how much clipped gradients changed at most, in units of the sensitivity, when
-        records moved by a row and to a pass of another length.
+        """Return the largest change of a clipped gradient when a record moves, a float.
 
-        What is drawn for a record moves with it. Nothing is released or refused by it.
+        A record moves by a row, and to a pass of a different length; its random draws move with it.
+        It releases nothing.
 
         Args:
             inputs: (B, ...), B >= 2, public or invented.
             targets: (B, ...), as the objective takes them.
             blocks: those of the steps, from which passes get their length.
+
+        Returns:
+            The change in units of the sensitivity; 0 if no bit changed.
         """
 
         def run(rows: list[int]) -> tuple[list[PerExampleGradient], Tensor]:

@@ -268,24 +268,24 @@ _MASKED, _CLASSIFIER = ("ForMaskedLM",), ("ForSequenceClassification",)
 
 
 def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
-    """Compute the mean loss over each document's own tokens.
+    """Return the mean loss over each document's own tokens.
 
-    Guarantee: a document's value depends on its own row alone. Labels below 0 (-100: prompts) and
-    padding never count, neither in the sum nor in the number it is divided by; a document without
-    a label has the loss 0.
+    Guarantee: a document's value depends only on its own row. Labels below 0 (-100: prompts) and
+    padding never count, neither in the sum nor in the divisor; a document without a label has the
+    loss 0.
 
     Args:
         module: a `...ForCausalLM` (also GPT-2's `LMHeadModel`), `...ForMaskedLM` or
             `...ForSequenceClassification` of an encoder, or one of these with adapters of peft; or
             a module around one of these and nothing else, such as a LightningModule.
-        batch: dict of `input_ids`, `labels`, and `attention_mask` where documents are filled up.
+        batch: dict of `input_ids`, `labels`, and `attention_mask` if documents are padded.
 
     Returns:
         A tensor (B,) of losses in nats, float32 or float64: one mean for each document. A causal
         model's output at t - 1 is compared with token t; labels are not moved beforehand.
 
     Raises:
-        UserError: the module is another one, or the batch lacks a field.
+        UserError: the module is a different one, or the batch lacks a field.
 
     Example:
         >>> import torch, types, dpdist
@@ -335,9 +335,9 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
 
 
 def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tensor:
-    """Compute the loss of direct preference optimization (DPO) of each pair of answers.
+    """Return the loss of direct preference optimization (DPO) of each pair of answers.
 
-    Guarantee: a pair's value depends on its own row alone. Log-probabilities are sums over the
+    Guarantee: a pair's value depends only on its own row. Log-probabilities are sums over the
     answer's own tokens: prompts (labels below 0) and padding never count.
 
     Args:
@@ -346,7 +346,7 @@ def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tens
         batch: dict of `input_ids` and `labels`, int64 (B, 2 T), chosen then rejected, and
             `reference` (B,), the reference's log-probability of the chosen answer minus that of the
             rejected one.
-        beta: how strongly the model is held to the reference, > 0. For another one give
+        beta: how strongly the model is held to the reference, > 0. For a different value, give
             `functools.partial(dpdist.preference_loss, beta=0.3)` as the loss.
 
     Returns:
@@ -354,7 +354,7 @@ def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tens
         rejected are the module's log-probabilities in nats. A pair without labels has log 2.
 
     Raises:
-        UserError: the module is another one, the batch lacks a field, or beta is none.
+        UserError: the module is a different one, the batch lacks a field, or beta is not above 0.
 
     Source:
         Rafailov et al., NeurIPS 2023, equation 7.

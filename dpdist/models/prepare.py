@@ -27,11 +27,11 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     """Return a copy of a model with layers that mix examples replaced, and print what changed.
 
     Guarantee: the copy has no BatchNorm, no running statistics and no embedding that rescales over
-    a batch. What else mixes examples is found when a training begins. Make the optimizer from the
-    copy.
+    a batch. A training detects other layers that mix examples when it starts. Build the optimizer
+    from the copy.
 
     BatchNorm becomes GroupNorm of at most 32 groups with 8 channels or more each. Weight, bias and
-    eps are kept; the outputs change, so train a network further that was trained before.
+    eps are kept; the outputs change, so a network that was trained before needs more training.
     Weight and spectral norms by hooks become parametrizations, and RReLU a LeakyReLU of its mean
     slope. InstanceNorm stops keeping running statistics, embeddings stop rescaling (`max_norm`,
     `scale_grad_by_freq`), and `nn.TransformerEncoder` stops packing tokens.
@@ -39,10 +39,11 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
     Args:
         model: any module; it stays as it is.
         batch_norm: "group", or "eval" for a fixed map by the stored statistics, which must be of
-            PUBLIC records: the card lists what the initial weights were made of as assumed.
+            PUBLIC records: the card lists the data behind the initial weights as an assumption.
 
     Returns:
-        The copy, in the same mode.
+        The copy, a torch module in the same mode (training or evaluation) on the same device; an
+        equal copy if no layer mixes examples.
 
     Raises:
         UserError: a subclass of BatchNorm does more than normalize, or "eval" finds no statistics.

@@ -175,20 +175,21 @@ def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -
     """Return the smallest noise multiplier with which a plan costs at most `epsilon`.
 
     Guarantee: the plan with the returned noise was accounted for itself, and costs at most
-    `epsilon` by `PrivacyPlan.guarantee`; where the target can be met, it costs at least 99.9 % of
-    it (the rest is spent on ending the search).
+    `epsilon` by `PrivacyPlan.guarantee`; if the target can be met, it costs at least 99.9 % of it
+    (the rest lets the search end).
 
     Args:
-        make_plan: the plan with a given noise multiplier. Its cost must not rise with the noise; it
-            may have several phases, a private search, scores, or anything else that a plan holds.
+        make_plan: function of a noise multiplier that returns the plan with it. Its cost must not
+            rise with the noise; it may have several phases, a private search, scores, or anything
+            else that a plan contains.
         epsilon: the target, at the plan's own delta and relation.
 
     Returns:
-        The noise multiplier, in units of the clip norm.
+        The noise multiplier, a float in units of the clip norm.
 
     Raises:
         UnreachableTargetError: a ValueError; the parts of the plan without this noise cost more.
-        ValueError: the target is not positive and finite, or `make_plan` refuses a value.
+        ValueError: the target is not positive and finite, or `make_plan` does not accept a value.
 
     Example:
         >>> import dpdist

@@ -53,23 +53,25 @@ def format_delta(delta: float) -> str:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """State the (epsilon, delta)-differential privacy of one mechanism, and how to read it.
+    """The (epsilon, delta)-differential privacy of one mechanism, and how to read it.
+
+    Each argument is an attribute of the same name; `print` shows the guarantee in one line.
 
     Args:
-        epsilon: >= 0; infinity where nothing is proved.
+        epsilon: >= 0; infinity if nothing is proved.
         delta: in [0, 1).
         adjacency: the relation of data sets, "add-or-remove-one" or "replace-one".
-        kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
-            "audited" a lower bound measured on the trained mechanism. "assumed: post-processing" is
-            proved of all that was released, while code that nobody checked changed the model
-            between releases.
+        kind: "proved" is an upper bound that dpdist proves, "claimed" the bound of a paper's own
+            theorem, "audited" a lower bound measured on the trained mechanism. "assumed:
+            post-processing" is proved for all that was released, while code that dpdist did not
+            check changed the model between releases.
         source: accountant or theorem.
         assumptions: what must hold for the number to be true.
-        size_public: whether the mechanism was told the true number of records.
-        user: the unit in words, where it is a user; None: one record.
+        size_public: whether the mechanism uses the true number of records.
+        user: the unit in words, if it is a user; None: one record.
         fixed_key: whether a fixed run key drew the noise. The mechanism is as stated, and the run
-            is NOT private: who knows the key can subtract the noise. Not compared: guarantees are
-            equal that state the same of a mechanism.
+            is NOT private: anyone who knows the key can subtract the noise. Equality of guarantees
+            ignores it.
 
     Raises:
         ValueError: epsilon or delta is out of range.
@@ -103,9 +105,9 @@ class Guarantee:
     def relation(self) -> str:
         """Return the neighboring relation in words, a str such as "replace-one".
 
-        A sampling rate or divisor made from the true number of records does not follow when a
-        record comes or goes: what is then proved is that a record may be blanked out, the number
-        staying what it is ("zero-out"; REPLACE_SPECIAL in dp_accounting).
+        A sampling rate or divisor computed from the true number of records does not change when a
+        record is added or removed: the guarantee is then for a record that is blanked out while the
+        number stays the same ("zero-out"; REPLACE_SPECIAL in dp_accounting).
         """
         if self.user is not None:
             return f"zero-out of {self.user}"
@@ -114,7 +116,10 @@ class Guarantee:
         return self.adjacency
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and "relation" as a dict of JSON values; infinite epsilon is "inf"."""
+        """Return all fields and "relation" as a dict of JSON values.
+
+        Infinite epsilon is "inf"; "user" is missing for a record, and "fixed_key" if it is False.
+        """
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
@@ -127,9 +132,10 @@ class Guarantee:
         return record
 
     def to_output_dict(self) -> dict[str, Any]:
-        """Return the entries that a command prints, a dict with epsilon as a float.
+        """Return the entries that a command prints, a dict of JSON values and epsilon.
 
-        Its keys are epsilon, delta, adjacency, relation and accountant (the `source`).
+        Its keys are epsilon (a float, which may be infinite), delta, adjacency, relation and
+        accountant (the `source`).
         """
         return {
             "epsilon": self.epsilon,
@@ -141,7 +147,10 @@ class Guarantee:
 
     @property
     def row(self) -> Row:
-        """Return the `Row` about privacy that commands, pages and cards show."""
+        """Return the `Row` about privacy that commands, pages and cards show.
+
+        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool).
+        """
         return privacy_row(self.to_dict())
 
     def __str__(self) -> str:

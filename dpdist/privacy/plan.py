@@ -132,23 +132,26 @@ _IN_GROUPS = (
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Hold everything that the privacy of a training run depends on.
+    """Everything that the privacy of a training run depends on.
 
     The plan that is executed is the plan that is accounted: the training loop takes sampling rate,
     clip, noise and steps from `step` and nowhere else.
 
+    Each argument is an attribute of the same name. `guarantee()` computes epsilon, and `steps` is
+    the number of steps of the training loop.
+
     Args:
-        records: number of training records N, treated as public; of users, where `user` is given.
+        records: number of training records N, treated as public; number of users if `user` is
+            given.
         phases: run in order; the training loop executes the steps (`Phase.training_steps`), other
-            phases are
-            charged in full from the beginning.
+            phases are counted in full from the beginning.
         delta: the delta at which `guarantee` is stated.
         clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
-            is infinite (no clip) only where no step has noise: nothing is then proved.
+            is infinite (no clip) only if no step has noise: nothing is then proved.
         adjacency: the relation of data sets, "add-or-remove-one" or "replace-one".
         nominal: whether the number of records was declared instead, so that nothing follows from
             the true number, which stays private.
-        user: the unit where it is a user; None: one record.
+        user: the unit if it is a user; None: one record.
 
     Raises:
         ValueError: a value is out of range, or a phase cannot be accounted under the relation.
@@ -220,10 +223,10 @@ class PrivacyPlan:
             clip_norm: L2 bound on a record's clipped gradient.
             adjacency: the relation of data sets.
             batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
-            user: the unit where it is a user; `records` and `batch_size` count users.
+            user: the unit if it is a user; `records` and `batch_size` then count users.
 
         Returns:
-            A `PrivacyPlan` of one phase.
+            A `PrivacyPlan` of one phase; its `guarantee()` has epsilon at `delta`.
 
         Raises:
             ValueError: a value is out of range.
@@ -237,7 +240,10 @@ class PrivacyPlan:
 
     @property
     def training_phases(self) -> list[GaussianSteps]:
-        """Return the phases that the training loop executes, a list of `GaussianSteps`."""
+        """Return the phases that the training loop executes, a list of `GaussianSteps`.
+
+        Each has `steps`, `noise_multiplier` and `sample_rate`. Empty without a training loop.
+        """
         return [loop for phase in self.phases if (loop := phase.training_steps) is not None]
 
     @property
@@ -247,12 +253,12 @@ class PrivacyPlan:
 
     @property
     def num_queries(self) -> int:
-        """Return the number of answers that may be given beside the loop, an int; 0 if none."""
+        """Return how many answers may be given in addition to the loop, an int; 0 if none."""
         return sum(phase.num_queries for phase in self.phases)
 
     @property
     def relies_on_clipping(self) -> bool:
-        """Return whether the guarantee needs records' contributions to be clipped, a bool."""
+        """Return whether the guarantee requires clipped contributions of records, a bool."""
         loops = (phase.training_steps for phase in walk_phases(self.phases))
         steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
@@ -295,9 +301,9 @@ class PrivacyPlan:
             t: number of the step, 0 <= t < steps.
 
         Returns:
-            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm, batch_cap
-            (None: no cap) and class_rates (None: one rate for all records; else sample_rate is the
-            largest of them).
+            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm (floats),
+            batch_cap (int; None: no cap) and class_rates (None: one rate for all records; else
+            sample_rate is the largest of them).
 
         Raises:
             ValueError: the plan has no such step.
@@ -332,7 +338,7 @@ class PrivacyPlan:
 
         Returns:
             A list of int, one for each phase of the loop in order, which add up to `steps`; 0 for a
-            phase not reached.
+            phase that is not reached.
 
         Raises:
             ValueError: the plan has fewer steps.
@@ -347,10 +353,10 @@ class PrivacyPlan:
         return counts
 
     def executed_phases(self, counts: Sequence[int]) -> tuple[Phase, ...]:
-        """Return the phases with the steps of the loop that were really taken.
+        """Return the phases with the steps of the loop that were actually taken.
 
         Args:
-            counts: steps taken of each phase of the loop, as `step_counts` returns them.
+            counts: number of steps taken in each phase of the loop, as `step_counts` returns it.
 
         Returns:
             A tuple of phases in the plan's order. Phases outside the loop are unchanged.
@@ -368,7 +374,8 @@ class PrivacyPlan:
             phases: phases run on this plan's data, as `executed_phases` returns them.
 
         Returns:
-            A list of dp_accounting `DpEvent`; several where a record lies in one of parallel parts.
+            A list of dp_accounting `DpEvent`; several if a record is in one of several parallel
+            parts.
         """
         return dataset_path_events(phases, self.records, self.adjacency)
 
@@ -376,7 +383,7 @@ class PrivacyPlan:
         return self.path_events(self.executed_phases(self.step_counts(steps)))
 
     def event(self, steps: int | None = None) -> dpa.DpEvent:
-        """Return the event of the first steps, for dp_accounting.
+        """Return the dp_accounting event of the first steps.
 
         Args:
             steps: number of steps taken; None for all.
@@ -391,7 +398,7 @@ class PrivacyPlan:
         return self.worst_event(self._events_of_first(steps))
 
     def worst_event(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
-        """Return the event of the largest epsilon at the plan's delta.
+        """Return the event with the largest epsilon at the plan's delta.
 
         Args:
             paths: one dp_accounting `DpEvent` for each path of a record, at least one.
@@ -416,8 +423,8 @@ class PrivacyPlan:
             delta: the delta of the guarantee; None for the plan's delta.
 
         Returns:
-            A `Guarantee`, the worst over the paths that a record may take; its epsilon is infinite
-            where no theorem covers the plan.
+            A `Guarantee`, the worst over the paths that a record may take; its `epsilon` is
+            infinite if no theorem covers the plan.
 
         Raises:
             ValueError: the plan has fewer steps.
@@ -434,7 +441,7 @@ class PrivacyPlan:
             delta: the delta of the guarantee; None for the plan's delta.
 
         Returns:
-            A `Guarantee`, the worst over the paths.
+            A `Guarantee` of kind "proved", the worst over the paths.
 
         Raises:
             dpdist.privacy.accounting.UnsupportedMechanismError: no implemented theorem covers them.
@@ -453,7 +460,7 @@ class PrivacyPlan:
     def assumptions(self) -> tuple[str, ...]:
         """Return the conditions of the guarantee, a tuple of sentences (str), without repetitions.
 
-        The training loop ensures each condition. Empty where dpdist did not train the model.
+        The training loop ensures each condition. Empty if dpdist did not train the model.
         """
         if self.trained_elsewhere:
             return ()
@@ -472,11 +479,11 @@ class PrivacyPlan:
 
     @property
     def counted(self) -> str:
-        """Return the word for the units that `records` counts, a str: "records" or "users"."""
+        """Return the name of the units that `records` counts, a str: "records" or "users"."""
         return "records" if self.user is None else "users"
 
     def in_units(self, line: str) -> str:
-        """Return a sentence about records, a str; about users where a user is the unit.
+        """Return a sentence about records, a str; about users if a user is the unit.
 
         Args:
             line: a sentence about records, such as an assumption of a phase.
@@ -489,13 +496,14 @@ class PrivacyPlan:
     def trained_elsewhere(self) -> bool:
         """Return whether no phase reads records, a bool.
 
-        If True, dpdist executed no training and knows no epsilon. False for a plan without phases.
+        If True, dpdist executed no training and cannot state an epsilon. False for a plan without
+        phases.
         """
         return bool(self.phases) and not any(phase.reads_records for phase in self.phases)
 
     @property
     def unproved_reasons(self) -> list[str]:
-        """Return why no theorem covers the plan, a list of str; empty where a theorem does."""
+        """Return why no theorem covers the plan, a list of str; empty if a theorem does."""
         return [
             why for phase in walk_phases(self.phases) if (why := phase.unproved_reason) is not None
         ]
@@ -511,7 +519,7 @@ class PrivacyPlan:
 
         Returns:
             A list of pairs (number of steps, epsilon at the plan's delta), ascending in both; the
-            last is of the whole plan. Empty without steps.
+            last is that of the whole plan. Empty without steps.
         """
         from dpdist.privacy import accounting
 
@@ -534,7 +542,11 @@ class PrivacyPlan:
     # --- identity
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict of JSON values, exactly: `from_dict` inverts it."""
+        """Return the plan as a dict of JSON values, exactly: `from_dict` inverts it.
+
+        Its keys are "records", "phases" (list of dicts), "delta", "clip_norm" ("inf" without a
+        clip) and "adjacency", and "nominal" and "user" if they are set.
+        """
         record = {
             "records": self.records,
             "phases": [phase.to_dict() for phase in self.phases],
@@ -567,7 +579,7 @@ class PrivacyPlan:
             raise ValueError(f"not a privacy plan: {error}") from error
 
     def fingerprint(self) -> str:
-        """Return a hash of the plan, a str of 64 hex digits, equal exactly for equal plans."""
+        """Return a hash of the plan, a str of 64 hex digits; only equal plans have equal hashes."""
         hashed = {_HASHED_AS.get(key, key): value for key, value in self.to_dict().items()}
         text = json.dumps(hashed, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()

@@ -99,14 +99,17 @@ def check_adapter(release: Release) -> str:
 
 @dataclass(frozen=True)
 class Release:
-    """Hold a released model with its card and its noise, as `dpdist.load` opened it.
+    """A released model with its card and its noise, as `dpdist.load` opened it.
+
+    Each argument is an attribute of the same name. `model`, `predict` and `answerer` give answers;
+    `epsilon` and `delta` are the guarantee on the card.
 
     Args:
-        path: the release's folder.
+        path: the release's folder, a `Path`.
         description: the content of release.json.
-        card: the privacy card, as stated.
-        plan: the phases that the card names.
-        checksums: checksums of its files, by name: they tell it from any other release.
+        card: the privacy card as stated, a dict with keys such as "guarantee" and "assumptions".
+        plan: the `PrivacyPlan` of the phases that the card names.
+        checksums: checksums of its files by name, which identify the release.
         trusted_factory: see `load`.
 
     Example:
@@ -129,7 +132,10 @@ class Release:
 
     @property
     def rows(self) -> list[Row]:
-        """Return what the files state, a list of `Row`: what is doubtful first."""
+        """Return what the files state, a list of `Row`: the doubtful entries are first.
+
+        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool).
+        """
         return release_rows(self.description, self.card)
 
     def __repr__(self) -> str:
@@ -159,31 +165,31 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
-        Where it leaves an earlier release out, it is that of all releases of the data set. It is
-        infinite too where `no_epsilon` says why none is stated. `dpdist verify` computes that of
-        the run again, and refuses one of all releases that is smaller.
+        If the card's own epsilon omits an earlier release, it is that of all releases of the data
+        set. It is also infinite if `no_epsilon` gives a reason. `dpdist verify` computes epsilon of
+        the run again, and raises an error if that of all releases is smaller.
         """
         return float(bounding_guarantee(self.card)["epsilon"])
 
     def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
-        """Resize a picture to the model's input shape, as the test inputs of its run were.
+        """Resize an image to the model's input shape, as the test inputs of its run were.
 
         Args:
-            pixels: the picture, uint8 (C, H, W).
+            pixels: the image, uint8 (C, H, W).
 
         Returns:
-            A uint8 array of `spec.input_shape`; `pixels` itself, of whatever shape and type, where
-            test inputs were not resized or the release does not say how.
+            A uint8 array of `spec.input_shape`; `pixels` itself, of any shape and type, if test
+            inputs were not resized or the release does not state how.
 
         Raises:
-            ValueError: the picture would have to be resized and is not uint8.
+            ValueError: the image would have to be resized and is not uint8.
         """
         pictures = self.description.pictures
         return pixels if pictures is None else pictures.fit(pixels, self.spec.input_shape)
 
     @property
     def no_epsilon(self) -> str | None:
-        """Return why the card states no epsilon at all, a str; None where it states one."""
+        """Return why the card states no epsilon at all, a str; None if it states one."""
         return no_epsilon(self.card)
 
     @property
@@ -196,7 +202,7 @@ class Release:
         """Return the architecture, a `ModelSpec` with `input_shape` and `classes` (their number).
 
         Raises:
-            ReleaseError: the model's file is damaged, or has another number of classes.
+            ReleaseError: the model's file is damaged, or has a different number of classes.
             UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models
@@ -215,12 +221,12 @@ class Release:
     def model(self) -> nn.Module:
         """Return the network, a torch module in evaluation mode.
 
-        It maps float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Noise of its own
-        is not in its forward pass (`dpdist.randomness.noise_location`).
+        It maps float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Its forward pass
+        does not add the model's own noise (`dpdist.randomness.noise_location`).
 
         Raises:
-            ReleaseError: the model's files are damaged, or are of another model than the release
-                names.
+            ReleaseError: the model's files are damaged, or are those of a different model than the
+                release names.
             UserError: the model needs a factory that is not trusted.
         """
         from dpdist import models
@@ -243,10 +249,13 @@ class Release:
 
     @property
     def subject(self) -> Subject:
-        """Return the model as jobs take it, a `Subject`; loaded and hashed once, as `model` is.
+        """Return the model as certifications and attacks take it, a `Subject`.
+
+        A `Subject` has `model` (in evaluation mode) and `digest` (hex, a hash). The model is loaded
+        and hashed once.
 
         Raises:
-            UserError: nothing certifies or attacks such inputs or outputs.
+            UserError: such inputs or outputs cannot be certified or attacked.
             ReleaseError: the model's files are damaged.
         """
         from dpdist.certification.subject import Subject
@@ -259,12 +268,15 @@ class Release:
 
     @cached_property
     def text_answerer(self) -> TextAnswerer:
-        """Return a `TextAnswerer`: called with a str, it returns a `TextAnswer`.
+        """Return a `TextAnswerer`, a callable from one text (str) to a `TextAnswer`.
 
-        An answer has the class or the next token, or the outputs of a model without classes.
+        Returns:
+            Its answers have `label` (int, -1: no class), `name` (None: no class), `likely` (pairs
+            of name and probability of the classes or next tokens, the most probable first) and
+            `outputs` (floats of a model without classes, else empty).
 
         Raises:
-            UserError: inputs are no texts, or no tokenizer was released with the model.
+            UserError: inputs are not texts, or no tokenizer was released with the model.
             ReleaseError: the tokenizer is not that of the model.
         """
         text = self.description.text
@@ -284,6 +296,8 @@ class Release:
     def signature(self) -> Signature | None:
         """Return the fields that the model reads, a `Signature`; None for one tensor of numbers.
 
+        `fields` of a `Signature` maps each name to its shape and the type of its numbers.
+
         Raises:
             ReleaseError: the model's file is damaged.
         """
@@ -297,14 +311,15 @@ class Release:
         """Return what the model answers to records, without noise and without a certificate.
 
         Args:
-            inputs: the fields of the records by name, arrays (B, ...), where the model reads
-                several; else one array (B, *spec.input_shape), as the training had them.
+            inputs: the fields of the records by name, arrays (B, ...), if the model reads several;
+                else one array (B, *spec.input_shape), as the training had them.
 
         Returns:
-            A tensor (B, ...) of the model's outputs: logits, numbers or labels.
+            A tensor (B, ...) of the model's outputs: logits (B, classes) for classes, else numbers
+            or labels.
 
         Raises:
-            UserError: inputs are no such fields, or texts, which `text_answerer` takes.
+            UserError: inputs are not such fields, or are texts: use `text_answerer`.
             ReleaseError: the model's files are damaged.
         """
         import torch
@@ -325,15 +340,15 @@ class Release:
             return found
 
     def require_single_input(self) -> None:
-        """Raise UserError where the model reads several fields. Returns nothing."""
+        """Raise UserError if the model reads several fields. Returns nothing."""
         from dpdist.models import read_spec
 
         refuse_fields(read_spec(self.path), self.path)
 
     def require_numeric_inputs(self) -> None:
-        """Raise UserError where inputs are no single tensor of numbers. Returns nothing.
+        """Raise UserError if inputs are not a single tensor of numbers. Returns nothing.
 
-        Nothing certifies tokens, or several fields.
+        Tokens and several fields cannot be certified.
         """
         self.require_single_input()
         if self.description.tokens:
@@ -343,26 +358,29 @@ class Release:
             )
 
     def need_label(self) -> None:
-        """Raise UserError where outputs are no classes: nothing certifies them. Returns nothing."""
+        """Raise UserError if outputs are not classes. Returns nothing.
+
+        Other outputs cannot be certified.
+        """
         if (why := self.description.data.single_label_error(str(self.path))) is not None:
             raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
 
     def certificate_settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Certificate:
-        """Return the settings by which the release certifies one input.
+        """Return the settings with which the release certifies one input.
 
         Args:
             sigma: standard deviation of the noise on the input, in input units; None: the release's
-                own, or none where the model's own noise certifies.
+                own, or none if the model's own noise certifies.
             n: draws for each input.
             alpha: error probability of each certificate.
 
         Returns:
-            A `dpdist.Cohen` with sigma, or a `dpdist.ExpectedScores` without.
+            A `dpdist.Cohen` if there is a sigma, else a `dpdist.ExpectedScores`.
 
         Raises:
-            UserError: there is no noise at all, or nothing certifies such inputs or outputs.
+            UserError: there is no noise at all, or such inputs or outputs cannot be certified.
             ReleaseError: the model's files are damaged.
         """
         from dpdist.certification.registry import settings_of
@@ -378,23 +396,23 @@ class Release:
     def answerer(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Answerer:
-        """Return an answerer: a callable from one image to its class and certified radius.
+        """Return an answerer, a callable from one image to its class and certified radius.
 
         The noise is fresh and secret.
 
         Args:
             sigma: standard deviation of the noise on the input, in input units; None: the release's
-                own, or none where the model's own noise certifies.
+                own, or none if the model's own noise certifies.
             n: draws for each image.
             alpha: error probability of each certificate.
 
         Returns:
             An `Answerer`: called with an image of `spec.input_shape`, uint8 or in [0, 1], it
             returns an `Answer` with `label` (int, -1: abstains), `name` (None: abstains), `radius`
-            and `norm`.
+            (float, in input units; 0 if it abstains) and `norm` (str).
 
         Raises:
-            UserError: there is no noise at all, or nothing certifies such inputs or outputs.
+            UserError: there is no noise at all, or such inputs or outputs cannot be certified.
             ReleaseError: the model's files are damaged.
         """
         settings, shape = self.certificate_settings(sigma, n, alpha), self.spec.input_shape
@@ -422,17 +440,18 @@ def refuse_fields(spec: ModelSpec, path: Path) -> None:
 def load(
     folder: str | Path, *, trusted_factory: str | None = None, signer: str | Path | None = None
 ) -> Release:
-    """Open a release, every file and field of it checked; nothing is unpickled.
+    """Open a release and check every file and field of it; nothing is unpickled.
 
     Args:
-        folder: the release's folder, made by `dpdist release` or `dpdist.write_release`.
+        folder: the release's folder, written by `dpdist release` or `dpdist.write_release`.
         trusted_factory: "package.module:factory" that may be imported to build the model; by
             default only this project's own networks are built.
         signer: the public key (PEM, Ed25519) that must have signed it; by default a signature is
-            not looked at.
+            not checked.
 
     Returns:
-        A `Release`: its card, its model, and an answerer of inputs.
+        A `Release`, with `name`, `epsilon`, `delta`, `card` (dict) and `model` (a torch module);
+        `predict(inputs)` and `answerer()` give answers.
 
     Raises:
         ReleaseError: the release is not valid (a UserError).

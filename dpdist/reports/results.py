@@ -112,7 +112,7 @@ _TABLES = "*/certificates.parquet"
 
 @dataclass(frozen=True)
 class RunResults:
-    """Hold the facts of a run: guarantee, accuracies, certificates, attacks and audits.
+    """The facts of a finished run: guarantee, accuracies, certificates, attacks and audits.
 
     Each is read from a named file of the run folder by `dpdist.load_results`; printed, they are the
     run's summary.
@@ -120,12 +120,14 @@ class RunResults:
     Attributes:
         folder: the `RunFolder`.
         recipe: the `Recipe` of the run.
-        account: what the run costs; `plan`, `guarantee`, `ledger`, `search` and
-            `data_set_guarantee` are its parts.
-        training_summary: private/trained.json, a dict.
-        evaluation: evaluation.json, a dict; None where nothing was evaluated.
-        tables: one `CertificateTable` for each finished certification.
-        evaluations: lists of results by kind of attack or audit.
+        account: the privacy cost of the run, a `RunAccount`; `plan`, `guarantee`, `ledger`,
+            `search` and `data_set_guarantee` read its parts.
+        training_summary: private/trained.json, a dict with keys such as "steps", "seconds" and
+            "model".
+        evaluation: evaluation.json, a dict with keys such as "accuracy", "inputs" and "data"; None
+            if nothing was evaluated.
+        tables: list of one `CertificateTable` for each finished certification; empty without one.
+        evaluations: dict from the kind of attack or audit to the list of its results.
 
     Example:
         After `dpdist.run` made runs/small:
@@ -148,34 +150,50 @@ class RunResults:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """Return the `PrivacyPlan` that was executed."""
+        """Return the `PrivacyPlan` that was executed, with `steps`, `records` and `delta`."""
         return self.account.plan
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return the `Guarantee` of the run; of a search, of training and search together."""
+        """Return the `Guarantee` of the run, with `epsilon` and `delta`.
+
+        If a private search chose the run, it covers training and search together.
+        """
         return self.account.guarantee
 
     @property
     def ledger(self) -> Ledger:
-        """Return the `Ledger` of the run's releases."""
+        """Return the `Ledger` of the run: the record of everything that it released.
+
+        `released_phases(plan)` returns the phases that were released.
+        """
         return self.account.ledger
 
     @property
     def search(self) -> SearchTerms | None:
-        """Return the terms of the private search that chose the run; None without one."""
+        """Return the terms of the private search that chose the run; None without a search.
+
+        Returns:
+            A `SearchTerms`: `plan` (of training and search), `num_trials` (its distribution, a
+            str), `fields` (the searched names), `one_training_epsilon` (float), and `trials`, which
+            is empty if their number is secret.
+        """
         return self.account.search
 
     @property
     def data_set_guarantee(self) -> Guarantee | None:
-        """Return the `Guarantee` of all runs on the data set; None without a budget."""
+        """Return the `Guarantee` of all runs on the data set; None without a budget.
+
+        Also None if the budget has lost this run: see `budget_problem`.
+        """
         return self.account.data_set
 
     @property
     def attacks(self) -> list[AttackTable]:
-        """Return the attacks on the model, a list of `AttackTable`, one for each finished attack.
+        """Return the attacks on the model, a list with one `AttackTable` for each finished attack.
 
-        A table has one row for each attack, size and input. Empty without attacks.
+        A table has arrays of one entry for each attack, size and input: `attack`, `size` (in the
+        norm `norm`), `index`, `label` and `prediction`. The list is empty without attacks.
         """
         return self.evaluations[AttackSettings]
 
@@ -183,7 +201,8 @@ class RunResults:
     def certificate_checks(self) -> list[dict[str, Any]]:
         """Return the results of attacks on certificates, a list of dicts of JSON values.
 
-        Empty where no certificates were attacked.
+        A dict has keys such as "certificates" (name of the table), "certified", "inputs" and
+        "contradictions" (numbers of inputs). The list is empty if no certificates were attacked.
         """
         return self.evaluations[CheckSettings]
 
@@ -191,13 +210,15 @@ class RunResults:
     def audits(self) -> list[AuditFinding]:
         """Return the privacy audits, a list of `AuditFinding`; empty without audits.
 
-        The `epsilon` of an entry is a lower bound, measured on the trained mechanism.
+        The `epsilon` of an entry is a lower bound at its `delta`, measured on the trained
+        mechanism, and incorrect with probability at most its `alpha`; `proved` is what the run
+        states.
         """
         return self.evaluations[AuditResult]
 
     @property
     def canary_notice(self) -> str | None:
-        """Return a note that an audit's canaries forbid a release, a str; None without canaries."""
+        """Return a note that canaries forbid a release, a str; None without canaries."""
         planted = self.recipe.canary_audit
         return (
             None if planted is None else planted.report_note(self.plan.records, self.plan.counted)
@@ -253,9 +274,10 @@ class RunResults:
 
     @property
     def training_took(self) -> str:
-        """Return the seconds of training in words, a str.
+        """Return the duration of training, a str such as "12 s" or "12 s since step 300".
 
-        After a restart, those since its first step: how long earlier attempts took is not kept.
+        After a restart it counts from the first step of the restart, since the duration of earlier
+        attempts is not kept.
         """
         since = self.training_summary.get("timed_from", 0)
         took = f"{self.training_summary['seconds']:.0f} s"
@@ -275,7 +297,7 @@ class RunResults:
     def unproved_reason(self) -> str:
         """Return why nothing is proved, a str.
 
-        Only meaningful if the guarantee's epsilon is infinite: it is never empty.
+        It is never empty, so read it only if the guarantee's epsilon is infinite.
         """
         reasons = self.plan.unproved_reasons
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
@@ -284,14 +306,18 @@ class RunResults:
 
     @property
     def claim(self) -> Claim | None:
-        """Return the claim of the method's paper about this run's privacy, a `Claim`, or None."""
+        """Return what the method's paper claims about this run, a `Claim`; None without a claim.
+
+        A `Claim` has `claimed` and `proved` (each a `Guarantee`; `claimed` may be None), `verdict`
+        and `reason`.
+        """
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
     def reported_values(self) -> list[tuple[str, str]]:
-        """Return the method's measurements of its own assumptions: a list of (name, value), str.
+        """Return the method's measurements of its own assumptions, a list of pairs of str.
 
-        Empty for most methods.
+        A pair is (name, value). The list is empty for most methods.
         """
         return self.recipe.method.reported_values(self.folder.private)
 
@@ -299,7 +325,8 @@ class RunResults:
     def training_data_by_part(self) -> dict[str, str]:
         """Return the data that each pretrained part was trained on, a dict from part to data (str).
 
-        A key is such as "frozen denoiser trained on". Empty when all of the model began at random.
+        A key is such as "frozen denoiser trained on". The dict is empty if the whole model was
+        initialized at random.
         """
         if not self.folder.pretraining_record.exists():
             return _began_with(self)
@@ -321,11 +348,11 @@ class RunResults:
 
     @property
     def record_independence(self) -> str:
-        """Return how sure it is that the model treats each record alone, in all starts of the run.
+        """Return how certain it is that the model treats each record independently, a str.
 
         Returns:
-            "screened", "known layers" or "per-example", from the least sure to the surest; ""
-            where no noisy step rests on it.
+            "screened", "known layers" or "per-example", from the least to the most certain, for the
+            least certain start of the run; "" if no noisy step depends on it.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
@@ -333,7 +360,7 @@ class RunResults:
 
     @property
     def assumptions(self) -> list[str]:
-        """Return the assumptions of the guarantee that nobody could check, a list of str."""
+        """Return the assumptions of the guarantee that dpdist cannot check, a list of str."""
         about = (
             read_json(self.folder.pretraining_record)
             if self.folder.pretraining_record.exists()
@@ -370,7 +397,8 @@ class RunResults:
     def privacy_card(self) -> dict[str, Any]:
         """Return the privacy card, a dict of JSON values.
 
-        Its keys are those of privacy_card.json of a release, such as "guarantee" and "assumptions".
+        Its keys are those of privacy_card.json of a release: "private" (bool), "guarantee" (a dict
+        with "epsilon" and "delta"), "unit", "assumptions", "notes" and others.
         """
         plan = self.account.whole
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
@@ -422,17 +450,18 @@ class RunResults:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of test inputs answered rightly, a float in [0, 1].
+        """Return the fraction of test inputs that are answered correctly, a float in [0, 1].
 
-        None where that was not measured, or where records have no class (`measures`).
+        None if it was not measured, or if records have no class: see `measures`.
         """
         return (self.evaluation or {}).get("accuracy")
 
     @property
     def measures(self) -> dict[str, str]:
-        """Return the test results for targets that are no classes, a dict of formatted str by name.
+        """Return the test results for targets that are not classes, a dict of str by name.
 
-        Shares are in percent. Empty for classes, or where nothing was measured.
+        The values are formatted, fractions in percent. The dict is empty for classes, or if nothing
+        was measured.
         """
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
         found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
@@ -445,14 +474,15 @@ class RunResults:
 
     @property
     def next_token_count(self) -> int | None:
-        """Return the number of next tokens in the evaluation, an int; None for labels."""
+        """Return the number of next tokens in the evaluation, an int; None if it has labels."""
         return (self.evaluation or {}).get("next_tokens")
 
     @property
     def evaluation_scope(self) -> str:
-        """Return the number and the source of the test inputs, a str such as "360 (digits, test".
+        """Return the number and the source of the test inputs, a str like "360 (digits, test".
 
-        Its bracket is left open, for callers to add to. Only for an evaluated run.
+        Its parenthesis is left open, so that callers can add to it. It fails for a run without an
+        evaluation.
         """
         about = self.evaluation or {}
         inputs, data = f"{about['inputs']:,}", f"({about['data']}"
@@ -463,10 +493,11 @@ class RunResults:
         )
 
     def rows(self) -> list[Row]:
-        """Return the results, a list of `Row`: every command, page and card shows these.
+        """Return the results that every command, page and card shows, a list of `Row`.
 
-        The verdict is first. It is among the brief rows, which a run prints at its end, only where
-        something is wrong or doubtful: else the other brief rows say all of it.
+        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool), True for
+        those that a run prints at its end. The verdict is first; it is brief only if something is
+        wrong or doubtful.
         """
         verdict = make_verdict(self)
         rows = [Row("verdict", verdict.sentence, brief=verdict.severity != "good")]
@@ -485,7 +516,7 @@ class RunResults:
         return rows + _detail_rows(self)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return name and text of every row, a list of pairs of str."""
+        """Return name and text of every row, a list of pairs of str, as `rows` orders them."""
         return [(row.name, row.text) for row in self.rows()]
 
     def __repr__(self) -> str:
@@ -654,7 +685,8 @@ def load_results(folder: RunFolder | str | Path) -> RunResults:
         folder: the run's folder, or its name under runs/.
 
     Returns:
-        The run's `RunResults`, each from a named file of the folder.
+        A `RunResults`, with `guarantee`, `accuracy` (None if not evaluated), `tables` (list of
+        `CertificateTable`), `attacks`, `audits` and `summary()`.
 
     Raises:
         UserError: there is no such run, its training has not finished, or a file was changed.

@@ -186,9 +186,11 @@ class FileIn:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Name the files of one run: each attribute is a `Path`, `private/` apart from `release/`.
+    """The folder of one run: each attribute is the `Path` of a file or folder in it.
 
-    Nothing is read or written before a method is called.
+    An instance reads and writes nothing until you call a method. `report_file`, `certificates` and
+    `release_folder` are what you mostly open; nothing in `private` may be published.
+    docs/reference/run-folder.md lists all attributes.
 
     Args:
         path: the folder, which need not exist yet.
@@ -255,17 +257,17 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Return the run's name, a str: the last part of `path`."""
+        """Return the run's name, a str: the last part of `path`, such as "digits"."""
         return self.path.name
 
     def enclosing_run(self, path: Path) -> RunFolder | None:
-        """Return the innermost run folder, this or another, that contains a path.
+        """Return the innermost run folder, this one or a different one, that contains a path.
 
         Args:
             path: any path; links are resolved.
 
         Returns:
-            A `RunFolder`; None where the path is in no run.
+            A `RunFolder`; None if the path is not in a run.
         """
         inside = path.resolve()
         for parent in (inside, *inside.parents):
@@ -277,7 +279,7 @@ class RunFolder:
     def parent_run(self) -> RunFolder | None:
         """Return the `RunFolder` of the search that this run is a trial of; None for other runs.
 
-        A trial's folder lies in private/ of its search's run.
+        The folder of a trial is in private/ of the run of its search.
         """
         around = self.path.resolve().parents
         found = (
@@ -291,17 +293,17 @@ class RunFolder:
         return anchor_path(self.ledger)
 
     def check_same_recipe(self, recipe: Recipe) -> bool:
-        """Return whether the run was begun before with this recipe, a bool; write nothing.
+        """Return whether the run was started before with this recipe, a bool; write nothing.
 
         Args:
             recipe: the recipe to compare; differences in `resources` are allowed.
 
         Returns:
-            True to continue the run; False where the folder is empty or not there.
+            True to continue the run; False if the folder is empty or does not exist.
 
         Raises:
-            DifferentRecipeError: the folder holds a run of another recipe.
-            UserError: the folder holds something else, or a run of a newer format.
+            DifferentRecipeError: the folder contains a run of a different recipe.
+            UserError: the folder contains something else, or a run of a newer format.
         """
         if self.path.exists() and any(self.path.iterdir()):
             self.check_format()
@@ -316,14 +318,14 @@ class RunFolder:
         return False
 
     def create_or_open(self, recipe: Recipe) -> None:
-        """Create the folder with its recipe, or check that it holds the same one. Returns nothing.
+        """Create the folder with its recipe, or check that it has the same one. Returns nothing.
 
         Args:
             recipe: recipe of the run.
 
         Raises:
-            DifferentRecipeError: the folder holds a run of another recipe.
-            UserError: the folder holds something else, or a run of a newer format.
+            DifferentRecipeError: the folder contains a run of a different recipe.
+            UserError: the folder contains something else, or a run of a newer format.
         """
         if self.check_same_recipe(recipe):
             return
@@ -340,7 +342,7 @@ class RunFolder:
         noise_multiplier: float | None,
         search_recipe: Recipe | None = None,
     ) -> None:
-        """Write the recipe and terms of the run's beginning into `start_record`. Returns nothing.
+        """Write the recipe and terms of the run's start into `start_record`. Returns nothing.
 
         Args:
             recipe: recipe of the run.
@@ -363,9 +365,9 @@ class RunFolder:
 
     @property
     def start_noise_multiplier(self) -> float | None:
-        """Return the noise multiplier of the run's beginning, given or calibrated, a float.
+        """Return the noise multiplier at the run's start, given or calibrated, a float.
 
-        None before there is a plan, or where `start_record` is missing.
+        None before there is a plan, or if `start_record` is missing.
         """
         kept = self._read_start_record()
         return None if kept is None else kept.noise_multiplier
@@ -402,10 +404,10 @@ class RunFolder:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
 
     def read_recipe(self) -> Recipe:
-        """Return the `Recipe` that the run was begun with.
+        """Return the `Recipe` with which the run was started.
 
         Raises:
-            UserError: the recipe is missing, damaged, or was changed since the beginning.
+            UserError: the recipe is missing, damaged, or was changed since the start.
         """
         recipe = load_recipe(self.recipe_file)
         if self.canary_settings.exists():
@@ -419,20 +421,24 @@ class RunFolder:
         return recipe
 
     def read_search_recipe(self) -> Recipe:
-        """Return the `Recipe` with its search, before the search chose values.
+        """Return the `Recipe` of the run's search, as it was before the search chose values.
 
         Raises:
-            UserError: the recipe is missing, damaged, or was changed since the beginning.
+            UserError: the recipe is missing, damaged, or was changed since the start.
         """
         asked = load_recipe(self.search_recipe_file)
         self._check_unchanged("asked", self.search_recipe_file, asked)
         return asked
 
     def require_trained(self) -> dict[str, Any]:
-        """Return the summary of the finished training, a dict of JSON values such as "steps".
+        """Return the summary of the finished training, a dict of JSON values.
+
+        Returns:
+            The content of private/trained.json: "steps" (int), "seconds" (float), "model" (its
+            hash) and others.
 
         Raises:
-            UserError: the training never finished, or this is no run folder.
+            UserError: the training never finished, or this is not a run folder.
         """
         self.check_format()
         if not self.training_summary.exists():
@@ -462,10 +468,10 @@ class RunFolder:
         return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
-        """Return the `PrivacyPlan` that the run executes.
+        """Return the `PrivacyPlan` that the run executes, with `steps`, `records` and `delta`.
 
         Raises:
-            UserError: it is missing or damaged, or is not the one that the recipe makes.
+            UserError: it is missing or damaged, or is not the plan of the recipe.
         """
         plan = parse_plan(read_json(self.plan), str(self.plan))
         recipe.check_plan(self.read_recipe(), plan, self.start_noise_multiplier, str(self.plan))

@@ -68,10 +68,12 @@ _MODEL_INDEPENDENT_KEYS: Any = {
 
 
 class Recipe(BaseRecipe):
-    """Hold a checked recipe: one section a topic, with defaults.
+    """A checked recipe: one section per topic, with defaults.
 
-    A recipe is never changed; `dpdist.run` executes it. Sections are `data`, `model`, `method`,
-    `privacy`, `training`, `certify`, `tune`, `public`, `audit` and `resources`.
+    A recipe is immutable; `dpdist.run` executes it. Each section is an attribute with the section's
+    keys, such as `recipe.privacy.epsilon`. `certify`, `tune`, `public` and `audit` are None if the
+    recipe does not have them. Sections are `data`, `model`, `method`, `privacy`, `training`,
+    `certify`, `tune`, `public`, `audit` and `resources`.
 
     Raises:
         pydantic.ValidationError: a key is unknown, or a value is out of range.
@@ -175,15 +177,19 @@ class Recipe(BaseRecipe):
         return self
 
     def class_rates(self, mean_rate: float) -> ClassRates | None:
-        """Return the sampling rates of the classes by their numbers, `ClassRates`.
+        """Return the sampling rates of the classes by their numbers, a `ClassRates`.
 
-        They follow from the recipe's public numbers alone. None without data.class_sampling.
+        They follow only from the recipe's public numbers.
 
         Args:
-            mean_rate: expected batch over number of records, both public.
+            mean_rate: expected batch divided by the number of records, both public.
+
+        Returns:
+            A `ClassRates`: `rates` (a tuple of floats in (0, 1], one per class) and `counts`; None
+            without data.class_sampling.
 
         Raises:
-            ValueError: no rates in these proportions make such a batch.
+            ValueError: rates in these proportions cannot give such a batch.
         """
         data = self.data
         if not data.class_sampling:
@@ -194,7 +200,10 @@ class Recipe(BaseRecipe):
 
     @property
     def user_unit(self) -> UserUnit | None:
-        """Return the user that is the unit of privacy, a `UserUnit`; None for a record."""
+        """Return the user that is the unit of privacy, a `UserUnit`; None if the unit is a record.
+
+        A `UserUnit` has `column` (the field that names users) and `max_records` (int, in one step).
+        """
         most = self.privacy.max_records_per_user
         if self.privacy.unit == "record" or most is None:
             return None
@@ -202,21 +211,25 @@ class Recipe(BaseRecipe):
 
     @property
     def counted(self) -> str:
-        """Return the word for the units of privacy, a str: "records" or "users"."""
+        """Return the name of the units of privacy, a str: "records" or "users"."""
         return "records" if self.user_unit is None else "users"
 
     @property
     def stages(self) -> list[Stage]:
-        """Return the runs whose weights this one began with, a list of `Stage`."""
+        """Return the runs whose weights this run started from, a list of `Stage`; or empty.
+
+        A `Stage` has `name`, `unit` (str), `guarantee` (dict) and `assumed` (list of str).
+        """
         return [] if self.by_script is None else self.by_script.began_with
 
     def earlier_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """Return what the runs that this one began with released, a tuple of phases.
+        """Return what the runs that this one started from released, a tuple of phases.
 
-        Those are left out of which no joint number can be stated; `stage_assumptions` names them.
+        It is empty if this run started from no other run, or if nothing is proved about this one.
+        It omits runs for which no joint epsilon can be stated; `stage_assumptions` names them.
 
         Args:
-            plan: of this run.
+            plan: the plan of this run.
         """
         if math.isinf(plan.clip_norm):  # nothing is proved of this run anyway
             return ()
@@ -224,10 +237,14 @@ class Recipe(BaseRecipe):
         return tuple(phase for phases in found for phase in phases or ())
 
     def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
-        """Return what a guarantee assumes of the runs that this one began with, a tuple of str.
+        """Return what a guarantee assumes about the runs that this one started from.
 
         Args:
-            plan: of this run.
+            plan: the plan of this run.
+
+        Returns:
+            A tuple of sentences (str), without repetitions; empty if this run started from no other
+            run.
         """
         lines = [CHOSEN_APART] if self.stages else []
         for each in self.stages:
@@ -239,12 +256,15 @@ class Recipe(BaseRecipe):
     def guarantee_of(
         self, plan: PrivacyPlan, phases: Sequence[Phase], assumed: Sequence[str] = ()
     ) -> Guarantee:
-        """Return the `Guarantee` of a run of this recipe, and of those whose weights it began with.
+        """Return the `Guarantee` of a run of this recipe and of the runs that it started from.
 
         Args:
-            plan: of this run.
-            phases: what it released, or will.
-            assumed: assumptions, by which the kind is told.
+            plan: the plan of this run.
+            phases: the phases that it released, or will release.
+            assumed: further assumptions, which determine the kind.
+
+        Returns:
+            A `Guarantee`; its `epsilon` is infinite if nothing is proved.
         """
         whole = replace(plan, phases=(*self.earlier_phases(plan), *phases))
         found = whole.guarantee_for_events(whole.path_events(whole.phases))
@@ -279,23 +299,26 @@ class Recipe(BaseRecipe):
     def by_script(self) -> ScriptRecipe | None:
         """Return the arguments of a script's own training loop, a `ScriptRecipe`.
 
-        None where commands run the recipe.
+        Its fields are names, such as `model`, `optimizer` and `loss`. None if commands run the
+        recipe.
         """
         return None
 
     @property
     def score(self) -> ScriptScore | None:
-        """Return the settings of a script's scores on held-out private records, a `ScriptScore`.
+        """Return the settings of a script's scores on private records, a `ScriptScore`.
 
-        Its fields are every, noise, records and value. None for a recipe without such scores.
+        Its fields are `every` (steps), `noise`, `records` (a number) and `value` (a name). None for
+        a recipe without such scores.
         """
         return None if self.by_script is None else self.by_script.score
 
     @property
     def public_files(self) -> tuple[Path, ...]:
-        """Return the files and folders made by others that a run reads, a tuple of `Path`.
+        """Return the public files and folders that a run reads, a tuple of `Path`.
 
-        They are public weights of its models, and a tokenizer. Empty where the recipe names none.
+        They are public weights of its models, and a tokenizer, written by others. Empty if the
+        recipe names none.
         """
         parts = (self.model.initial, self.model.classifier, self.model.denoiser)
         found = [part.folder for part in parts if part is not None]
@@ -317,7 +340,10 @@ class Recipe(BaseRecipe):
 
     @property
     def experiment_settings(self) -> dict[str, Any]:
-        """Return all settings that the model depends on, a dict of JSON values by dotted key."""
+        """Return all settings that the model depends on, a dict of JSON values by dotted key.
+
+        A key is such as "training.batch_size".
+        """
         return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 
 

@@ -49,18 +49,20 @@ _ENTRIES = 97  # of the parameter by which an optimizer's state is counted
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hold what a private training would guarantee, take and need: `dpdist.estimate` makes it.
+    """What a private training would guarantee, take and need, as `dpdist.estimate` returns it.
 
-    Guarantee: nothing here is computed from a private record, so it may be shown to anybody.
+    Guarantee: nothing here is computed from a private record, so it may be published.
 
     Attributes:
-        guarantee: of the whole training, by the accountant that the run itself would use.
-        noise_multiplier: noise of a step, in units of the clip norm.
-        steps: number of steps.
-        sample_rate: probability with which a record joins a step; of rates by class the largest.
-        seconds_per_step: time of an expected batch and its noise on this machine; None where no
-            examples told the shapes.
-        memory_bytes: memory that the process needs, about; None where no examples told the shapes.
+        guarantee: `Guarantee` of the whole training, by the accountant that the run would use.
+        noise_multiplier: float, noise of a step, in units of the clip norm.
+        steps: int, number of steps.
+        sample_rate: float, probability with which a record joins a step; with rates by class, the
+            largest.
+        seconds_per_step: float, time of an expected batch and its noise on this machine; None if
+            there are no examples of the shapes.
+        memory_bytes: int, memory that the process needs, about; None if there are no examples of
+            the shapes.
 
     Example:
         >>> import torch, dpdist
@@ -81,12 +83,12 @@ class Estimate:
 
     @property
     def epsilon(self) -> float:
-        """Return epsilon of the whole training, a float; infinite where nothing is proved."""
+        """Return epsilon of the whole training, a float; infinite if nothing is proved."""
         return self.guarantee.epsilon
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all steps in seconds, a float; None where it was not measured."""
+        """Return the time of all steps in seconds, a float; None if it was not measured."""
         return None if self.seconds_per_step is None else self.steps * self.seconds_per_step
 
     def __str__(self) -> str:
@@ -122,33 +124,34 @@ def estimate(
 ) -> Estimate:
     """Estimate epsilon (or the noise for it), memory and seconds of a training, before any step.
 
-    Guarantee: nothing is released and nothing written. Time and memory are measured on examples
+    Guarantee: it releases nothing and writes nothing. Time and memory are measured on examples
     invented of the records' shapes and types, never on records; epsilon follows from their number,
     which is public.
 
     Args:
         model: the module, on its device; it is left as it is.
-        data: what `PrivateTraining` would get, of which the number and the shapes are used; or the
-            number of records.
+        data: the data of `PrivateTraining`, of which only the number and the shapes are used; or
+            the number of records.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step.
         steps: number of steps; give this or epochs.
         epochs: passes over the data, in expectation; give this or steps.
-        loss: a name, or a callable that returns one value a record.
+        loss: a name, or a callable that returns one value per record.
         optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...): its state takes
             memory.
         examples: with a number of records, a few public or invented `(X, y)` of their shapes;
             without them time and memory are not estimated.
         vmap: as in `PrivateTraining`.
         micro_batch: as in `PrivateTraining`'s resources.
-        rounding: as there, too.
-        class_sampling: relative sampling rates by class, as in `PrivateTraining`; the largest is
-            priced.
+        rounding: as in `PrivateTraining`'s resources.
+        class_sampling: relative sampling rates by class, as in `PrivateTraining`; the largest
+            determines epsilon.
         class_counts: the PUBLIC number of records of each class. Required with rates.
 
     Returns:
-        An `Estimate`: guarantee, noise_multiplier, steps, sample_rate, and seconds_per_step and
-        memory_bytes, which are None for a number of records without `examples`. Prints as one line.
+        An `Estimate`: `guarantee` (a `Guarantee`), `epsilon`, `noise_multiplier`, `steps`,
+        `sample_rate`, and `seconds_per_step` and `memory_bytes`, which are None for a number of
+        records without `examples`. It prints as one line.
 
     Raises:
         UserError: the settings make no plan, or the model cannot be trained so.

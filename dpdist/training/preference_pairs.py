@@ -38,37 +38,36 @@ def preferences(
     unit: str | Sequence[Hashable] | np.ndarray | None = None,
     name: str = "preferences",
 ) -> PreferenceRecords:
-    """Make records of pairs of answers for direct preference optimization (DPO).
+    """Return records of pairs of answers for direct preference optimization (DPO).
 
-    Guarantee: one pair is one record, and its tensors are made of one row and the reference alone:
-    the reference sees one pair at a time, and the first one again at the end, where it must say the
-    same. Tokens of the prompt are read and not learned. An
-    answer is cut where prompt and answer have `length` tokens; a pair of which one answer is all
-    cut away teaches nothing, and their number is told.
+    Guarantee: one pair is one record, and its tensors are computed only from one row and the
+    reference: the reference sees one pair at a time, and the first one again at the end, for which
+    it must return the same. Tokens of the prompt are read and not learned. An answer is cut once
+    prompt and answer have `length` tokens; a pair with an answer that is cut away completely
+    teaches nothing, and a note states the number of such pairs.
 
     Args:
         data: rows with named fields, as `dpdist.documents` takes them. The fields are texts, or
             lists of messages with a role and a content, as TRL has them. Without a prompt, chosen
-            and rejected are whole conversations, and what both begin with is the prompt.
+            and rejected are whole conversations, and the part with which both start is the prompt.
         tokenizer: a fast tokenizer of `transformers`, or the folder of one, as `dpdist.documents`
-            takes it. Its chat template shows texts and messages; where it has none, the texts of
-            prompt and answer stand behind one another.
+            takes it. Its chat template renders texts and messages; if it has none, the answer
+            follows the prompt.
         length: most tokens of a prompt with one answer; a record has twice as many.
-        reference: the model as training begins with it, whose adapters of peft are switched off; or
+        reference: the model as training starts with it, whose peft adapters are switched off; or
             its base. It must be public, as must the first weights.
         pretraining_data: what the reference and the first weights were trained on, such as "public
-            texts". It stands on the run's card: that no private pair was among it cannot be
-            checked.
+            texts". The run's card lists it: dpdist cannot check that it contains no private pair.
         prompt: name of the field of a prompt.
         chosen: name of the field of the answer that is preferred.
         rejected: name of the field of the other answer.
-        unit: whom each pair belongs to: a field's name, such as that of the prompt, or one value
-            for each pair. Required where prompts are equal but for white space and compatible
-            characters of Unicode; give `Privacy(unit="user", ...)`.
-        name: name of the data in complaints and on cards.
+        unit: the user or other unit that each pair belongs to: a field's name, such as that of the
+            prompt, or one value for each pair. Required if prompts are equal except for white space
+            and compatible characters of Unicode; give `Privacy(unit="user", ...)`.
+        name: name of the data in error messages and on cards.
 
     Returns:
-        `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.preference_loss`. Their
+        A `dpdist.Records` for `dpdist.PrivateTraining` with `loss=dpdist.preference_loss`. Its
         `batch(indices)` returns a dict: `input_ids` and `labels`, int64 (B, 2 * length), chosen
         then rejected, and `reference` (B,), the reference's log-probability of the chosen answer
         minus that of the rejected one.
@@ -76,7 +75,7 @@ def preferences(
     Raises:
         UserError: a row lacks its fields, prompts are equal without a unit, the tokenizer or the
             model does not fit, or the reference keeps a state or is known to be trained on private
-            records, as a model of a run here is, and each copy of it. No row's text is shown.
+            records, such as the model of a run. The message contains no row's text.
 
     Source:
         Rafailov et al., NeurIPS 2023 (DPO).

@@ -53,33 +53,34 @@ class StepData(Protocol):
 
 
 class PrivateStep:
-    """Release noisy, clipped sums of per-example gradients, one for each step.
+    """A source of noisy, clipped sums of per-example gradients: one release for each step.
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
     `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
-    record counts for at most the engine's sensitivity (one user, where the data's positions are
-    users of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key
-    that no other step has. So each call costs what `PrivacyPlan` accounts for that step, if
-    `check_clip` accepts the engine.
-    The ledger, where there is one, has the release durably before the noise is added by its
-    holder; other workers add the same noise and write nothing. Calling it
-    for one step again, on the same data and under the same key, is the same release and costs
-    nothing; another sum, as of a changed model, is refused, since it would get the same noise.
-    Without a ledger that is known of what this object released.
+    record counts for at most the engine's sensitivity (one user, if the data's positions are users
+    of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key that no
+    other step has. So each call costs what `PrivacyPlan` accounts for that step, if `check_clip`
+    accepts the engine. If there is a ledger, it records the release durably before its holder adds
+    the noise; other workers add the same noise and write nothing. Calling it again for one step, on
+    the same data and with the same key, is the same release and costs nothing; a different sum,
+    such as that of a changed model, raises an error, since it would get the same noise. Without a
+    ledger, this object checks that only for its own releases.
+
+    Each argument is an attribute of the same name.
 
     Args:
         engine: clips and adds up gradients. Its parameters are read, never written.
-        data: the records, all that the plan was made for.
-        key: 32 secret bytes of this run; whoever knows them can take the noise away.
-        attempt: label that stands in the keys of all steps; a new one wherever a sum may differ.
-        task: makes targets of the labels; default: the labels themselves.
-        reducer: adds up over the workers; default: this process alone.
+        data: the records, all that the plan counts.
+        key: 32 secret bytes of this run; anyone who knows them can subtract the noise.
+        attempt: label that is in the keys of all steps; use a new one whenever a sum may differ.
+        task: turns labels into targets; default: the labels themselves.
+        reducer: adds up over the workers; default: only this process.
         shards: the records of this worker; default: all of them.
-        noise_on_device: whether noise is drawn where the sum lies, in place of on the CPU.
-        ledger: every release is announced there first. Worker 0 has one, or nobody.
-        permit: returns once a step may be announced.
-        announcing: is called on every worker with what announces the step where the ledger is, and
-            returns on all of them once that is done.
+        noise_on_device: whether noise is drawn on the device of the sum instead of on the CPU.
+        ledger: every release is announced there first. Only worker 0 may have one.
+        permit: function of a step's number that returns once the step may be announced.
+        announcing: function that is called on every worker with a function that announces the step;
+            it returns on all workers once that is done.
         canaries: values that an audit adds to the sums.
         announced: attempts whose steps are replayed, as (first step, end, label).
 
@@ -156,7 +157,7 @@ class PrivateStep:
         return next(replayed, self.attempt)
 
     def draw_key(self, step: int, *labels: str | int) -> bytes:
-        """Return the key of a step's random draws for records, bytes.
+        """Return the key of a step's random draws for records, 32 bytes.
 
         Args:
             step: number of the step.
@@ -175,9 +176,9 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A tuple of three: the gradient, float64 (size,), which the next
-            step overwrites; `StepMetrics`, the counts and losses of the records, PRIVATE; and a
-            bool, True if any worker's flag was True.
+            A tuple of three: the gradient, float64 (size,), which the next step overwrites; a
+            `StepMetrics`, PRIVATE: `examples`, `nonfinite` (ints), `loss_sum` and `details` of this
+            worker's records; and a bool, True if any worker's flag was True.
         """
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
@@ -240,18 +241,18 @@ class PrivateStep:
         return np.asarray(drawn[words % np.uint64(count) == own])
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
-        """Draw the records that join a step, by Poisson sampling.
+        """Return the records that join a step, by Poisson sampling.
 
         Args:
             key: 32 secret bytes of the step's sample.
             begin: first position that may join.
             end: one after the last position that may join.
-            step_plan: sampling rates and batch cap. Where rates follow from a record's class, the
-                class is the record's own target, before random transforms.
+            step_plan: sampling rates and batch cap. If rates depend on a record's class, the class
+                is the record's own target, before random transforms.
 
         Returns:
-            int64 (B,), sorted positions in [begin, end); of users where the data's positions are
-            users. B is random, and may be 0.
+            int64 (B,), sorted positions in [begin, end); positions of users if the data's positions
+            are users. B is random, and may be 0.
         """
         return poisson_sample(
             key, begin, end, step_plan.sample_rate,
@@ -265,12 +266,12 @@ class PrivateStep:
     ) -> tuple[Tensor, bool]:
         """Return the sum of all workers' rows, with Gaussian noise.
 
-        The ledger's entry is durable before worker 0's noise is drawn. A method that makes sums of
-        its own calls it in place of `gradient`.
+        The ledger's entry is durable before worker 0's noise is drawn. A method that computes its
+        own sums calls it instead of `gradient`.
 
         Args:
             step: number of the step.
-            rows: float64 (rows, size), bounded as the plan says; written over.
+            rows: float64 (rows, size), bounded as in the plan; it is overwritten.
             noise_std: standard deviation of the noise on each number of the sum.
             flag: a bool for the other workers to see.
 

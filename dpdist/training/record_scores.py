@@ -71,13 +71,15 @@ def _brier(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def brier_score() -> RecordScore:
-    """Return the score 1 - half the Brier score of a record: of the squared errors of all classes.
+    """Return a score of records: 1 - half the Brier score (sum of squared errors of all classes).
 
     Guarantee: the value lies in [0, 1], since a Brier score lies in [0, 2], so one record or person
     moves a sum of such values by at most 1: in units of the Brier score by at most 2.
 
     Returns:
-        A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+        A `RecordScore` for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`:
+        called with outputs (B, classes) and classes (B,), it returns a float64 tensor (B,) in [0,
+        1].
 
     Raises:
         ValueError: the score is called on outputs that are not one for each of several classes.
@@ -95,16 +97,19 @@ def brier_score() -> RecordScore:
 
 
 def log_loss_score(cap: float = 5.0) -> RecordScore:
-    """Return the score 1 - min(loss, cap) / cap of a record's log loss.
+    """Return a score of records: 1 - min(loss, cap) / cap of a record's log loss.
 
     Guarantee: the value lies in [0, 1], whatever the loss, so one record or person moves a sum of
     such values by at most 1: in units of the loss by at most `cap`.
 
     Args:
-        cap: in nats; a loss beyond it counts as this much. It must be chosen without the records.
+        cap: largest loss, in nats; a larger loss counts as this much. Choose it without the
+            records.
 
     Returns:
-        A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+        A `RecordScore` for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`:
+        called with outputs (B, classes) and classes (B,), it returns a float64 tensor (B,) in [0,
+        1].
 
     Raises:
         UserError: the cap is not above 0 and finite.
@@ -126,19 +131,22 @@ def log_loss_score(cap: float = 5.0) -> RecordScore:
 
 
 def balanced_accuracy(weights: Mapping[int, float]) -> RecordScore:
-    """Return the score weight / largest weight of a record that is classified correctly, else 0.
+    """Return a score of records: weight / largest weight if the class is correct, else 0.
 
-    With weights 1 / (classes * share of the class) the mean of these values, times the largest
+    With weights 1 / (classes * fraction of the class) the mean of these values, times the largest
     weight, is the balanced accuracy: the mean over classes of the accuracy in each.
 
     Guarantee: the value lies in [0, 1], so one record or person moves a sum of such values by at
     most 1: in units of balanced accuracy by at most the largest weight.
 
     Args:
-        weights: by class, from 0 on, PUBLIC: shares that are counted in the records are not.
+        weights: weights by class, from 0 on. They must be PUBLIC: fractions that you count in the
+            records are not.
 
     Returns:
-        A `RecordScore`, for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+        A `RecordScore` for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`:
+        called with outputs (B, classes) and classes (B,), it returns a float64 tensor (B,) in [0,
+        1].
 
     Raises:
         UserError: a class has no weight, or one that is not above 0.
@@ -167,18 +175,21 @@ def balanced_accuracy(weights: Mapping[int, float]) -> RecordScore:
 def bounded_score(
     function: Callable[[nn.Module, Any], Tensor], low: float, high: float
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """Return a function's values, clipped to a declared range and mapped to [0, 1].
+    """Return a function whose values are clipped to a declared range and mapped to [0, 1].
 
     Guarantee: the value lies in [0, 1], whatever the function returns, so one record or person
     moves a sum of such values by at most 1: in units of the function by at most high - low.
 
     Args:
-        function: of a model and a batch to one value per record, (B,), the larger the better.
-        low: of the range, chosen without the records. What is not a number counts as this.
-        high: of the range.
+        function: function of a model and a batch that returns one value per record, (B,), the
+            larger the better.
+        low: lower end of the range, chosen without the records. A value that is not a number counts
+            as this.
+        high: upper end of the range.
 
     Returns:
-        A function for `score={"value": ...}` of `dpdist.tune` and `PrivateTraining.score`.
+        A function of a model and a batch, for `score={"value": ...}` of `dpdist.tune` and
+        `PrivateTraining.score`. It returns a tensor (B,) in [0, 1].
 
     Raises:
         UserError: the range is empty or not finite.

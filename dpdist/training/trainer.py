@@ -65,16 +65,18 @@ def train(
 
     Args:
         job: from `dpdist.training.job.prepare`.
-        session: where it is trained: a session of Ray from `dpdist.connect`, or an executor; None
-            for the enclosing one, else this process if the training is small, or a new session.
+        session: where it trains: a session of Ray from `dpdist.connect`, or an executor; None for
+            the enclosing one, else this process if the training is small, or a new session.
         progress: called with steps done, steps in all, and steps per second.
-        log: hears of an archive that cannot be written, and of a cluster that has become too small.
+        log: function that gets a line (str) if an archive cannot be written, or a cluster has
+            become too small.
 
     Returns:
-        The summary of the training, a dict of JSON values such as "steps", as in private/.
+        The summary of the training, a dict of JSON values, as in private/trained.json: "steps"
+        (int), "seconds" (float), "model" (its hash) and others.
 
     Raises:
-        RunBusy: another process trains the run; nothing was started or charged.
+        RunBusy: a different process trains the run; nothing was started or added to the budget.
         UserError: the run cannot be trained here.
         ClusterError: the workers failed for good.
 
