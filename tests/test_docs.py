@@ -66,7 +66,7 @@ def test_every_test_that_a_page_for_contributors_names_exists():
     named = {
         match
         for page in pages
-        for match in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text())
+        for match in re.findall(r"`(?:tests/)?((?!benchmarks)[\w/]+\.py)::(\w+)", page.read_text())
     }
     assert len(named) > 100
     for file, name in named:
@@ -163,6 +163,17 @@ def test_every_public_name_is_told():
     text = python_api.page()
     for name in set(dpdist.__all__) - {"__version__"}:
         assert text.count(f":: dpdist.{name}\n") == 1, name
+
+
+def test_the_reference_is_that_of_the_code():
+    """`make reference` renews the pages of docs/reference after a change of the code."""
+    from tools import reference
+
+    stale = [path.name for path in reference.stale()]
+    assert stale == [], "run `make reference`, and commit what it writes"
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for name in set(dpdist.__all__) - {"__version__"}:
+        assert text.count(f"\n### {name}\n") == 1, name
 
 
 def test_every_page_that_a_message_names_is_there(pages):

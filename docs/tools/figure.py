@@ -1,6 +1,6 @@
 """Draw the README's figure from the tables of results that are committed.
 
-    python docs/tools/figure.py     # writes docs/pictures/results.svg
+python docs/tools/figure.py     # writes docs/pictures/results.svg
 """
 
 from __future__ import annotations

@@ -119,13 +119,15 @@ def render(shown: list[Shown]) -> str:
             if following is not None:
                 frames += f"{100 * following.time / length:.2f}%{{opacity:0}}"
             final = int(following is None)  # what stays, and is seen where nothing moves
-            rules.append(f"@keyframes {name}{{{frames}100%{{opacity:{final}}}}}"
-                         f"#{name}{{opacity:{final};animation:{name} {length:.1f}s step-end infinite}}")  # fmt: skip
+            rules.append(f"@keyframes {name}{{{frames}100%{{opacity:{final}}}}}")
+            motion = f"animation:{name} {length:.1f}s step-end infinite"
+            rules.append(f"#{name}{{opacity:{final};{motion}}}")
             kind = {"$": "command", "K": "killed"}.get(state.text[:1], "")
             text = html.escape(state.text).replace(
                 "ε = 2.999", '<tspan class="e">ε = 2.999</tspan>'
             )
-            parts.append(f'<text id="{name}" class="{kind}" x="16" y="{34 + HEIGHT * row}">{text}</text>')  # fmt: skip
+            place = f'class="{kind}" x="16" y="{34 + HEIGHT * row}"'
+            parts.append(f'<text id="{name}" {place}>{text}</text>')
     width, height = round(COLUMNS * WIDTH + 32), 34 + HEIGHT * rows
     style = ("text{font:14px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d5dae3;"
              "white-space:pre}.command{fill:#fff;font-weight:bold}.killed{fill:#ff8b81}"
