@@ -200,7 +200,7 @@ class PrivateTraining(PublicViews):
     The folder is an ordinary run folder, begun by the first step. The same script continues it
     after a crash, from the newest checkpoint: it must build the same objects.
 
-    In several processes with a `torch.distributed` process user, as `torchrun` and Ray Train make
+    In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train make
     them, the same script trains together: each step is the step of one process, and is on record
     before any of them draws its noise. Worker 0 alone writes. All must build the same.
 
