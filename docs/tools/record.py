@@ -3,7 +3,7 @@
     python docs/tools/record.py     # about half a minute; writes docs/pictures/resume.svg
 
 The two commands printed everything in the picture, except "Killed", which is a shell's own word.
-Waits of more than a second are cut to a second.
+Waits of more than 0.3 seconds are cut to that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent.parent / "pictures" / "resume.svg"
 COMMAND = "dpdist run digits --name demo --until train --set resources.checkpoint_seconds=1"
-COLUMNS, WIDTH, HEIGHT = 106, 8.45, 22  # columns of the terminal; pixels of a character
-PAUSE, END = 1.0, 6.0  # seconds: the longest wait in the picture, and how long its end is shown
+COLUMNS, WIDTH, HEIGHT = 114, 8.45, 22  # columns of the terminal; pixels of a character
+PAUSE, END = 0.3, 6.0  # seconds: the longest wait in the picture, and how long its end is shown
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def render(shown: list[Shown]) -> str:
              "@media (prefers-reduced-motion){text{animation:none!important}}")  # fmt: skip
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" role="img" '
+            f'viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
             "<title>A private training is killed, and the same command resumes it</title>",
             f"<style>{style}{''.join(rules)}</style>",
             f'<rect width="{width}" height="{height}" rx="8" fill="#1b1f27"/>',
