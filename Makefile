@@ -31,6 +31,7 @@ help:
 	@echo "make bench   the table of speeds beside peers, in benchmarks/results/speed.md (about half an hour, alone)"
 	@echo "make bench-all  every other benchmark but the experiments (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
+	@echo "make reference  renew the generated part of the pages in docs/reference"
 	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
@@ -122,6 +123,10 @@ docs: install
 	@rm -rf site
 	@$(BIN)/python -m sphinx -b html -c docs -d build/doctrees -E -q -W --keep-going . site
 	@echo site/index.html
+
+.PHONY: reference
+reference: install
+	@cd docs && ../$(BIN)/python -m tools.reference
 
 notebook: docs-tools
 	@$(BIN)/python examples/execute.py

@@ -135,24 +135,6 @@ def test_recipes_are_listed_and_shown_complete(dpdist):
     assert shown["training"]["reproducible"] is False
 
 
-def test_the_readme_is_true(dpdist, tmp_path):
-    """Its recipe is valid, its commands exist, its links lead somewhere."""
-    import re
-
-    from dpdist.runs.recipe import load_recipe
-
-    root = Path(__file__).resolve().parent.parent
-    page = (root / "README.md").read_text()
-    (tmp_path / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S).group(1))
-    assert load_recipe(tmp_path / "my.yaml").name == "my"
-    commands = set(re.findall(r"^dpdist (\w+)", page, re.M))
-    assert len(commands) >= 5
-    for command in commands:
-        assert dpdist(command, "--help").returncode == 0
-    for target in re.findall(r"\]\(([^)#]+)", page):
-        assert (root / target).exists(), target
-
-
 def test_every_shipped_recipe_is_valid():
     from dpdist.runs.recipe import built_in_recipes, load_recipe, paper_recipes
 

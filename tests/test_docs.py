@@ -52,8 +52,8 @@ def test_every_page_is_on_a_shelf_once(pages):
     assert sorted(listed) == sorted({page.path for page in pages} - {tools.INDEX} - beside)
     folders = {"docs/tutorials": "Tutorials", "examples": "Tutorials", "docs/how-to": "How-to",
                "docs/explanation": "Explanation", "docs/reference": "Reference",
-               "docs/contributing": "Contributing", ".": "The project", "papers": "The project",
-               "benchmarks": "The project"}  # fmt: skip
+               "docs/contributing": "Contributing", ".": "The project", "docs": "The project",
+               "papers": "The project", "benchmarks": "The project"}  # fmt: skip
     for shelf, entries in shelves.items():
         assert entries and {folders[str(Path(path).parent)] for _, path in entries} == {shelf}
     for title, path in (entry for entries in shelves.values() for entry in entries):
@@ -62,15 +62,16 @@ def test_every_page_is_on_a_shelf_once(pages):
 
 def test_every_test_that_a_page_for_contributors_names_exists():
     """A finding stays fixed as long as the test that its row names passes."""
-    pages = (ROOT / "docs" / "contributing").glob("*.md")
+    pages = [*(ROOT / "docs" / "contributing").glob("*.md"), *(ROOT / "tests").glob("*.md")]
     named = {
         match
         for page in pages
-        for match in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", page.read_text())
+        for match in re.findall(r"`(?:tests/)?((?!benchmarks)[\w/]+\.py)::(\w+)", page.read_text())
     }
-    assert len(named) > 10
+    assert len(named) > 100
     for file, name in named:
-        defined = {getattr(node, "name", "") for node in ast.parse((ROOT / file).read_text()).body}
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        defined = {getattr(node, "name", "") for node in tree.body}
         assert name in defined, f"{file}::{name}"
 
 
@@ -162,6 +163,17 @@ def test_every_public_name_is_told():
     text = python_api.page()
     for name in set(dpdist.__all__) - {"__version__"}:
         assert text.count(f":: dpdist.{name}\n") == 1, name
+
+
+def test_the_reference_is_that_of_the_code():
+    """`make reference` renews the pages of docs/reference after a change of the code."""
+    from tools import reference
+
+    stale = [path.name for path in reference.stale()]
+    assert stale == [], "run `make reference`, and commit what it writes"
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for name in set(dpdist.__all__) - {"__version__"}:
+        assert text.count(f"\n### {name}\n") == 1, name
 
 
 def test_every_page_that_a_message_names_is_there(pages):

@@ -1,7 +1,8 @@
 """Pages of the site: their order, the text that is generated into them, their links and anchors.
 
-A page is a Markdown file or an executed notebook, by its path from the root of the repository. A
-line `<!-- generated: NAME -->` stands for the Markdown that `GENERATORS[NAME]` makes of the code.
+A page is a Markdown file or an executed notebook, by its path from the root of the repository.
+What lies between the lines `<!-- generated: NAME -->` and `<!-- end -->` is generated from the
+code: plain Markdown in the repository (`tools.reference`), on the site that of `GENERATORS[NAME]`.
 Nothing here needs Sphinx, so that quick tests can read every page as the site has it.
 """
 
@@ -23,7 +24,11 @@ from tools import commands, python_api, recipe_keys, run_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-BESIDE = ("benchmarks", "papers")  # whose pages are on the site, and on no shelf but their README
+BESIDE = (
+    "benchmarks",
+    "papers",
+    "tests",
+)  # whose pages are on the site, and on no shelf but their README
 INDEX = "docs/index.md"
 SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Contributing",
            "The project")  # fmt: skip
@@ -37,6 +42,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "files of a run": run_files.page,
     "python api": python_api.page,
 }
+GENERATED = re.compile(r"^<!-- generated: (.+) -->\n(?:.*\n)*?<!-- end -->$", flags=re.M)
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,8 @@ def read(path: Path, root: Path = ROOT) -> str:
 
 
 def expand(text: str) -> str:
-    """Return Markdown with the generated text in place of each line that stands for it."""
-    return re.sub(
-        r"^<!-- generated: (.+) -->$", lambda found: GENERATORS[found[1]](), text, flags=re.M
-    )
+    """Return Markdown with the site's form of each generated part."""
+    return GENERATED.sub(lambda found: GENERATORS[found[1]](), text)
 
 
 def notebook(content: dict[str, Any]) -> str:
