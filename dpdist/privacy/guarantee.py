@@ -200,9 +200,7 @@ def privacy_row(stated: Mapping[str, Any], why_not: str | None = None) -> Row:
     delta = f"{mantissa.rstrip('0').rstrip('.')}e{exponent}"
     audited = stated["kind"] == "audited"
     epsilon = format_epsilon(stated["epsilon"], lower_bound=audited)
-    relation = stated["relation"]
-    if "(zero-out)" in relation:
-        relation = "zero-out adjacency"
+    relation = stated["relation"].removesuffix(" (data set size public)")
     accountant = stated["source"].partition(" (")[0]
     accountant += " accountant" if " " not in accountant else ""
     beside = f"{relation}, {accountant}{left_out(stated['assumptions'])}"
