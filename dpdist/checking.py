@@ -201,7 +201,7 @@ def _build(
     model, optimizer, state = copied
     with warnings.catch_warnings(record=True) as warned, tempfile.TemporaryDirectory() as place:
         warnings.simplefilter("always")
-        given = {"loss": loss, "state": state, "private_eval_data": public, **options}
+        given = {"loss": loss, "state": state, "eval_data": public, **options}
         folder = Path(place) / "run"
         built = problems.of(
             lambda: PrivateTraining(model, optimizer, records, folder=folder, **given)

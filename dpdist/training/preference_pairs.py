@@ -142,8 +142,8 @@ def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
         )
     if pretraining_data.strip().casefold() == name.casefold():
         raise UserError(
-            f"{name}: pretraining_data must be other data than {name}, whose records are private here: a "
-            "reference that was trained on them voids the guarantee; take its public base"
+            f"{name}: pretraining_data must be other data than {name}, whose records are private "
+            "here: a reference that was trained on them voids the guarantee; take its public base"
         )
     if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
         raise UserError(
