@@ -378,7 +378,8 @@ class Certificate(Section):
     def table_schema(cls) -> pa.Schema:
         """Return the schema of the table, a `pyarrow.Schema`.
 
-        It has the columns of every table, such as "index", "label", "prediction" and "radius".
+        It has one row per input and the columns of every table (docs/reference/certificates.md),
+        such as "index", "label" and "prediction" (int64; -1 if it abstains) and "radius" (float64).
         """
         return base_schema()
 
@@ -538,7 +539,9 @@ class Certificate(Section):
             batch: draws in a block.
 
         Returns:
-            A pair: a `Certificate` with the table's draws and error, and a `NoiseSampler`.
+            A pair (settings, sampler): a `Certificate` with the table's draws and error, and the
+            `NoiseSampler` that adds the table's noise. Pass it to the settings' `sample` and
+            `decide` as `sampler`.
 
         Raises:
             UserError: certificates of this kind cannot be attacked.

@@ -442,11 +442,14 @@ class Cohen(Smoothing):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
-        """Return the same procedure with the table's draws, error and noise.
+        """Return the settings and the sampler that a table was certified with.
+
+        Arguments are those of `Certificate.recreate`.
 
         Returns:
-            A pair: settings of this class, and a `VoteSampler`. Arguments are those of
-            `Certificate.recreate`.
+            A pair (settings, sampler): an instance of this class with the table's draws and error,
+            and the `VoteSampler` that adds the table's noise and counts the classes. Pass it to
+            `settings.sample` and `settings.decide` as `sampler`.
         """
         from dpdist.certification.worker import VoteSampler
 

@@ -266,8 +266,10 @@ class ExpectedScores(HiddenNoiseCertificate):
     def table_schema(cls) -> pa.Schema:
         """Return the schema of the table, a `pyarrow.Schema`.
 
-        To the columns of every table it adds "bound", "p_upper", "sums", "squares" and one of sizes
-        for each certificate and norm, such as "exact_l2".
+        To the columns of `Certificate.table_schema` it adds "bound" (str, the confidence bound),
+        "p_upper" (float64, upper bound of the runner-up's expected score), "sums" and "squares"
+        (lists of int64, one per class: the scores and their squares, summed over the draws), and
+        for each certificate and norm the certified size (float64, input units), such as "exact_l2".
         """
         import pyarrow as pa
 
@@ -393,11 +395,14 @@ class ExpectedScores(HiddenNoiseCertificate):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[ExpectedScores, ScoreSampler]:
-        """Return settings and sampler with the table's draws, error, bound and noise.
+        """Return the settings and the sampler that a table was certified with.
+
+        Arguments are those of `Certificate.recreate`.
 
         Returns:
-            A pair: settings of this class, and a `ScoreSampler`. Arguments are those of
-            `Certificate.recreate`.
+            A pair (settings, sampler): an instance of this class with the table's draws, error and
+            bound, and the `ScoreSampler` that draws scores under the model's own noise. Pass it to
+            `settings.sample` and `settings.decide` as `sampler`.
         """
         from dpdist.certification.worker import ScoreSampler
 

@@ -288,8 +288,9 @@ class SequentialSmoothing(Smoothing):
         """Return Cohen's procedure with the most draws of the table, whatever stopped its own.
 
         Returns:
-            A pair: a `dpdist.Cohen`, and a `VoteSampler`. Arguments are those of
-            `Certificate.recreate`.
+            A pair (settings, sampler): a `dpdist.Cohen`, and the `VoteSampler` that adds the
+            table's noise and counts the classes. Pass it to `settings.sample` and
+            `settings.decide` as `sampler`. Arguments are those of `Certificate.recreate`.
         """
         return Cohen.recreate(certificates, norm, batch)
 
@@ -352,9 +353,10 @@ class TargetRadius(SequentialSmoothing):
         Arguments are those of `Certificate.sample`; the whole work is one unit.
 
         Returns:
-            A dict of JSON values for `decide`: "selected" (int, the class), "k" of "n" draws for
-            it, "looks" (int), "passed" (number of radii certified) and "hits" (k at each look, a
-            list).
+            A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
+            that were made, at most the settings' n), "k" (int, those of them that returned the
+            class), "looks" (int, planned looks reached), "passed" (int, radii certified) and "hits"
+            (list of int, k at each look).
         """
         selected = select_class(counter, self.n0, x, index)
         hypotheses = self.hypotheses(sampler.equivalent_noise)
@@ -570,8 +572,9 @@ class Anytime(SequentialSmoothing):
         Arguments are those of `Certificate.sample`; the whole work is one unit.
 
         Returns:
-            A dict of JSON values for `decide`: "selected" (int, the class), "k" of "n" draws for
-            it, and "looks" (int, number of blocks).
+            A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
+            that were made, at most the settings' n), "k" (int, those of them that returned the
+            class) and "looks" (int, number of blocks).
         """
         selected = select_class(counter, self.n0, x, index)
         p0 = self.hypotheses(sampler.equivalent_noise)

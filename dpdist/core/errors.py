@@ -52,8 +52,9 @@ class DocumentedError(Exception):
 class UserError(DocumentedError):
     """An error in an input, a file or a setting, which you can fix.
 
-    The message names the key or file, its rule and its value, and then a remedy. A command
-    prints it in one line and ends with exit code 2.
+    `str(error)` is the message: the key or file, its rule and its value, a remedy, and the page
+    that explains it (the argument `see`), if there is one. A command prints it in one line and ends
+    with exit code 2.
 
     Example:
         >>> import dpdist
@@ -68,7 +69,8 @@ class UserError(DocumentedError):
 class ClusterError(DocumentedError):
     """A fault of the cluster or of Ray rather than of an input.
 
-    The message names the fault, its place and a remedy; you may run the same command again.
+    `str(error)` is the message: the fault, its place and a remedy. You may run the same command
+    again.
 
     Example:
         >>> import dpdist

@@ -186,11 +186,13 @@ class FileIn:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run: each attribute is the `Path` of a file or folder in it.
+    """The folder of one run: its attributes are the `Path`s of files and folders in it.
 
-    An instance reads and writes nothing until you call a method. `report_file`, `certificates` and
-    `release_folder` are what you mostly open; nothing in `private` may be published.
-    docs/reference/run-folder.md lists all attributes.
+    An instance reads and writes nothing until you call a method. You mostly open `report_file` (an
+    HTML page), `certificates` (a folder with one folder per certification; its
+    certificates.parquet has one row per input) and `release_folder` (what may be published).
+    Nothing in the folder `private` may be published. `name` is a str; docs/reference/run-folder.md
+    lists all files.
 
     Args:
         path: the folder, which need not exist yet.

@@ -185,8 +185,9 @@ class Recipe(BaseRecipe):
             mean_rate: expected batch divided by the number of records, both public.
 
         Returns:
-            A `ClassRates`: `rates` (a tuple of floats in (0, 1], one per class) and `counts`; None
-            without data.class_sampling.
+            A `ClassRates`: `rates` (a tuple of floats in (0, 1], the probability that a record of
+            each class joins a step) and `counts` (a tuple of ints, the public number of records of
+            each class), both in the order of the class numbers. None without data.class_sampling.
 
         Raises:
             ValueError: rates in these proportions cannot give such a batch.
