@@ -123,7 +123,7 @@ LEFT_OUT = {  # the end of a key's place in JSON
     "folder": "where a run lies",
     "doubts": "sentences about the table of certificates, which is compared",
     "measured": "sentences about results, which are compared; now among the rows",
-    "metrics": "AUC, calibration and intervals, which BASE has not; tests/test_metrics.py holds them",
+    "metrics": "AUC and others, which BASE has not; tests/test_metrics.py holds them",
     "rows": "sentences about results, which are compared",
 }
 # Of some cases only, by the name of what is compared.
