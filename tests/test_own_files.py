@@ -27,7 +27,7 @@ WRONG: list[tuple[type[FileShape], dict[str, Any], str]] = [
     (ScoresRecord, {"scores": ["x"]}, "scores"),
     (SettingsRecord, {"values": 3}, "values"),
     (JobRecord, {"settings": None}, "settings"),
-    (JobRecord, {"format": 2}, "format 2"),
+    (JobRecord, {"format": 3}, "format 3"),
 ]
 
 

@@ -78,5 +78,5 @@ def accuracy_rows(
 def _interval(found: Sequence[float], scale: float = 1, unit: str = "") -> str:
     if len(found) != 3:
         return ""
-    low, high = (f"{scale * bound:.3g}" for bound in found[1:])
-    return f"95 % interval {low} to {high}{unit}"
+    low, high = (f"{scale * bound:.3g}{unit}" for bound in found[1:])
+    return f"95 % interval {low} to {high}"
