@@ -43,7 +43,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(
     assert clean.job_record["data"] != attacked.job_record["data"]
     assert attacked.certified_accuracy(1e-9) < clean.certified_accuracy(1e-9)
     for table, of in ((attacked, "attacked"), (clean, "clean")):
-        (line,) = [line for line in out.splitlines() if line.startswith(of)]
+        (line,) = [line for line in out.splitlines() if line.startswith(f"  {of.title()}")]
         assert line.endswith(f"{100 * table.certified_accuracy(0.3):.2f} %")
     # What was certified: copies within the size that go from the label, the same every time.
     data, model = load_test_records(recipe, data_source(recipe)), load_model(recipe, folder)

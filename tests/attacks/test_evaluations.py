@@ -148,7 +148,7 @@ def test_private_results_are_not_written_where_they_may_be_published(
     recipe, folder = run
     for place in ("attacks/mine", "certificates", "private/../report"):
         with pytest.raises(UserError, match="says something of training records"):
-            pipeline.evaluation_stage(recipe, folder, Membership(models=2), folder.path / place)
+            pipeline.evaluation_stage(recipe, folder, Membership(2), folder.path / place)
     assert Toy().output_folder(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
     for place in (folder.private / "mine", tmp_path / "elsewhere"):
-        assert Membership(models=2).output_folder(folder, place) == place
+        assert Membership(2).output_folder(folder, place) == place

@@ -114,7 +114,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
         with use_executor(Idle()), pytest.raises(KeyError):  # nothing was computed
             certificates.certify(model_folder, FakeData(), settings, tmp_path)
         (tmp_path / "rate.json").write_text("1000.0")
-    assert seen[1].stall_seconds >= 1000
+    assert seen[-1].stall_seconds >= 1000
     assert seen[0].stall_seconds >= 60
 
 

@@ -61,8 +61,7 @@ def certify(model: Path, output: Path, data: Images = Images(), **options: Any) 
 def attack(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
     settings = AttackSettings(norm="l2", sizes=(1.0,), attacks=("fgsm",), batch=1)
     certificates.attack_model(model, data, settings, output, **options)
-    found = attack_tables.read(output / attack_tables.TABLE)
-    return attack_tables.read_job_record(found)["model"]
+    return attack_tables.read_attack(output / attack_tables.TABLE).model
 
 
 @pytest.fixture(params=[certify, attack], ids=["certify", "attack"])
@@ -122,5 +121,5 @@ def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path)
     (table,) = (tmp_path / "x").glob("*.parquet")
     shutil.copy(table, tmp_path / "y" / table.name)
     with pytest.raises(UserError, match=r"not of the settings in settings\.json"):
-        reader = table_reader.read if table.name == job.TABLE else attack_tables.read
+        reader = table_reader.read if table.name == job.TABLE else attack_tables.read_attack
         reader(tmp_path / "y" / table.name)
