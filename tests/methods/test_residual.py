@@ -183,7 +183,7 @@ RECIPE = {
     "method": {"name": "residual", "gamma": 0.5, "input_norm": 3.5},
     "privacy": {"noise_multiplier": 0, "clipping": "none", "delta": 1e-5},
     "training": {"batch_size": 20, "steps": 2, "learning_rate": 0.1, "ema": 0.5},
-    "certify": {"sigma": 0.25, "n": 20, "n0": 10, "max_inputs": 2, "form": "eager"},
+    "certify": {"sigma": 0.25, "n": 20, "n0": 10, "max_inputs": 2, "backend": "eager"},
 }  # fmt: skip
 
 

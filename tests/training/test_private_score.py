@@ -610,9 +610,7 @@ def test_groups_that_cannot_be_scored_are_refused(tmp_path, private_eval_data, s
 
 
 def test_a_group_in_public_records_is_not_scored(tmp_path):
-    t = grouped_training(
-        tmp_path / "own", private_eval_data=by_group(rows(20, 5), list(range(19, -1, -1)))
-    )
+    t = grouped_training(tmp_path / "own", eval_data=by_group(rows(20, 5), list(range(19, -1, -1))))
     with pytest.raises(UserError, match="must share no unit with data, got 10 in common"):
         t.score(by_group(SCORED, WHOM), **once())
     assert not (tmp_path / "own").exists()

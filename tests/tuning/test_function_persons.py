@@ -120,10 +120,10 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     plan = search.cost.plan
     assert plan.records == PATIENTS and plan.user is not None
-    assert plan.user.max_records == MOST and plan.counted == "groups"
+    assert plan.user.max_records == MOST and plan.counted == "users"
     steps, scores = GaussianSteps(2 * 3, 4.0, 10 / PATIENTS, None), GaussianReleases(2.0, 2)
     assert plan.phases == (ParallelParts(((steps,), (scores,))),)
-    assert "the number of held-out groups (12) is public" in read_terms(search.folder)["assumed"]
+    assert "the number of held-out users (12) is public" in read_terms(search.folder)["assumed"]
     for number in range(2):
         (score,) = run_trial(search, number)["scores"]
         own = search.folder.trial_folder(number)
@@ -137,7 +137,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     run = finish(search)
     facts = dpdist.load_results(run)
     assert facts.guarantee == search.cost.guarantee and facts.guarantee.kind == "proved"
-    assert "group" in str(facts.guarantee)
+    assert "user" in str(facts.guarantee)
     record = searching.read_json(run.search_record)
     assert re.fullmatch("[0-9a-f]{16,}", record["function"])
 

@@ -309,7 +309,7 @@ REFUSED = [
     (others_records, {}, "train: data: must be config.data"),
     (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
     (build, {"data": OWNED, "score": {"private_eval_data": SAME_OWNER}},
-     "privacy.unit: must be group, for the largest unit has 41 records"),
+     "privacy.unit: must be user, for the largest unit has 41 records"),
     (keyed, {}, "train: privacy.run_key: must be that of config.privacy"),
     (trained_before, {}, "began_with"),
     (build, {"score": {"private_eval_data": SCORED, "value": lambda model,
@@ -714,7 +714,7 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
     run = finish(search)
     search.make_loadable()
     chosen = run.read_recipe()
-    assert chosen.data.root == run.path / "held-out" and chosen.data.root.is_dir()
+    assert chosen.data.root == run.path / "eval-data" and chosen.data.root.is_dir()
     searching.evaluate_stage(chosen, run)
     assert dpdist.load_results(run).evaluation["inputs"] == 30
     assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
