@@ -1094,7 +1094,7 @@ def test_units_of_several_records_must_be_the_unit(tmp_path):
     by_group = {**PRIVATE, "unit": "user", "max_records_per_user": 4}
     t = training(tmp_path / "own", data=data, privacy=by_group)
     t.run_all()
-    assert t.plan.records == RECORDS // 4 and "of a user" in t.guarantee.relation
+    assert t.plan.records == RECORDS // 4 and "a user" in t.guarantee.relation
 
 
 # --- a budget over several runs
