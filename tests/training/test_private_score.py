@@ -563,8 +563,8 @@ def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path)
     t.run_all()
     facts = dpdist.load_results(t.run)
     assert facts.guarantee == t.guarantee and "a user" in facts.guarantee.relation
-    assert f"on {groups} held-out groups, noise 2" in str(facts._score_rows)
-    assert f"each of {groups} held-out groups" in str(build_card(facts.plan)["mechanism"])
+    assert f"on {groups} held-out users, noise 2" in str(facts._score_rows)
+    assert f"each of {groups} held-out users" in str(build_card(facts.plan)["mechanism"])
 
 
 @pytest.mark.parametrize("value", [None, ruled])
