@@ -714,7 +714,7 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
     run = finish(search)
     search.make_loadable()
     chosen = run.read_recipe()
-    assert chosen.data.root == run.path / "held-out" and chosen.data.root.is_dir()
+    assert chosen.data.root == run.path / "eval-data" and chosen.data.root.is_dir()
     searching.evaluate_stage(chosen, run)
     assert dpdist.load_results(run).evaluation["inputs"] == 30
     assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
