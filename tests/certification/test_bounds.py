@@ -167,3 +167,12 @@ def test_score_intervals_cover(bound: str) -> None:
         low, high = score_bounds.empirical_bernstein_interval(mean, var, 200, 0.1)
     truth = 2 / 7
     assert np.mean((low > truth) | (high < truth)) < 0.115
+
+
+@pytest.mark.parametrize(
+    ("hits", "draws", "alpha"),
+    [(-1, 10, 0.1), (11, 10, 0.1), (1, 0, 0.1), (1, 10, 0.0), (1, 10, 1.0), (0.5, 10, 0.1)],
+)
+def test_wrong_counts_are_refused(hits: float, draws: int, alpha: float) -> None:
+    with pytest.raises(ValueError):
+        binomial.clopper_pearson_lower(hits, draws, alpha)

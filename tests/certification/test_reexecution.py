@@ -431,3 +431,13 @@ def test_parameters_are_not_copied_for_a_row_and_kept_answers_are() -> None:
     again = Reexecution(RowChoice(1, 1), network, Honest().full, rows)
     again(0, ESTIMATE, 0, rows, Honest().full(rows), 8)
     assert pointers == {network.weight.data_ptr()} and float(network.calls) == 0
+
+
+@pytest.mark.slow
+def test_without_it_each_of_them_is_certified(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative of the test above: nothing else would have noticed."""
+    monkeypatch.setattr(worker.Assignment, "build_reexecution", lambda *_: None)
+    for kind in LOOKS:
+        assert (certify(kind, tmp_path / kind) / job.TABLE).exists()

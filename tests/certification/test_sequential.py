@@ -153,3 +153,14 @@ def test_expected_evidence_under_the_null_is_one() -> None:
         pmf = stats.binom.pmf(k, 60, p0)
         evidence = np.exp(sequential.beta_mixture_log_evidence(k, 60, p0))
         assert (pmf * evidence).sum() == pytest.approx(1.0, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_anytime_simulated() -> None:
+    # 4,000 seeded walks of 500 draws watched after every draw. At most alpha = 1 % may ever
+    # exclude the truth: more than 66 (4 standard deviations) has probability below 1e-4.
+    p, rng = 0.9, np.random.default_rng(2)
+    hits = (rng.random((4000, 500)) < p).cumsum(1)
+    draws = np.arange(1, 501)
+    crossed = sequential.beta_mixture_rejects(hits, draws, p, ALPHA).any(1)
+    assert crossed.sum() < 66

@@ -11,7 +11,7 @@ from scipy import integrate, optimize, special, stats
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen
+from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
@@ -165,3 +165,18 @@ def test_counts_of_another_number_of_draws_certify_nothing(mode: str, counted: i
     ]
     with pytest.raises(ValueError, match=f"{counted} draws counted instead of 100"):
         settings.decide(partials, PLACE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.001, 0.03, 0.2])
+def test_predict_is_a_two_sided_test_at_alpha(alpha: float) -> None:
+    answered = 0
+    for second in range(41):
+        for first in range(second, 41):
+            if first == 0:
+                continue
+            exact = stats.binomtest(first, first + second).pvalue
+            label = predict(np.array([second, first, 0]), alpha)
+            assert label == (1 if exact <= alpha else -1), (first, second)
+            answered += label == 1
+    assert answered > 100

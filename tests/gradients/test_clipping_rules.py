@@ -752,3 +752,16 @@ def test_one_layer_in_float64_does_not_lift_the_others_slack():
         for value in values
     )
     assert 0.99 < largest <= 1
+
+
+def test_forgetting_the_cross_terms_would_be_noticed():
+    """The oracle is sharp: norms of the two uses of a tied weight added without cross terms."""
+    torch.manual_seed(0)
+    model, tokens = _Tied().double(), torch.randint(0, 6, (1, 5))
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(1.0), micro_batch=1)
+    targets = torch.zeros(1)
+    whole, _ = one_at_a_time(model, tokens, targets, 1e12)
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    pieces, _ = one_at_a_time(model, tokens, targets, 1e12)
+    assert abs(float(pieces.norm() / whole.norm()) - 1) > 1e-3
+    assert engine.size == len(whole)

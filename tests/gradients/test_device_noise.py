@@ -171,3 +171,8 @@ def test_a_device_whose_functions_are_too_coarse_is_refused(monkeypatch):
     monkeypatch.setattr(noise, "_unsigned", in_float32)
     with pytest.raises(UserError, match=r"resources\.noise: must be host on cpu: its noise is off"):
         noise.check_device_noise.__wrapped__(CPU)
+
+
+def test_a_few_numbers_are_the_cpu_s_to_the_bit():
+    assert np.array_equal(drawn(3, 2_000), standard_normal(KEY, 3, 2_000))
+    assert drawn(3, 0).shape == (0,)

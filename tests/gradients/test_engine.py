@@ -624,3 +624,10 @@ def test_no_convolution_lets_a_record_pass_the_clip(scale):
     engine.validate(torch.randn(33, 32, 8, 8), torch.zeros(33))
     for record in x.split(1):
         assert engine.clipped_sum(record, torch.zeros(1)).flat.norm() <= engine.sensitivity
+
+
+def test_all_examples_nonfinite():
+    model = nn.Linear(2, 2)
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    result = engine.clipped_sum(torch.full((3, 2), torch.nan), torch.zeros(3, dtype=torch.long))
+    assert result.nonfinite == 3 and not result.flat.any() and result.loss_sum == 0.0

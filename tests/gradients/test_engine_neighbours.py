@@ -153,3 +153,15 @@ def test_a_forgotten_layer_is_detected():
 
     engine = GradientEngine(small_layers(), cross_entropy, clipping=Forgetful(C), micro_batch=3)
     assert worst_change(engine_sum(engine)) > 1.05
+
+
+def test_a_clip_per_batch_is_detected():
+    model = small_layers()
+
+    def clip_of_the_mean(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+        loss = cross_entropy(model(inputs), targets).mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        flat = torch.cat([grad.flatten() for grad in grads])
+        return len(inputs) * flat * min(1.0, C / float(flat.norm()))
+
+    assert worst_change(clip_of_the_mean) > 1.5

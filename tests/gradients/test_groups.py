@@ -432,3 +432,13 @@ def test_a_fingerprint_knows_the_users():
         again in found
         and UserRecords(data, Users.from_values(own, 2)).keyed_fingerprint(bytes(32)) not in found
     )
+
+
+def test_sampling_by_record_is_seen_by_this_replay():
+    """A position for each record: where records come or go, other users join other steps."""
+    own = np.array(units())
+    sample = derive_key(KEY, "sample", "7/nonce", 1)
+    words = stream_words(sample, 0, len(own)) < np.uint64(2**63)
+    kept = own != 3
+    moved = stream_words(sample, 0, int(kept.sum())) < np.uint64(2**63)
+    assert not np.array_equal(words[kept], moved), "this comparison would see nothing"

@@ -386,3 +386,17 @@ def test_noise_behind_a_layer_without_a_rule_is_refused():
         clipping=FlatClipping(0.1),
         perturbation=HiddenPerturbation(1, "0", 0.1),
     )
+
+
+def test_clipping_each_draw_would_be_noticed():
+    model = network()
+    draws = ParameterPerturbation(4, 0.5)
+    right = expected_sum(model, draws, 0.1)
+    per_draw = 0.0
+    for k in range(4):
+        given = {n: p.detach() for n, p in model.named_parameters()}
+        values = draws.perturb_parameters(given, KEY, k)
+        for x, y in zip(*batch(), strict=True):
+            gradient = flat_gradient(model, values, x, y)
+            per_draw = per_draw + gradient * min(1.0, 0.1 / float(gradient.norm())) / 4
+    assert float((per_draw - right).norm() / right.norm()) > 0.01

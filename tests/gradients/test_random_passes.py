@@ -278,3 +278,19 @@ def test_what_is_drawn_moves_with_its_row_when_rounding_is_measured(kind):
     inputs, targets, _ = _records(shape)
     engine.prepare(inputs, targets)
     assert engine.measure_moves(inputs, targets, engine.blocks) < 2.0**-18
+
+
+def test_a_shared_draw_would_move_a_sum_by_more_than_the_clip():
+    """What the refusal prevents, left out here: one record more cuts a block in two, and 13 equal
+    records are switched on or off by other draws."""
+    torch.manual_seed(0)
+    draw = _Scaled(lambda rows: 0.01 + 10.0 * torch.empty(()).bernoulli_(0.5))
+    engine, moved = _engine(draw, blocks=Blocks(1, 12)), []
+    engine._check_draws_by_row = lambda blocked: None
+    records = torch.ones(13, 4), torch.zeros(13, dtype=torch.int64), torch.arange(13)
+    for step in range(8):
+        key = derive_key(KEY, "step", step)
+        rest = torch.arange(1, 13)
+        change = _sum(engine, records, key=key) - _sum(engine, records, rest, key)
+        moved.append(float(change.norm()))
+    assert max(moved) > 4 * engine.sensitivity

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from scipy import stats
 from torch import nn
 
@@ -18,7 +19,8 @@ from dpdist.gradients.sampling import poisson_sample
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.papers.secure_sgd import shares as hidden_noise_shares
-from dpdist.papers.secure_sgd.method import PixelDP, Redistribution, SecureSGD
+from dpdist.papers.secure_sgd.method import HGMPixelDP, PixelDP, Redistribution, SecureSGD
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 
 SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 
@@ -194,3 +196,17 @@ def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> 
     before = layer.weight.clone()  # type: ignore[union-attr, operator]
     project_first_layer_norm(split, 0.6)
     assert torch.equal(layer.weight, before)  # type: ignore[arg-type]
+
+
+def test_options_refuse_what_does_not_hold() -> None:
+    with pytest.raises(ValidationError, match="epsilon_r <= 1"):
+        PixelDP(epsilon_r=4)
+    with pytest.raises(ValidationError, match="paper_faithful: true"):
+        SecureSGD(redistribution=Redistribution(source="private"))
+    steps = GaussianSteps(10, 1.0, 0.1)
+    assert SecureSGD().cost(steps) == (steps,)
+    paid = Redistribution(source="paid", noise_multiplier=5, sample_rate=0.1)
+    assert SecureSGD(redistribution=paid).cost(steps) == (GaussianReleases(5, 1, 0.1), steps)
+    private = Redistribution(source="private")
+    phase, last = HGMPixelDP(redistribution=private, paper_faithful=True).cost(steps)
+    assert isinstance(phase, NonPrivate) and last is steps

@@ -425,3 +425,29 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
         for path in (tmp_path / place).rglob("*"):
             assert "teacher" not in path.name and "votes" not in path.name
             assert path.is_dir() or votes not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
+    raw = RAW | {
+        "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none", "run_key": KEY},
+        "method": METHOD | {"teachers": 2},
+        "tune": {
+            "space": {
+                "method.screening": {"choice": [0.05, 0.5]},
+                "method.queries": {"choice": [15, 20]},
+                "method.threshold": {"uniform": [0.5, 1.5]},
+            },
+            "num_trials": {"name": "fixed", "runs": 3},
+            "score": {"public": {"name": "digits", "split": "test"}},
+            "concurrent": 1,
+        },
+    }
+    done = here(raw, "run", "x.yaml")
+    assert done.code == 0, done.err
+    trials = sorted((tmp_path / "runs/x/private").rglob("plan.json"))
+    phases = [json.loads(path.read_text())["phases"][0] for path in trials]
+    splits = {(phase["screening"], phase["queries"]) for phase in phases}
+    assert len(phases) >= 3 and len(splits) > 1
+    assert len({phase["noise_multiplier"] for phase in phases}) == 1
+    assert "of 12 that epsilon pays for" in done.out

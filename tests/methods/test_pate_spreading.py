@@ -3,6 +3,7 @@ released."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from methods.test_pate import METHOD, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.local_execution import JobRecorder, run_without_ray
+from support.training import execute, parameters
 
 from dpdist.methods.pate import (
     PATE,
@@ -161,3 +164,29 @@ def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     assert plain.plan.guarantee() == one.plan.guarantee()
     assert "labels spread over all public inputs" in one.recipe.method.describe(one.plan)
     assert "spread" not in PATE(**METHOD).describe(plan_of(2.0))
+
+
+@pytest.mark.slow
+def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        PATEExecution, "release_labels", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4
+    )
+    job = job_of(tmp_path, **SPREADING)
+    student, public = given_to(job), job.public_records()
+    assert public is not None
+    (told,) = Ledger.read(job.folder.ledger).recorded_answers
+    asked = np.flatnonzero(np.array(told) != UNANSWERED)
+    released = np.array(told, dtype=int)[asked]
+    graph = similarity_graph(public.batch(slice(0, len(public))).double().numpy(), 5)
+    expected = SpreadingRecipe(neighbors=5).spread_labels(graph, asked, released, 3)
+    kept = np.flatnonzero(expected != -1)
+    assert len(kept) > 20 and len(student) == job.plan.records
+    assert len(student.labels) == len(kept)
+    assert torch.equal(
+        torch.from_numpy(student.inputs), public.batch(slice(0, len(public)))[torch.tensor(kept)]
+    )
+    assert student.labels.tolist() == expected[kept].tolist()
+    execute(replace(job, replacement_records=student))
+    assert torch.isfinite(parameters(job.folder)).all()

@@ -30,7 +30,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretraining import pretrain
+from dpdist.training.pretraining import join_parts, pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, RECORDS_FILE
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.training.worker import run_training
@@ -296,3 +296,113 @@ def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
 
 
 # ---- denoised smoothing: the same denoiser before another classifier -------------------------
+
+
+@pytest.mark.parametrize(("activation", "steep", "least"), [(nn.ReLU, 1, 0), (nn.Tanh, 3, 15)])
+def test_full_adds_the_noise_it_says(activation, steep, least):
+    """The sum's noise has deviation C sqrt(added^2 + xi_up^2) when both groups are there, as they
+    are with a steep tanh: under at least so many of the keys.
+
+    53 entries under 20 keys, 1,060 normals: the deviation is within 1 / sqrt(2 * 1060) = 2.2 %;
+    tolerance 12 %, false failure below 1e-6.
+    """
+    method = TransDenoiser(variant="full", sigma=0.25, xi_up=2.0)
+    model, x = denoiser(activation), images(8)
+    with torch.no_grad():
+        for part in (model[0].weight, model[0].bias, model[2].weight):
+            part.mul_(steep)
+    noisy = SplitEngine(model, method, clipping=FlatClipping(C), expected_batch=8, steps=10)
+    plain = GradientEngine(model, squared_error, clipping=FlatClipping(C))
+    noisy.perturbation = plain.perturbation = InputPerturbation(1, 0.25)
+    ratios, both = [], 0
+    for number in range(20):
+        key = bytes([number]) * 32
+        one = noisy.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
+        two = plain.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
+        groups = (one.details["nonnegative"] > 0, one.details["nonnegative"] < 8)
+        both += all(groups)
+        power = sum(
+            xi**2
+            for xi, there in zip((one.details["added_xi"], method.xi_up), groups, strict=True)
+            if there
+        )
+        ratios.append((one.flat - two.flat).double().numpy() / (C * math.sqrt(power)))
+    measured = float(np.std(np.concatenate(ratios)))
+    assert abs(measured - 1) < 0.12
+    assert both >= least
+
+
+def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    (copy / PROVENANCE_FILE).unlink()
+    with pytest.raises(UserError, match="nothing says what it was trained on"):
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
+    described = raw(copy)
+    described["model"]["classifier"] = {
+        "folder": str(copy),
+        "pretraining_data": "a data set on paper",
+    }
+    prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "b"), "test")
+    about = json.loads(RunFolder(tmp_path / "b").pretraining_record.read_text())
+    assert about["pretraining_data"] == "a data set on paper (declared, not checked)"
+
+
+def test_a_released_classifier_brings_its_card(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    (copy / PROVENANCE_FILE).unlink()
+    card = {
+        "private": True,
+        "guarantee": {"epsilon": 2.0, "delta": 1e-5},
+        "extra": {"training data": "mnist", "model hash": models.model_hash(copy)},
+    }
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
+    about = json.loads(RunFolder(tmp_path / "run").pretraining_record.read_text())
+    told = "told apart by name only, not checked by record"
+    stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
+    assert about["pretraining_data"] == f"{stated}; {told}"
+    assert about["assumed"] == f"no private record is among those of mnist: {told}"
+    card["extra"]["training data"] = "digits"
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match="its cost would have to be added"):
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+    del card["extra"]["model hash"]
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match=r"not the one that privacy_card\.json speaks of"):
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+
+
+def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    recipe, folder = parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run")
+    prepare(recipe, folder, "test")
+    prepare(recipe, folder, "test")
+    module, spec = models.load(copy), models.read_spec(copy)
+    with torch.no_grad():
+        next(module.parameters()).add_(1)
+    models.save(module, spec, copy)
+    with pytest.raises(UserError, match=r"the model is not the one that provenance\.json speaks"):
+        prepare(recipe, folder, "test")
+    written = json.loads((copy / PROVENANCE_FILE).read_text())
+    written["model"] = models.model_hash(copy)
+    (copy / PROVENANCE_FILE).write_text(json.dumps(written))
+    with pytest.raises(UserError, match="has changed since this run was begun"):
+        prepare(recipe, folder, "test")
+
+
+@pytest.mark.slow
+def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    train(raw(public), folder)
+    described = raw(tmp_path / "more", data={"name": "digits", "public": 0.6})
+    described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
+    pretrain(parse_recipe(described, "test"), "test")
+    with pytest.raises(UserError, match="among the public"):
+        join_parts(folder, "classifier", tmp_path / "more", RunFolder(tmp_path / "moved"))
+    assert not (tmp_path / "moved").exists()
+    plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
+    train(plain, RunFolder(tmp_path / "plain"))
+    with pytest.raises(UserError, match="no denoiser before a classifier"):
+        join_parts(
+            RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy.stats import binom
-from support.training import KEY, parameters, release_ids, train, train_and_crash
+from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
 
 import dpdist
 from dpdist import UserError
@@ -418,3 +419,22 @@ def test_a_search_is_priced_at_the_largest_rate_of_any_trial(root, tmp_path):
             root, tune=tune | {"space": {"data.class_sampling.ill": {"choice": [1, 4]}}}
         )
         check_search(other, RunFolder(tmp_path / "y"), "r.yaml")
+
+
+def test_a_plan_of_other_rates_than_the_recipe_s_is_refused(root, tmp_path):
+    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    train(recipe, folder)
+    record = json.loads(folder.plan.read_text())
+    record["phases"][0]["class_rates"]["counts"] = [190, 10]
+    folder.plan.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"must be what the run's recipe makes|fingerprint|ledger"):
+        load_results(folder)
+
+
+def test_two_workers_end_at_the_bits_of_one(root, tmp_path):
+    recipe = recipe_of(root, training__reproducible=True)
+    one, two = (RunFolder(tmp_path / str(count)) for count in (1, 2))
+    execute(prepare(recipe, one, "test"), 1)
+    execute(prepare(recipe, two, "test"), 2)
+    assert torch.equal(parameters(one), parameters(two))
+    assert release_ids(one) and len(release_ids(one)) == len(release_ids(two)) == 6

@@ -181,3 +181,10 @@ def test_the_average_moves_and_mirrors_what_the_denoiser_shows(weights, tmp_path
         each = [classifier(view).log_softmax(1) for view in moved]
         torch.testing.assert_close(loaded(x), sum(each) / len(moved))
     assert len(calls) == 1
+
+
+@pytest.mark.slow
+def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
+    recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
+    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")

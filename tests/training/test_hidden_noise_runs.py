@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from dpdist.core.errors import UserError
 from dpdist.models.noise import first_layer_norm_bound
 from dpdist.papers.secure_sgd import shares as hidden_noise_shares
 from dpdist.papers.secure_sgd.shares import HiddenNoiseExecution
-from dpdist.privacy.phases import GaussianReleases
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.results import ROWS_MADE_ALONE, load_results
@@ -250,3 +251,29 @@ def test_public_r_may_not_read_private_records(tmp_path):
     assert public is not None and 100 < len(public) < 200
     private = records_with_canaries(recipe, data_source(recipe))
     assert not np.isin(public.hashes, private.hashes).any()
+
+
+@pytest.mark.slow
+def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tmp_path):
+    """In another shape nothing could be compared; the card says so."""
+    recipe, folder = make(tmp_path, "secure-sgd")
+    train(recipe, folder)
+    facts = load_results(folder)
+    section = recipe.method.redistribution.model_copy(update={"data": "strokes"})
+    method = recipe.method.model_copy(update={"redistribution": section})
+    facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
+    assert (
+        "in another shape, among the public records of strokes"
+        in facts.privacy_card()["assumptions"][-1]
+    )
+
+
+def test_plans_know_what_cannot_be_proved():
+    steps = GaussianSteps(3, 1.0, 0.1)
+    assert math.isinf(PrivacyPlan(100, (NonPrivate("x"), steps), 1e-3).guarantee().epsilon)
+    silent = PrivacyPlan(100, (GaussianSteps(3, 0.0, 0.1),), 1e-3, math.inf)
+    assert math.isinf(silent.guarantee().epsilon) and silent.step(0).noise_std == 0
+    assert PrivacyPlan.from_dict(silent.to_dict()) == silent
+    assert len(silent.fingerprint()) == 64
+    with pytest.raises(ValueError, match="clip_norm"):
+        PrivacyPlan(100, (steps,), 1e-3, math.inf)

@@ -1399,3 +1399,27 @@ def test_a_fixed_run_key_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="NOT PRIVATE.*leave it out") as found:
         training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3, "run_key": "ab" * 32})
     assert found[0].filename == __file__
+
+
+def test_held_out_records_must_not_be_private(tmp_path):
+    with pytest.raises(UserError, match="eval_data: must share no record with data, got 1"):
+        training(tmp_path / "own", eval_data=tuple(each[:1] for each in records()))
+    assert not (tmp_path / "own").exists()
+
+
+def test_another_setting_is_another_run(tmp_path):
+    training(tmp_path / "own").run_all()
+    with pytest.raises(UserError, match=r"a different recipe \(training\.batch_size differ\)"):
+        training(tmp_path / "own", batch_size=20)
+    with pytest.raises(UserError, match=r"model\.options\.structure"):
+        training(tmp_path / "own", Net(7))
+    finished = training(tmp_path / "own", Net())
+    assert finished.remaining_steps == 0 and finished.guarantee == finished.plan.guarantee()
+    with pytest.raises(UserError, match="all 6 steps of the plan are done"):
+        finished.step()
+
+
+def test_scores_and_a_budget_do_not_go_together(tmp_path):
+    t = training(tmp_path / "own", privacy=budgeted(tmp_path))
+    with pytest.raises(UserError, match=r"^score: must be left out with privacy\.budget"):
+        t.score(records(30, seed=5), every=2)

@@ -66,3 +66,15 @@ def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: 
     assert not torch.equal(model.mask, torch.ones(4))
     notes = dpdist.load_results(training.finish().path).privacy_card()["notes"]
     assert not any("mask" in note for note in notes) and any("idle.weight" in n for n in notes)
+
+
+def test_a_module_that_is_given_again_continues_its_run(tmp_path: Path) -> None:
+    model = Net(idle=True)
+    with pytest.warns(UserWarning):
+        training = begin(model, tmp_path / "run")
+    training.step()
+    training.checkpoint()
+    training.close()
+    again = begin(model, tmp_path / "run")
+    assert again.remaining_steps == 2
+    again.run_all()
