@@ -440,6 +440,11 @@ def predict_command(
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
 
+        if given or label_only:  # no answer is used up for what it does not have
+            raise UserError(
+                "--set certify, --label-only: must be left out, as this run's answers are paid for "
+                "and have no certificate"
+            )
         _predict_with_paid_answers(QueryOracle(recipe, folder), saved, images, as_json)
         return
     _predict_smoothed(saved, images, given, label_only, as_json)
