@@ -103,7 +103,7 @@ def small_changes(path, root, monkeypatch):
         small |= {"method.queries": 3, "method.answers": 3, "method.teaching": {}}
         small |= {"method.threshold": 0.0, "method.screening": 0.0}
         if recipe.method.spreading is not None:
-            small["method.spreading.adjacency"] = 2
+            small["method.spreading.neighbors"] = 2
     if hasattr(recipe.method, "attacks") and getattr(recipe.method, "xi", 1):
         small["method.steps"] = 1
     public = getattr(recipe.method, "redistribution", None)

@@ -627,7 +627,7 @@ def test_a_recipe_fine_tunes_a_folder_s_model_with_its_own_head(tmp_path, family
         patch.setattr(models.Adapter, "of", lambda _: adapter)
         assert _base_perplexity(test, before) == {}
     summary = dict(load_results(folder).summary())
-    assert f"; {of_base:.2f} of the public base alone)" in summary["perplexity"]
+    assert f"the public base alone: {of_base:.3g}"[:-1] in summary["perplexity"]
     assert f"{measured['next_tokens']} next tokens of 8 documents" in summary["test accuracy"]
     write_release(folder)
     check_page_of_adapter(folder.release_folder, measured)

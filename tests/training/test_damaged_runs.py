@@ -194,7 +194,7 @@ def test_a_constant_of_a_model_is_a_number_that_it_holds(tmp_path, name, number)
     models.save(models.initialize(spec, 3), spec, tmp_path)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: [number]}))
-    with pytest.raises(UserError, match="mean and std must be numbers below 1e30"):
+    with pytest.raises(UserError, match=r"(mean|std)\.0 must be"):
         models.read_spec(tmp_path)
 
 
