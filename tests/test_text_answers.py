@@ -122,12 +122,10 @@ def test_a_release_of_a_language_model_names_no_classes(tmp_path):
         dpdist.load(folder.release_folder),
         json.loads(folder.evaluation.read_text()),
     )
-    said = repr(release).splitlines()
+    said = " ".join(repr(release).split())
     shown = format_significant(measured["perplexity"], 4)
-    assert "  vocabulary: 7 tokens" in said
-    assert (
-        f"  perplexity: {shown} of {measured['next_tokens']} next tokens, 40 test documents" in said
-    )
+    assert "Vocabulary 7 tokens" in said
+    assert f"{shown} ({measured['next_tokens']} next tokens of 40 documents)" in said
     assert not [line for line in said if "classes" in line or "accuracy" in line]
     about = json.loads((folder.release_folder / DESCRIPTION).read_text())
     for change, refusal in (

@@ -56,7 +56,8 @@ def test_the_page_goes_from_the_install_to_an_answer():
 
 
 @pytest.mark.slow
-def test_the_plan_is_the_one_printed(dpdist, tmp_path):
+def test_the_plan_is_the_one_printed(dpdist, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "first.yaml").write_text(FILES["first.yaml"])
     ((command, printed),) = [each for each in COMMANDS if "--dry-run" in each[0]]
     done = dpdist(*command.split()[1:])
@@ -71,7 +72,7 @@ def test_every_command_does_what_is_printed(tmp_path):
     (tmp_path / "first-model").mkdir()
     for name, text in FILES.items():
         (tmp_path / "first-model" / name).write_text(text)
-    environment = dict(os.environ)
+    environment = {**os.environ, "COLUMNS": "100"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     folder = tmp_path
     for command, printed in COMMANDS:

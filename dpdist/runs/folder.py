@@ -186,7 +186,7 @@ class FileIn:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run: its attributes are the `Path`s of files and folders in it.
+    """The folder of one run: its attributes are the paths of files and folders in it.
 
     An instance reads and writes nothing until you call a method. You mostly open `report_file` (an
     HTML page), `certificates` (a folder with one folder per certification; its

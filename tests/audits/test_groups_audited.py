@@ -164,13 +164,13 @@ def test_of_a_run(tmp_path, dpdist, monkeypatch):
     run = RunFolder(tmp_path / "runs" / "x")
     train(recipe_of(scans(tmp_path / "data"), privacy__run_key=None), run)
     words = ("audit", "x", "--runs", tmp_path / "runs", "--set", "audit.workers=1")
-    done = dpdist(*words, "--set", "releases=400")
+    done = dpdist(*words, "--set", "audit.releases=400")
     assert done.code == 0, done.err
     (audited,) = load_results(run).audits
     assert "zero-out of a user" in audited.summary_line
     refused = dpdist(*words[:4], "--kind", "many-runs")
     assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
-    planted = dpdist(*words[:4], "--kind", "canaries", "--set", "canary=blank")
+    planted = dpdist(*words[:4], "--kind", "canaries", "--set", "audit.canary=blank")
     assert planted.code == 2 and "does not go with audits of kind canaries" in planted.err
 
 
@@ -225,4 +225,4 @@ def test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate(tmp_path, 
     audited = run_audit(recipe.audit, target, tmp_path / "audit", lambda done, total: None)
     assert audited.adjacency.startswith("zero-out of a user")
     assert audited.verdict == "consistent" and 0 <= audited.epsilon < audited.proved
-    assert "40 of its 100 groups are gradient canaries" in str(facts.canary_notice)
+    assert "40 of its 100 users are gradient canaries" in str(facts.canary_notice)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.hooks import _PassState, find_layers
 from dpdist.gradients.perturbations import HiddenPerturbation
 
 
@@ -631,3 +632,24 @@ def test_all_examples_nonfinite():
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
     result = engine.clipped_sum(torch.full((3, 2), torch.nan), torch.zeros(3, dtype=torch.long))
     assert result.nonfinite == 3 and not result.flat.any() and result.loss_sum == 0.0
+
+
+def test_autograd_would_have_been_poisoned():
+    """The reason for the rule above: the ordinary gradient of such a batch is not finite."""
+    model, inputs = nn.Linear(2, 2), torch.zeros(3, 2)
+    inputs[1] = torch.inf
+    loss = cross_entropy(model(inputs), torch.zeros(3, dtype=torch.long)).nan_to_num().sum()
+    assert not torch.autograd.grad(loss, [model.weight])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.GroupNorm(2, 8)], ids=type)
+def test_a_half_input_is_widened_before_the_rule(layer):
+    """As autocast gives it to layers that answer in float32: norm and sum would be rounded."""
+    (found,), calls = find_layers(layer), []
+    current = _PassState(
+        6, dict(layer.named_parameters()), torch.zeros(0), lambda _, call: calls.append(call)
+    )
+    inputs, signal = torch.randn(6, 8).bfloat16(), torch.randn(6, 8)
+    current.deliver(found, (inputs,), {}, [signal])
+    assert calls[0].input.dtype == torch.float32 and calls[0].output_gradient.dtype == torch.float32
+    assert all(each.values.dtype == torch.float32 for _, each in found.rule(calls[0]))

@@ -359,7 +359,7 @@ def test_all_commands(
     run = tmp_path / "runs" / "f"
     assert json.loads((run / "evaluation.json").read_text())["accuracy"] > 0.87
     np.save(tmp_path / "image.npy", np.zeros(SHAPE, np.float32))
-    few = ("--set", "max_inputs=3")
+    few = ("--set", "attack.max_inputs=3")
     dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
     few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
     dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)

@@ -208,7 +208,8 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert 0 <= right <= 1 and "wrong" not in found
     facts = load_results(folder)
     told = dict(facts.summary())
-    assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
+    assert told["perplexity"].startswith(f"{found['perplexity']:.2f}"[:-1])
+    assert f"({found['next_tokens']} next tokens" in told["perplexity"]
     assert "next tokens" in told["test accuracy"]
     assert facts.privacy_card()["unit"].startswith("one document")
     assert any("list of words" in line for line in facts.assumptions)

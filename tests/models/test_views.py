@@ -194,7 +194,7 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mir
     """Every count again: the unit's stream, the noise from it, the network on each view."""
     run_without_ray(monkeypatch)
     network = saved(tmp_path / "model", dataclasses.replace(SPEC, mirrored=mirrored))
-    settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", form="eager")
+    settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", backend="eager")
 
     class Images:
         fingerprint, classes, labels = "these", 3, np.arange(3)
