@@ -179,7 +179,8 @@ def test_archives(finished, tmp_path):
             objects = [path for path in files if "private" in str(path.relative_to(store))]
             target = data.draw(st.sampled_from(objects))
         how = damage(target, data.draw)
-        changed = listing(store) != listing(whole)
+        # A manifest of the right form has no sum of its own: the bucket is the user's.
+        changed = how != "_edited" and listing(store) != listing(whole)
         url = f"file://{store}"
         fuzz.call((target.name, how), here, "cluster", "fetch", "--restore", url, invalid=changed)
         shutil.rmtree(here)
