@@ -82,7 +82,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     if not len(dataset):
         return
     users = None
-    if recipe.user_unit is not None:
+    if recipe.user_unit is not None and dataset.names_users:
         users = np.unique(dataset.user_hashes, return_inverse=True)[1]
     if dataset.target_kind != "class":
         with torch.inference_mode():

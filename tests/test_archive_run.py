@@ -119,7 +119,7 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
     said = dpdist("report", address, "--runs", elsewhere)
     assert "epsilon" in said and (elsewhere / "small" / "report" / "index.html").exists()
     certify = ["certify", address, "--runs", elsewhere, "--sigma", 0.25, "--n", 200]
-    assert "certified at L2" in dpdist(*certify, "--set", "certify.max_inputs=4")
+    assert "Certified accuracy" in dpdist(*certify, "--set", "certify.max_inputs=4")
     fetched = dpdist("cluster", "fetch", address, "--into", tmp_path / "fetched")
     assert "fetched" in fetched
     here = tmp_path / "fetched" / "small"

@@ -53,7 +53,7 @@ def test_all_problems_are_listed_with_their_cures() -> None:
     )  # fmt: skip
     expected = (
         "lacks 1.weight, 1.bias", "BatchNorm2d", "running statistics", "epsilon", "mixes examples",
-        "held_out",
+        "eval_data",
     )  # fmt: skip
     for part in expected:
         assert sum(part in each for each in found.problems) == 1, part

@@ -46,4 +46,4 @@ def test_it_runs_on_invented_data(
     module.main(["--invented", "--folder", "runs/it", *QUICK[name]])
     run = RunFolder(tmp_path / "runs" / "it")
     assert run.training_summary.exists()
-    assert "-DP, add-or-remove-one" in capsys.readouterr().out
+    assert "-DP, zero-out adjacency" in capsys.readouterr().out

@@ -112,7 +112,6 @@ def archived(store: Path) -> dict[str, bytes]:
         if path.is_file() and path not in manifests and "claims" not in path.parts:
             found[f"archive/{path.name}"] = path.read_bytes()
     about = json.loads(manifests[0].read_text())
-    about.pop("check")
     for entry in about["files"].values():
         entry.pop("object")
         entry.pop("digest")  # of a file that is compared itself, and may name a duration

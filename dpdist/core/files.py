@@ -728,7 +728,9 @@ def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
 def parse_yaml(text: str, context: str, *, other_bases: bool = False) -> list[Any]:
     """Return the documents of a YAML text, as `read_yaml`; `context` begins the complaints."""
     try:
-        return list(yaml.load_all(text, yaml.SafeLoader if other_bases else _Loader))
+        found = list(yaml.load_all(text, yaml.SafeLoader if other_bases else _Loader))
+        json.dumps(found, default=str, skipkeys=True)  # an alias within itself has no end
+        return found
     except UserError as error:
         raise UserError(f"{context}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits

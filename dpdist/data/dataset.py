@@ -181,6 +181,11 @@ class Dataset(Records):
         return hashes[: self.limit]
 
     @property
+    def names_users(self) -> bool:
+        """Whether a column says whom each record belongs to."""
+        return stored_user_hashes(self.folder) is not None
+
+    @property
     def user_hashes(self) -> np.ndarray:
         """Hashes of whom each record belongs to: (N,) of 16 bytes.
 

@@ -398,7 +398,7 @@ def test_attacks_work_where_the_model_is(name, norm) -> None:
                 attack(
                     name, RandomizedClassifier(model, place),
                     Ball(x.to(device), size.to(device), norm), targets.to(device), range(5),
-                    KeyedGenerator(SOURCE), steps=2, draws=3, restarts=2,
+                    KeyedGenerator(SOURCE), steps=2, samples=3, restarts=2,
                 ).cpu()
             )  # fmt: skip
     for a, b in zip(found[:2], found[2:], strict=True):

@@ -110,7 +110,7 @@ EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] =
         lines([["", *row[1:]] if n == 3 else [row[0], "?", ""] if n == 5 else row
                for n, row in enumerate(ROWS)]),
         [f"{split}.csv: line {line}: column '{column}' must have a value" for split in
-         ("train", "test") for line, column in ((5, "a"), (7, "b"), (7, "label"))]),
+         ("train", "test") for line, column in ((7, "label"),)]),
     "label missing": (hole("?", 2), ["line 5", "'label'", "value"]),
     "index": (lines(with_first(str), names=["", *NAMES]), True),
     "index read before": (lines(with_first(str), names=["Unnamed: 0", *NAMES]), True),
@@ -140,6 +140,8 @@ def check(told: str) -> None:
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_an_odd_export_is_read_or_refused(name):
+    if "Excel" in name:
+        pytest.importorskip("openpyxl")
     content, wanted = EXPORTS[name]
     ending = ".xlsx" if "Excel" in name else ENDINGS.get(name, ".csv")
     made = content() if callable(content) else content
@@ -148,6 +150,9 @@ def test_an_odd_export_is_read_or_refused(name):
     Path("st", f"test{ending}").write_bytes(Path("st", f"train{ending}").read_bytes())
     done = CliRunner().invoke(app, ["init", "st"])
     told = f"{done.stdout} {done.exception or ''} {getattr(done.exception, '__cause__', '')}"
+    if wanted == HOLE:  # filled by a rule of the recipe, if it has one
+        done = CliRunner().invoke(app, ["data", "check", "st.yaml"])
+        told += f"{done.stdout} {done.exception or ''}"
     check(told)
     if wanted is not True:
         assert isinstance(wanted, list) and all(part in told for part in wanted), told

@@ -180,7 +180,7 @@ def test_archives(finished, tmp_path):
             target = data.draw(st.sampled_from(objects))
         how = damage(target, data.draw)
         # A manifest of the right form has no sum of its own: the bucket is the user's.
-        changed = how != "_edited" and listing(store) != listing(whole)
+        changed = target.name != "manifest.json" and listing(store) != listing(whole)
         url = f"file://{store}"
         fuzz.call((target.name, how), here, "cluster", "fetch", "--restore", url, invalid=changed)
         shutil.rmtree(here)

@@ -221,7 +221,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dpal": {
         "method": {
             "name": "dpal", "encoder_sensitivity": 450, "output_sensitivity": 32, "steps": 2,
-            "images": 20, "draws": 20,
+            "images": 20, "augmentations": 20,
         },
         "model": {
             "name": "dpal-cnn", "options": {"filters": [4, 4], "dense": 16}, "mean": [0.5],

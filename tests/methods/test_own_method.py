@@ -53,7 +53,7 @@ def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, caps
         assert done.code == 0, f"{done.out}\n{done.err}"
         return done.out
 
-    assert "noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
+    assert "Noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
     out = " ".join(dpdist("run", "r.yaml").split())
     run = beside / "runs" / "toy"
     plan = PrivacyPlan.from_dict(json.loads((run / "private/plan.json").read_text()))

@@ -406,7 +406,7 @@ def test_a_budget_of_another_format_is_neither_read_nor_added_to(folder, header)
     path = folder / ("ab" * 16 + ".budget.jsonl")
     ChainedJournal.open(path, "budget", header).close()
     for opened in (lambda: only(folder), lambda: reserve(folder, "new")):
-        with pytest.raises(JournalError, match=r"its format must be 2, got .* name a new folder"):
+        with pytest.raises(JournalError, match=r"its format must be 3, got .* name a new folder"):
             opened()
 
 

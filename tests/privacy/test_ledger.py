@@ -340,7 +340,7 @@ def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch, lines):
             for _ in range(lines - 1):
                 journal.append({"a": 1})
     for opened in (ChainedJournal.read, lambda *asked: ChainedJournal.open(*asked, {})):
-        with pytest.raises(LedgerError, match="not a plan file of version 2"):
+        with pytest.raises(LedgerError, match="not a plan file of version 3"):
             opened(path, "plan")
     anchor_path(path).unlink()
     with pytest.raises(LedgerError):

@@ -56,7 +56,7 @@ def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
     for one, other in zip(training.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert training.guarantee.kind == plain.guarantee.kind
-    assert "steps               4 of 4" in str(training)
+    assert "4 of 4 steps" in str(training)
     told = training.history
     assert list(told["step"]) == [0, 1, 2, 3]
     assert list(told["noisy_norm"])[-1] == training._learner.noisy_norm

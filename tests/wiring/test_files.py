@@ -115,11 +115,11 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
         "attack",
         "small",
         "--set",
-        "max_inputs=4",
+        "attack.max_inputs=4",
         "--set",
-        "attacks=[fgsm]",
+        "attack.attacks=[fgsm]",
         "--set",
-        "sizes=[0.1]",
+        "attack.sizes=[0.1]",
     )
     attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
     pages = {name for name in outside(run) if name.startswith("report/")}
