@@ -313,7 +313,7 @@ class GradientEngine:
 
         def runs(rows: int) -> bool:
             some, values = (take(inputs, slice(rows)), targets[:rows]), self._trainable()
-            with torch.no_grad():
+            with torch.no_grad(), sums_in_order(device_of(inputs)):
                 try:
                     example_losses(self.model, self.objective, values, *some)
                 except Exception:  # whatever a user's module does

@@ -75,7 +75,7 @@ def zipped(*texts: str) -> bytes:
 
 
 # content of train.csv (or of another ending), what init prints or refuses with; True: as ROWS.
-HOLE = ["train.csv: line 5", "'a'", "value"]
+HOLE = ["train.csv: line 5", "'a'", "missing"]
 MARKED = ["1 features", "left out: b: text, of numbers with commas"]
 EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] = {
     "plain": (lines(ROWS), True),
