@@ -227,10 +227,9 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
             if backend == "loop":
                 draws = cohen_loop(model, x[::few], sigma, options.n)
             else:
-                words = command(options, sigma, "fixed")
-                words[words.index("--every") + 1] = str(few)
-                words[words.index("--form") + 1] = backend
-                words[-1] = name = f"rate-{backend}-{number}"
+                asked = {**vars(options), "every": few, "backend": backend}
+                words = command(argparse.Namespace(**asked), sigma, "fixed")
+                words[-1] = f"rate-{backend}-{number}"
                 environment = {
                     **os.environ,
                     "PYTHONPATH": str(CHECKOUT / "benchmarks"),
@@ -238,7 +237,7 @@ def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
                     "DPDIST_EXECUTOR": "local",
                 }
                 subprocess.run(
-                    [sys.executable, "-m", "dpdist", *words, "--name", name],
+                    [sys.executable, "-m", "dpdist", *words],
                     cwd=options.out, env=environment, check=True, capture_output=True,
                 )  # fmt: skip
                 draws = len(x[::few]) * (options.n + 100)
@@ -317,7 +316,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--form", default="bf16", help="of the certified network")
+    parser.add_argument("--backend", default="bf16", help="of the certified network")
     parser.add_argument("--rate-inputs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="print what --results holds")

@@ -148,7 +148,7 @@ def expectation(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     for draws in (1, 4, 16, 64):
         taken, _ = seconds(
             lambda k=draws: attack(
-                "pgd", classifier, ball, y, range(len(x)), randomness, steps=steps, draws=k
+                "pgd", classifier, ball, y, range(len(x)), randomness, steps=steps, samples=k
             )
         )
         passes = len(x) * steps * draws / taken

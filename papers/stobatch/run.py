@@ -194,7 +194,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = AttackSettings(
         sizes=tuple(map(float, asked.sizes.split(","))), attacks=tuple(asked.attacks.split(",")),
-        draws=asked.draws, n=asked.answers, alpha=0.05, max_inputs=asked.inputs,
+        samples=asked.draws, n=asked.answers, alpha=0.05, max_inputs=asked.inputs,
     )  # fmt: skip
     told = [f"{name} {size}" if float(size) else "0" for name, size in columns(settings)]
     head = ["row", "epsilon", "accuracy, %", *told, "trainings", "s"]
