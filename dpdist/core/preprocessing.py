@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dpdist.core.fields import Finite, RejectBool, Rule, Section, Text
+from dpdist.core.fields import Finite, Rule, Section, Text
 
 SECONDS = {"seconds": 1, "hours": 3600, "days": 86_400, "years": 31_556_952}
 
@@ -58,7 +58,7 @@ class ColumnPreprocessing(Section):
     """
 
     range: tuple[Finite, Finite] | None = None
-    missing: Annotated[float, RejectBool] | Text | None = None
+    missing: Finite | Text | None = None
     categories: tuple[Annotated[Text, BeforeValidator(word_of)], ...] = Field(
         default=(), max_length=10_000
     )
@@ -85,6 +85,8 @@ class ColumnPreprocessing(Section):
         yield Rule(words and not filled, rule, "missing")
         other = not words and isinstance(fill, str) and fill != "flag"
         yield Rule(other, f"must be flag or a number, got {fill}", "missing")
+        low = self.log1p and self.range is None and isinstance(fill, float) and fill <= -1
+        yield Rule(low, f"must be above -1 with log1p, got {fill}", "missing")
 
     @property
     def in_unit_range(self) -> bool:

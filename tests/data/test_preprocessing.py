@@ -76,6 +76,8 @@ def test_cells_become_inputs(rule: dict, cells: list, wanted: list):
         ({"categories": [False]}, "in quotes"), ({"scale": 1}, "x.scale"),
         ({"categories": ["a"], "log1p": True}, "x.categories"),
         ({"categories": ["a"], "missing": "b"}, "x.missing"), ({"missing": "b"}, "x.missing"),
+        ({"missing": float("nan")}, "x.missing"),
+        ({"missing": -1, "log1p": True}, "x.missing"),
         ({"date": {"origin": "1.1.2000"}}, "x.date.origin"),
     ],
 )  # fmt: skip
