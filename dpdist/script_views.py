@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpdist.core.console import format_table
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports.plots import plot_history
 from dpdist.runs.folder import RunFolder
@@ -65,10 +64,7 @@ class PublicViews:
 
     @property
     def history(self) -> Any:
-        """Return the released values of all steps so far, a pandas DataFrame.
-
-        Its columns are step, learning_rate and noisy_norm; score, if scores were declared; and one
-        for each metric of `evaluate`. Without pandas it is a dict of lists.
+        """Return the released values of all steps so far.
 
         Returns:
             A pandas DataFrame with one row per step; without pandas a dict of lists. Its columns
@@ -189,15 +185,3 @@ class PublicViews:
         with suppress(UserError):  # the script changed what it must not: the last one stays
             self.checkpoint()
         return f"interrupted at step {self._done:,}; run the same script to resume"
-
-    def __str__(self) -> str:
-        """Return where the training is and what it costs, as a short table."""
-        plan, taken = self.plan, f"{self._done:,} of {self.plan.steps:,}"
-        whole = f"{format_epsilon(plan.guarantee().epsilon)} at delta {plan.delta:g}"
-        rows = [
-            ("steps", taken),
-            ("epsilon so far", format_epsilon(self.guarantee.epsilon)),
-            ("epsilon at the end", whole),
-            ("records", f"{plan.records:,} {plan.counted}"),
-        ]
-        return format_table(rows, title=f"training in {self.run.path}")

@@ -36,7 +36,7 @@ from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.training.monitoring import read_users
+from dpdist.training.monitoring import read_groups
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -174,7 +174,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 
     out = dpdist("run", "--until", "train", asked, cwd=tmp_path / "b")
     assert "NOT PRIVATE: fixed run key" in out
-    last = read_users(RunFolder(run))[-1]
+    last = read_groups(RunFolder(run))[-1]
     assert last.step == reached and last.saved > 0 == last.again
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
@@ -206,7 +206,7 @@ def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, numbe
     assert not (run / "private" / "trained.json").exists()
     before = Ledger.read(run / "private" / "ledger.jsonl").release_counts
     finish(start("run", "--until", "train", asked, cwd=tmp_path / "b"))
-    last = read_users(RunFolder(run))[-1]
+    last = read_groups(RunFolder(run))[-1]
     if number == signal.SIGTERM:  # a checkpoint between two steps: none is repeated
         assert last.step == len(before) and last.saved > 0
     else:

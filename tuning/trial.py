@@ -314,14 +314,15 @@ def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
 class TrialExecutor(LocalExecutor):
     """Do the work of a trial in its own process; train several workers on Ray Train."""
 
-    def run_workers(self, user: WorkerGroup) -> None:
+    def run_workers(self, group: WorkerGroup) -> None:
         """Run a single worker here, which saves the 15 seconds that Ray Train takes to start."""
-        if user.max_workers == 1:
-            super().run_workers(user)
+        if group.max_workers == 1:
+            super().run_workers(group)
             return
         from ray.tune.integration.ray_train import TuneReportCallback
 
-        RayExecutor(describe_session()).run_workers(replace(user, callbacks=[TuneReportCallback()]))
+        with_reports = replace(group, callbacks=[TuneReportCallback()])
+        RayExecutor(describe_session()).run_workers(with_reports)
 
 
 def train_until(job: TrainJob, last_step: int) -> None:

@@ -10,11 +10,11 @@
 * `alone`: a canary without any other record: an empty batch is a step like any other.
 
 `canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (a user: their bound is divided). The other scenarios are about structure: each has the noise
-under which its faults are soonest seen. Where a user is the unit, every record above
-is a user, of one record more than count in a step. Coordinates of one release are taken as
-trials of their own in `canaries` and `witness`. Under the plan their noise and coins are
-independent; that the pieces execute the plan is the tested statement.
+it (by group privacy their bound is divided). The other scenarios are about structure: each has the
+noise under which its faults are soonest seen. Where a user is the unit, every record above is a
+user, of one record more than count in a step. Coordinates of one release are taken as trials of
+their own in `canaries` and `witness`. Under the plan their noise and coins are independent; that
+the pieces execute the plan is the tested statement.
 
 Any training step, one's own or another library's, is audited through three functions:
 

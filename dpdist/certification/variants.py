@@ -176,9 +176,10 @@ class TwoClass(Cohen):
 
     @classmethod
     def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
-        """Return the radius with unlimited draws, float64 (N,); -1 if the label is not ahead.
+        """Return the L2 radius with unlimited draws, float64 (N,), in input units.
 
-        The rest of the probability is spread evenly over the other classes.
+        The rest of the probability is spread evenly over the other classes; -1 if the label is
+        not ahead of them.
         """
         others = max(1, len(table["histogram"][0]) - 1)
         rest = (1 - label_probability) / others

@@ -215,7 +215,7 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
 _FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
 
 
-# --- users of records ------------------------------------------------------------------------
+# --- records of users ------------------------------------------------------------------------
 
 
 class Users:

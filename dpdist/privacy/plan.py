@@ -593,7 +593,7 @@ def parse_plan(record: Any, context: str) -> PrivacyPlan:
         raise UserError(f"{context}: damaged: {error_text(error)}") from error
 
 
-# --- users of records ------------------------------------------------------------------------
+# --- group privacy: several records at once ---------------------------------------------------
 
 
 _GROUP_GRID = 1e-3  # the library builds mixtures point by point

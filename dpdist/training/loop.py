@@ -100,10 +100,10 @@ class Loop:
         self._examples, self.monitor = examples, monitor
         if step.ledger is not None:
             self.monitor = monitor or Monitor(job, self.plan.steps, start)
-            user = monitoring.WorkerGroup.current(
+            group = monitoring.WorkerGroup.current(
                 step.reducer, step.ledger, start, self._independence()
             )
-            monitoring.append_user(job.folder, user)
+            monitoring.append_group(job.folder, group)
         self._saved = time.monotonic()
 
     def _independence(self) -> str:

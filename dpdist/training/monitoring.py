@@ -102,7 +102,7 @@ class Monitor:
             made["steps_taken"] = taken
         if self.start:
             made["timed_from"] = self.start
-        if sure := [group.independence for group in read_users(self.folder) if group.independence]:
+        if sure := [group.independence for group in read_groups(self.folder) if group.independence]:
             made["independence"] = weakest(sure)  # of all starts: each of them took steps
         if rounding:
             made["rounding"] = dict(rounding)
@@ -164,7 +164,7 @@ _SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
 _INDEPENDENCE_KEY = "independence"
 
 
-def append_user(folder: RunFolder, group: WorkerGroup) -> None:
+def append_group(folder: RunFolder, group: WorkerGroup) -> None:
     """Record a group of workers, with what the interruption of the one before it saved."""
     group = replace(group, saved=group.saved or take_interruption(folder, group.step))
     line = {name: value for name, value in asdict(group).items() if name != "saved" or value}
@@ -172,7 +172,7 @@ def append_user(folder: RunFolder, group: WorkerGroup) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def read_users(folder: RunFolder) -> list[WorkerGroup]:
+def read_groups(folder: RunFolder) -> list[WorkerGroup]:
     """All so far, the first one first; what a crash or a full disk cut off is left out. Raises
     UserError for a damaged line."""
     path = folder.worker_groups
@@ -199,11 +199,11 @@ class WorkerChangeReporter:
 
     def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
         self._folder, self._log = folder, log
-        self._num_reported = len(read_users(folder))
+        self._num_reported = len(read_groups(folder))
 
     def poll(self) -> None:
         """Report changes of the group of workers; call it often."""
-        groups = read_users(self._folder)
+        groups = read_groups(self._folder)
         for place in range(max(1, self._num_reported), len(groups)):
             self._report_change(groups[place - 1], groups[place])
         self._num_reported = len(groups)

@@ -47,7 +47,7 @@ class StepData(Protocol):
         """Return their targets, (B, ...).
 
         Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them. Data
-        whose positions are users of records have `members(indices)` too
+        whose positions are users have `members(indices)` too
         (`dpdist.data.protocol.UserRecords`), and (B, K, ...) in place of (B, ...).
         """
 
@@ -176,9 +176,10 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A tuple of three: the gradient, float64 (size,), which the next step overwrites; a
-            `StepMetrics`, PRIVATE: `examples`, `nonfinite` (ints), `loss_sum` and `details` of this
-            worker's records; and a bool, True if any worker's flag was True.
+            A tuple of three. First the gradient, float64 (size,), which the next step overwrites.
+            Second a `StepMetrics` of this worker's records, PRIVATE: how many there were, how many
+            had no finite gradient, and the sum of their losses. Third a bool: True if any worker
+            passed `flag=True`.
         """
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)

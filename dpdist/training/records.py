@@ -59,7 +59,7 @@ def data_source_under(section: DataRecipe, root: Path | None) -> data.DataSource
 def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """Return the training records, and behind them the canaries of an audit.
 
-    With privacy.unit: user they are users of records, and len counts users. Canaries take public
+    With privacy.unit: user they are users, and len counts users. Canaries take public
     inputs from data.public, without it from the test split.
     """
     records = by_unit(recipe, training_records(recipe, source))

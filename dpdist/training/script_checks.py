@@ -67,7 +67,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optimizer: must take its step from .grad alone, got {type(optimizer).__name__}, "
             "which evaluates a closure on the records again: use SGD, Adam or AdamW"
         )
-    held = {id(p) for user in optimizer.param_groups for p in user["params"]}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if lacking := [name for name, parameter in named if id(parameter) not in held]:
         raise UserError(

@@ -129,12 +129,12 @@ def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any])
             continue
         told = _without_steps(each.state_dict())
         found |= {f"state[{place}].{name.lstrip('_')}": value for name, value in told.items()}
-    users = optimizer.param_groups
-    for place, user in enumerate(users):
-        at = "optimizer" if len(users) == 1 else f"optimizer.param_groups[{place}]"
-        plain = {n: v for n, v in user.items() if n != "params" and n not in free}
+    groups = optimizer.param_groups
+    for place, group in enumerate(groups):
+        at = "optimizer" if len(groups) == 1 else f"optimizer.param_groups[{place}]"
+        plain = {n: v for n, v in group.items() if n != "params" and n not in free}
         found |= {f"{at}.{name}": _number(value) for name, value in plain.items()}
-        found[f"{at}.params"] = f"{len(user['params']):,} tensors"
+        found[f"{at}.params"] = f"{len(group['params']):,} tensors"
     found |= {f"model.{name}" if name else "model": told for name, told in _layers(model).items()}
     for name, parameter in model.named_parameters():
         found[f"model.{name}"] = "trained" if parameter.requires_grad else "frozen"
@@ -257,17 +257,17 @@ class Watch:
     def _now(self) -> Iterable[tuple[str, Any]]:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             yield f"parameters/{name}", tensor
-        held = (each for user in self._optimizer.param_groups for each in user["params"])
+        held = (each for group in self._optimizer.param_groups for each in group["params"])
         for place, parameter in enumerate(held):
             for name, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"optimizer state/{place}.{name}", value
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return an optimizer's settings as plain values, by user."""
+    """Return an optimizer's settings as plain values, by group."""
     return [
-        {name: _number(value) for name, value in user.items() if name != "params"}
-        for user in optimizer.param_groups
+        {name: _number(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
     ]
 
 
@@ -284,11 +284,11 @@ class _Schedules:
 
     def remember(self) -> None:
         """Take over the settings that the last step left."""
-        users = [
-            {name: copy.deepcopy(each) for name, each in user.items() if name != "params"}
-            for user in self._optimizer.param_groups
+        groups = [
+            {name: copy.deepcopy(each) for name, each in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
         ]
-        self._stand_in.param_groups[:] = [{"params": [], **user} for user in users]
+        self._stand_in.param_groups[:] = [{"params": [], **group} for group in groups]
         if not self._follows:
             with suppress(Exception):  # it cannot be copied: none of its rates is explained
                 memo = {id(self._optimizer): self._stand_in}

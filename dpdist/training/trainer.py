@@ -221,7 +221,7 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
     from dpdist.training.worker import train_worker
 
     resources = job.recipe.resources
-    user = WorkerGroup(
+    group = WorkerGroup(
         train_worker,
         {"job": job, "until": stop_after},
         (resources.min_workers, resources.max_workers)
@@ -236,7 +236,7 @@ def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: i
     job.folder.failure.unlink(missing_ok=True)
     for _ in range(MAX_PREEMPTIONS + 1):
         try:
-            executor.run_workers(user)
+            executor.run_workers(group)
         except WorkersFailedError as error:
             raise _training_error(job.folder, str(error), restarts) from error
         finally:
@@ -260,7 +260,7 @@ def torch_config() -> Any:
 
 
 def _fit_in_process(job: TrainJob, executor: Executor) -> None:
-    """Fit in this process, with the restarts and the errors that a user on Ray has."""
+    """Fit in this process, with the restarts and the errors that a group on Ray has."""
     restarts = job.recipe.resources.max_failures
     for left in reversed(range(restarts + 1)):
         try:

@@ -404,7 +404,7 @@ def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, s
 
 
 def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
-    """Train as one worker of a user.
+    """Train as one worker of a group.
 
     Args:
         config: "job", and "until", a step to pause at or None.

@@ -32,7 +32,7 @@ from support.threads import one_thread
 from dpdist.core.files import write_atomic
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder, complete_checkpoints
-from dpdist.training.monitoring import read_users
+from dpdist.training.monitoring import read_groups
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -176,7 +176,7 @@ class Training:
 
     def begins(self, number: int) -> None:
         """Wait for the group of this number; let it make 40 steps and a checkpoint of its own."""
-        self._wait(lambda: len(read_users(RunFolder(self.run))) == number)
+        self._wait(lambda: len(read_groups(RunFolder(self.run))) == number)
         # Of the group before: where it was held.
         reached = steps_done(self.run)
         write_atomic(self.limit, str(reached + 40))
@@ -228,7 +228,7 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, gated, tmp_path, mon
     out, err = training.ends()
     assert "Certified accuracy" in out
     run = training.run
-    groups = read_users(RunFolder(run))
+    groups = read_groups(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 2, 1)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 1 worker (before: 2)" in err and "nothing is charged again" in err
@@ -268,7 +268,7 @@ def test_an_announced_preemption_costs_no_step(nodes, gated, tmp_path, monkeypat
     time.sleep(5)  # until Ray has told the workers, which are held
     _, err = training.ends()
     run = training.run
-    first, second = read_users(RunFolder(run))
+    first, second = read_groups(RunFolder(run))
     assert (first.workers, second.workers, second.again) == (2, 1, 0)
     assert 40 < second.step < 50 and second.saved == second.step
     assert f"before the interruption saved {second.step} steps" in err
@@ -313,7 +313,7 @@ def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, ca
     training.begins(3)
     _, err = training.ends()
     run = training.run
-    groups = read_users(RunFolder(run))
+    groups = read_groups(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 1, 2)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 2 workers (before: 1)" in err and "charged again" in err

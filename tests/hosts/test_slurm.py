@@ -23,7 +23,7 @@ from support.processes import parameters
 from dpdist.cluster.cluster_file import templates
 from dpdist.core.files import write_atomic
 from dpdist.runs.folder import RunFolder
-from dpdist.training.monitoring import is_stop_requested, read_users
+from dpdist.training.monitoring import is_stop_requested, read_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -243,7 +243,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     wait_for(lambda: slurm.state(job) == "PENDING", 60)  # SLURM has missed the node
     slurm.replace(two)
     write_atomic(limit, "8")
-    wait_for(lambda: len(read_users(RunFolder(run))) == 2 or slurm.failed(job), 400)
+    wait_for(lambda: len(read_groups(RunFolder(run))) == 2 or slurm.failed(job), 400)
     trains(8)
     # As --signal=B:TERM does: the script ends the command and puts the job back into the queue.
     slurm.ask(f"scancel --batch --signal=TERM {job}")
@@ -254,7 +254,7 @@ def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     limit.unlink()
     wait_for(lambda: slurm.state(job) == "COMPLETED" or slurm.failed(job), 400)
     assert slurm.state(job) == "COMPLETED", log.read_text()
-    first, second, third = read_users(RunFolder(run))
+    first, second, third = read_groups(RunFolder(run))
     assert (first.step, second.step, third.saved) == (0, 0, third.step) and third.step in (9, 10)
     assert f"before the interruption saved {third.step} steps" in log.read_text()
     undisturbed = train_here(RECIPE, tmp_path / "undisturbed")

@@ -10,7 +10,7 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
-from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_user, read_users
+from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_group, read_groups
 
 RANGE = {"min": 1, "max": 4}
 BETWEEN = {"workers": RANGE, "checkpoint_seconds": 1e9}
@@ -35,7 +35,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     teller.poll()
     ledger = Ledger.read(folder.ledger)
     assert ledger.release_counts == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
-    assert [(g.workers, g.again) for g in read_users(folder)] == [(2, 0), (1, 0), (4, 0)]
+    assert [(g.workers, g.again) for g in read_groups(folder)] == [(2, 0), (1, 0), (4, 0)]
     assert said == [
         "training: goes on with 1 worker (before: 2) from step 0: nothing is charged again",
         "training: goes on with 4 workers (before: 1) from step 0: nothing is charged again",
@@ -59,7 +59,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
         ledger.release_counts == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
     )
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
-    assert read_users(folder) == [
+    assert read_groups(folder) == [
         WorkerGroup(0, 2, "gloo", 0),
         WorkerGroup(0, 1, "gloo", 4),
         WorkerGroup(2, 1, "gloo", 2),
@@ -104,9 +104,9 @@ def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.private.mkdir()
     first, later = WorkerGroup(0, 2, "gloo", 0), WorkerGroup(3, 1, "gloo", 4)
-    append_user(folder, first)
+    append_group(folder, first)
     with open(folder.worker_groups, "a") as file:
         file.write('{"step": 3, "wor')  # the disk was full
-    assert read_users(folder) == [first]
-    append_user(folder, later)
-    assert read_users(folder) == [first, later]
+    assert read_groups(folder) == [first]
+    append_group(folder, later)
+    assert read_groups(folder) == [first, later]

@@ -20,7 +20,7 @@ from dpdist.training import monitoring, trainer, worker
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
-    read_users,
+    read_groups,
     request_stop,
     stopped_between_steps,
 )
@@ -70,7 +70,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     trainer.fit(job, threads)
     reporter.poll()
     assert torch.equal(parameters(job.folder), undisturbed)
-    assert [(g.step, g.saved, g.again) for g in read_users(job.folder)] == [
+    assert [(g.step, g.saved, g.again) for g in read_groups(job.folder)] == [
         (0, 0, 0), (5, 5, 0), (8, 3, 0),
     ]  # fmt: skip
     assert threads.questions == [{0: 5, 1: 5}, {0: 3, 1: 3}, {0: 4, 1: 4}]
@@ -90,7 +90,7 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
 def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
     job = prepared(tmp_path, "run")
     trainer.fit(job, Threads(STEPS))
-    assert [g.step for g in read_users(job.folder)] == [0]
+    assert [g.step for g in read_groups(job.folder)] == [0]
     assert job.folder.training_summary.exists()
 
 
@@ -100,9 +100,9 @@ def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
     job = prepared(tmp_path, "run")
     with pytest.raises(ClusterError, match=r"pre-empted 3 times; the same command continues it"):
         trainer.fit(job, Threads(*[1] * STEPS))
-    assert [g.step for g in read_users(job.folder)] == [0, 1, 2]
+    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2]
     trainer.fit(job, Threads())
-    assert [g.step for g in read_users(job.folder)] == [0, 1, 2, 3]
+    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2, 3]
 
 
 def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
@@ -127,7 +127,7 @@ def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
         trainer.fit(job, Told())
     job.folder.stop_request.unlink()
     trainer.fit(job, Threads())
-    first, second = read_users(job.folder)
+    first, second = read_groups(job.folder)
     assert second.step == second.saved == 5 and (first.again, second.again) == (0, 0)
     assert torch.equal(parameters(job.folder), undisturbed)
     assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
@@ -170,7 +170,7 @@ def test_one_sigterm_waits_for_a_checkpoint_and_two_do_not(tmp_path, times):
     assert not folder.stop_request.exists()
     assert len(Ledger.read(folder.ledger).release_counts) == (4 if times == 1 else 3)
     trainer.train(prepare(recipe, folder, "test"), LocalExecutor())
-    assert read_users(folder)[-1].step == (4 if times == 1 else 3)
+    assert read_groups(folder)[-1].step == (4 if times == 1 else 3)
     assert torch.equal(parameters(folder), undisturbed)
 
 

@@ -34,7 +34,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.reports.technical_file import technical_file
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, job, model_setup
-from dpdist.training.monitoring import read_users
+from dpdist.training.monitoring import read_groups
 from dpdist.training.records import records_with_canaries
 
 RECORDS, WIDTH = 80, 6
@@ -402,7 +402,7 @@ def test_a_checkpoint_that_is_asked_for_saves_every_step(tmp_path):
     again.run_all()
     again.checkpoint()
     assert Ledger.read(again.run.ledger).release_counts == dict.fromkeys(range(6), 1)
-    assert [group.step for group in read_users(again.run)] == [0, 3]
+    assert [group.step for group in read_groups(again.run)] == [0, 3]
     assert len(again.run.metrics.read_text().splitlines()) == 6, "a step was repeated"
     assert torch.equal(flat(again.model), flat(whole.model))
     took = [dpdist.load_results(each.run).training_took for each in (whole, again)]

@@ -202,7 +202,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
     execute(prepare(recipe, folder, "test"), 2 if name == "of the zoo" else 1)
-    assert [group.independence for group in monitoring.read_users(folder)] == [said]
+    assert [group.independence for group in monitoring.read_groups(folder)] == [said]
     card = load_results(folder).privacy_card()
     (note,) = [note for note in card["notes"] if "independence" in note]
     assert note.startswith(f"Record independence of the model: {said} (")
@@ -221,7 +221,7 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
         other.setattr(GradientEngine, "independence", SCREENED)
         execute(job, until=6)
     execute(job)
-    found = [group.independence for group in monitoring.read_users(folder)]
+    found = [group.independence for group in monitoring.read_groups(folder)]
     assert found == [KNOWN_LAYERS, SCREENED, KNOWN_LAYERS]
     assert json.loads(folder.training_summary.read_text())["independence"] == SCREENED
     assert load_results(folder).record_independence == SCREENED

@@ -184,7 +184,7 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
     assert (shares.sum(0) == one["examples"]).all() and (shares.sum(1) > 0).all()
     assert Ledger.read(b.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
     assert first["writes"] and second["writes"] == []
-    assert [group.workers for group in monitoring.read_users(b)] == [2]
+    assert [group.workers for group in monitoring.read_groups(b)] == [2]
     facts = dpdist.load_results(b)
     kind = facts.guarantee.kind
     assert facts.guarantee == replace(facts.plan.guarantee(), kind=kind)
@@ -223,7 +223,7 @@ def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
     first, second = pair.do(whole, folder, given)
     assert first["parameters"] == second["parameters"] and first["left"] == 0
     ledger = Ledger.read(folder / "private" / "ledger.jsonl")
-    assert [g.workers for g in monitoring.read_users(RunFolder(folder))] == [2, 1, 2]
+    assert [g.workers for g in monitoring.read_groups(RunFolder(folder))] == [2, 1, 2]
     if reproducible:
         assert ledger.release_counts == dict.fromkeys(range(STEPS), 1)
         assert first["parameters"] == undisturbed["parameters"]
