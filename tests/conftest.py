@@ -26,8 +26,11 @@ SECONDS: Counter[str] = Counter()
 COST = {"e2e": 100, "slow": 20}  # about, in fifths of a second; of others 1
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["COLUMNS"] = "10000"  # no line is wrapped, but in test_rows.py
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        config.get_terminal_writer().fullwidth = 100  # of pytest's own lines
     if "not slow" not in config.option.markexpr:
         os.environ[hypothesis_settings.RUN_SLOW_TESTS] = "1"
 
