@@ -71,9 +71,10 @@ _PretrainingData = Annotated[
 _Ranges = Annotated[
     list[str] | None,
     option(
-        "Public constants of a column: the range of numbers, which becomes [0, 1] ('*=0,1' for "
-        "all), the categories of words (A,B,C), or the first and the last day of dates. May be "
-        "repeated.",
+        "Public constants of columns: the range of numbers, which becomes [0, 1], the categories "
+        "of words (A,B,C), or the first and the last day of dates. May be repeated, for one "
+        "column, several (A,B=0,1) or a pattern; of two that fit, the first counts, so put "
+        "'*=0,1' last.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",
@@ -194,8 +195,11 @@ def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
     _tell_repeats(found.repeats)
     if rules:
         typer.echo("preprocessing, from names and types of columns and never from the records:")
+        names: dict[str, list[str]] = {}
         for name, rule in rules.items():
-            typer.echo(f"  {name}: {rule.describe()}")
+            names.setdefault(rule.describe(), []).append(name)
+        for described, alike in names.items():
+            typer.echo(f"  {', '.join(alike)}: {described}")
     if lacking := [name for name in found.kinds if name not in rules]:
         few = ", ".join(lacking[:_MOST_ASKED])
         typer.echo(f"to fill in under data.columns.preprocessing, if you can: {few}")
@@ -242,8 +246,10 @@ def _propose_preprocessing(
             found[name] = ColumnPreprocessing(
                 range=(known.low, known.high), missing=fill, log1p=known.log1p
             )
-    for text in given or ():
-        found |= _answered(dataset, text)
+    answers: dict[str, ColumnPreprocessing] = {}
+    for text in given or ():  # the first that fits a column counts: '*=0,1' comes last
+        answers = _answered(dataset, text) | answers
+    found |= answers
     if given or not _at_terminal():
         return found
     unknown = {n: kind for n, kind in dataset.kinds.items() if n not in found}
@@ -252,7 +258,7 @@ def _propose_preprocessing(
         for kind, names in itertools.groupby(unknown, unknown.__getitem__):
             typer.echo(f"  {', '.join(names)}: {_ASKED[kind]}")
         typer.echo("Say what anybody knows of such columns, and nothing read from these records:")
-        typer.echo("COLUMN=ANSWER, or a pattern, '*_test=neg,pos'; an empty line ends.")
+        typer.echo("COLUMN=ANSWER, or several (A,B=0,1), or '*_test=neg,pos'; an empty line ends.")
     while unknown and (said := typer.prompt(" ", default="", show_default=False)):
         try:
             found |= _answered(dataset, said)
@@ -274,7 +280,8 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
     for words.
     """
     pattern, _, said = text.rpartition("=")
-    fit = [name for name in dataset.kinds if fnmatch.fnmatchcase(name, pattern)]
+    patterns = [pattern, *map(str.strip, pattern.split(","))]  # a name may hold a comma
+    fit = [n for n in dataset.kinds if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
     by_kind = {
         kind: [name for name in fit if dataset.kinds[name] in kinds]
         for kind, kinds in (
@@ -413,7 +420,7 @@ def starter_recipe(
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
-        *(_TEXT_OPTIMIZER if texts else _optimizer(pictures or units >= _FEW_UNITS)),
+        *(_TEXT_OPTIMIZER if texts else _optimizer(model, pictures, units)),
         *(_certify_lines(dataset) if pictures else []),
         "resources:",
         "  workers: 1                   # keep it during a run, or set training.reproducible: true",
@@ -442,9 +449,12 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
 
 
-def _optimizer(many: bool) -> list[str]:
+def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
+    """Return the rate that benchmarks/quality/real_tables.py found best for such a model."""
+    rate = 2.0 if model[0].startswith("model: linear") else 0.5
+    rate = 0.1 if not pictures and units < _FEW_UNITS else rate
     return [
-        f"  learning_rate: {0.5 if many else 0.1}           # try others with `dpdist tune`: "
+        f"  learning_rate: {rate}           # try others with `dpdist tune`: "
         "looking at results costs",
         "  momentum: 0.9",
     ]

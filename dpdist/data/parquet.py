@@ -455,7 +455,7 @@ def users_of(table: pa.Table, file: TableFile, first_row: int, user: str) -> lis
     except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
         rule = "says whom a record belongs to, and must be readable near here"
         raise file.error(rule, row=first_row, column=user, cause=error) from None
-    return [None if value in file.no_user else value for value in found]
+    return [None if value in file.missing_words else value for value in found]
 
 
 def class_numbers(

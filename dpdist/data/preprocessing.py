@@ -128,7 +128,7 @@ def _dates(
         moments = []
         for row, text in enumerate(values.to_pylist(), first_row):
             try:
-                blank = not (text or "").strip() or text in file.no_user
+                blank = not (text or "").strip() or text in file.missing_words
                 moments.append(None if blank else _moment(text.strip()))
             except ValueError:
                 raise file.error("must be a date, YYYY-MM-DD", row, name) from None
@@ -158,7 +158,7 @@ def _categories(
     listed = list(rule.categories)
     coded = _words(values, file, name).dictionary_encode()
     words = coded.dictionary.to_pylist()
-    gone = {"", *file.no_user} - set(listed)
+    gone = {"", *file.missing_words} - set(listed)
     other, places = len(listed), {word: place for place, word in enumerate(listed)}
     # The last place of each is that of a missing cell.
     codes = np.array([-1 if w in gone else places.get(w, other) for w in words] + [-1])

@@ -142,14 +142,14 @@ def others_in(folder: Path) -> Counter[str]:
 class TableFile(ABC):
     """One file, or folder of pictures, as a table.
 
-    path: where it is. schema: of its columns. num_rows: how many records it has. no_user: texts
-    that say that nobody is named.
+    path: where it is. schema: of its columns. num_rows: how many records it has. missing_words:
+    what stands for a missing cell, also of a column that names users.
     """
 
     path: Path
     schema: pa.Schema
     num_rows: int
-    no_user: frozenset[str] = frozenset()
+    missing_words: frozenset[str] = frozenset()
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield the number of a first row, and a table of some rows of these columns.
@@ -411,8 +411,8 @@ class CsvFile(_TextFile):
     Between semicolons, numbers may have decimal commas.
     """
 
-    # beside Arrow's own, those of SAS (.), of R and of old archives (? and -), and blanks
-    no_user = frozenset(
+    # next to Arrow's own, those of SAS (.), of R and of old archives (? and -), and blanks
+    missing_words = frozenset(
         [*arrow_csv.ConvertOptions().null_values, ".", "?", "-", "--", "None"]
         + [" " * width for width in range(1, 9)]
     )
@@ -446,7 +446,9 @@ class CsvFile(_TextFile):
                 ),
                 convert_options=arrow_csv.ConvertOptions(
                     column_types={f.name: f.type for f in kept},
-                    null_values=sorted(self.no_user),
+                    null_values=sorted(self.missing_words),
+                    true_values=[*arrow_csv.ConvertOptions().true_values, "t"],
+                    false_values=[*arrow_csv.ConvertOptions().false_values, "f"],
                     decimal_point=decimal_point,
                 ),
             )

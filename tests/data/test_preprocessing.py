@@ -167,6 +167,20 @@ def test_init_asks_what_nobody_knows_and_proposes_the_rest(visits):
     assert inputs(visits).shape == (60, 1 + 1 + 1 + 4 + 2)
 
 
+def test_the_first_answer_that_fits_a_column_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    header = "a,b,age,on,ill"
+    rows = [header, *(f"{k},{k + 1},{k + 20},{'tf'[k % 3 > 0]},{k % 2}" for k in range(40))]
+    Path("t").mkdir()
+    Path("t/train.csv").write_text("\n".join(rows) + "\n")
+    Path("t/test.csv").write_text(f"{header}\n0.5,1,20,t,0\n1.5,2,20,f,1\n")
+    invoke("init", "t", "--label", "ill", "--range", "a,b=0,100", "--range", "*=0,1")
+    rules = load_recipe(Path("t.yaml")).data.columns.preprocessing
+    assert {name: rule.range for name, rule in rules.items()} == {
+        "a": (0, 100), "b": (0, 100), "age": (0, 1), "on": (0, 1),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("units", "model"), [(400, "linear"), (20_000, "mlp")])
 def test_a_table_begins_with_a_small_model_and_no_certificate(units: int, model: str):
     columns = {
