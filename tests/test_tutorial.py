@@ -92,6 +92,17 @@ def test_every_command_does_what_is_printed(tmp_path):
     assert (folder / "runs/first/report/index.html").exists()
 
 
+@pytest.mark.slow
+def test_the_prices_of_a_search_are_those_printed(dpdist, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    page = (PAGE.parent / "private-tuning.md").read_text()
+    table = page.partition("```text\n")[2].partition("```")[0]
+    done = dpdist("tune", "digits-search", "--plan")
+    there = lines(done.out)
+    for line in lines(table):
+        assert any(each.startswith(line) for each in there), line
+
+
 def test_the_recipe_of_the_page_on_clusters_is_one_with_every_printed_change(tmp_path):
     """Its commands were run by hand on two nodes; what they submit is read here."""
     from dpdist.runs.recipe import load_recipe, parse_changes
