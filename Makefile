@@ -81,7 +81,7 @@ test-all: bytecode
 	@$(TESTS) $(PYTEST_ARGS)
 
 # Each part is run, whichever failed before it.
-nightly: bytecode mutation-tools
+nightly: bytecode nightly-tools
 	@failed=0; \
 	DPDIST_NIGHTLY=1 $(TESTS) -m nightly $(PYTEST_ARGS) || failed=1; \
 	DPDIST_HOSTS=1 DPDIST_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS) || failed=1; \
@@ -92,11 +92,11 @@ nightly: bytecode mutation-tools
 audit-zoo: install
 	@$(BIN)/python tests/audits/zoo.py
 
-.PHONY: mutation mutation-tools
-mutation-tools: install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,mutation]"
+.PHONY: mutation nightly-tools
+nightly-tools: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,nightly]"
 
-mutation: bytecode mutation-tools
+mutation: bytecode nightly-tools
 	@$(BIN)/python tests/mutation.py
 
 matrix: install

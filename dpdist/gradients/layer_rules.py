@@ -481,12 +481,21 @@ class DrawsByExample(TorchFunctionMode):
 
 
 class RecurrentByExample(TorchFunctionMode):
-    """Run RNN, LSTM and GRU step by step, which `torch.func.vmap` cannot run whole."""
+    """Run RNN, LSTM and GRU step by step, which `torch.func.vmap` cannot run whole.
+
+    Their cells get a state of the example's own: they write into it, and one that the cell makes
+    itself is not cut into examples.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name in _CELLS and func is getattr(torch, name):
+            inputs, state, *rest = args
+            own = torch.zeros_like(inputs[..., :1])
+            state = state + own if isinstance(state, Tensor) else [each + own for each in state]
+            return func(inputs, state, *rest)
         by_step = _RECURRENT.get(name) if func is getattr(torch, name, None) else None
         if by_step is None or len(args) != 9:  # packed sequences have 8
             return func(*args, **(kwargs or {}))
@@ -507,6 +516,7 @@ def _lstm_by_step(
     return found, torch.stack([h for h, _ in last]), torch.stack([c for _, c in last])
 
 
+_CELLS = {"gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 _RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm": _lstm_by_step,
     "gru": decompositions.gru_impl,

@@ -97,6 +97,14 @@ def _relative(module: nn.Module, x: Tensor) -> Tensor:
     return (module.head(x) + bias.mean((0, 1))).mean(1)
 
 
+def _by_cell(module: nn.Module, x: Tensor) -> Tensor:
+    """The last state of a cell that begins with one of its own."""
+    state = None
+    for step in x.unbind(1):
+        state = module.layer(step, state)
+    return module.head(state[0] if isinstance(state, tuple) else state)
+
+
 NATIVE = {
     "linear": Case(lambda: nn.Linear(6, CLASSES)),
     "mlp": Case(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))),
@@ -161,6 +169,9 @@ NATIVE = {
         _sequence(lambda: nn.GRU(6, 6, 2, dropout=0.3),
                   lambda m, x: m.head(m.layer(x.transpose(0, 1))[0])[-1]), "series",
     ),
+    "rnn-cell": Case(_sequence(lambda: nn.RNNCell(6, 6), _by_cell), "series"),
+    "gru-cell": Case(_sequence(lambda: nn.GRUCell(6, 6), _by_cell), "series"),
+    "lstm-cell": Case(_sequence(lambda: nn.LSTMCell(6, 6), _by_cell), "series"),
     "encoder-layer": Case(
         _sequence(lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
                   lambda m, x: m.head(m.layer(x).mean(1))), "series",
@@ -216,6 +227,13 @@ VISION: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": False}, "convnext_tiny": {}, "swin_t": {},
     "swin_v2_t": {}, "vgg11_bn": {},
 }  # fmt: skip
+TIMM: dict[str, dict[str, Any]] = {
+    "resnet10t": {}, "convnext_atto": {}, "mobilenetv3_small_050": {}, "ghostnet_050": {},
+    "mobilevit_xxs": {}, "edgenext_xx_small": {}, "efficientnet_lite0": {}, "regnetx_002": {},
+    "vit_tiny_patch16_224": {"img_size": 40, "patch_size": 8, "depth": 2},
+    "eva02_tiny_patch14_224": {"img_size": 40, "patch_size": 8, "depth": 2},
+    "cait_xxs24_224": {"img_size": 40, "patch_size": 8, "depth": 2},
+}  # fmt: skip
 _TINY = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
@@ -238,8 +256,11 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
                   "shared_expert_intermediate_size": 8},
 }  # fmt: skip
+# A second to a minute each, of layers that quicker ones have as well.
+IN_NIGHTLY = {"vgg11_bn", "swin_t", "swin_v2_t", "convnext_tiny", "densenet121", "googlenet", *TIMM}
 IN_CI = {
-    "mlp-dropout", "cnn-batchnorm", "lstm-dropout", "lstm-time-first", "gru-time-first-dropout",
+    "gru-cell", "mlp-dropout",
+    "cnn-batchnorm", "lstm-dropout", "lstm-time-first", "gru-time-first-dropout",
     "encoder", "decoder-layer", "view-through-the-batch", "relative-positions", "vae",
     "shared-depth", "criterion-weighted", "squeeze", "spectral-norm", "weight-norm-by-hook",
     "rrelu",
@@ -272,6 +293,17 @@ def _vision(name: str, options: dict[str, Any]) -> Case:
     return Case(make, "pictures")
 
 
+def _timm(name: str, options: dict[str, Any]) -> Case:
+    def make() -> nn.Module:
+        import_torchvision("models")  # which timm imports as well
+        timm = pytest.importorskip("timm")
+        return dpdist.prepare(
+            timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
+        )
+
+    return Case(make, "pictures")
+
+
 def _text(family: str, options: dict[str, Any], kind: str) -> Case:
     def make() -> nn.Module:
         import transformers
@@ -285,6 +317,7 @@ def _text(family: str, options: dict[str, Any], kind: str) -> Case:
 ALL = {
     **NATIVE,
     **{name: _vision(name, options) for name, options in VISION.items()},
+    **{name: _timm(name, options) for name, options in TIMM.items()},
     **{f"{name}-classifier": _text(name, options, "AutoModelForSequenceClassification")
        for name, options in CLASSIFIERS.items()},
     **{f"{name}-causal": _text(name, options, "AutoModelForCausalLM")
@@ -318,11 +351,14 @@ def _engine(case: Case) -> GradientEngine:
     return engine
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    if name in IN_CI:
+        return []
+    return [pytest.mark.slow, *([pytest.mark.nightly] if name in IN_NIGHTLY else [])]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in ALL],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in ALL])
 def test_an_ordinary_network_trains_and_its_sum_is_that_of_one_by_one(name):
     case = ALL[name]
     if case.kind == "documents":
