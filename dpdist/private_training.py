@@ -341,6 +341,7 @@ class PrivateTraining(PublicViews):
         self._engine = self._engine_of(recipe, examples)
         self._learner.check_form()
         self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
+        self._asked: list[bool] = []  # of Ctrl-C, until all workers know
         self.trackers = [check_script_tracker(each, self.run) for each in trackers]
         if recipe.privacy.run_key is not None:
             warnings.warn(
@@ -601,20 +602,23 @@ class PrivateTraining(PublicViews):
                 step, or the training diverged.
             KeyboardInterrupt: Ctrl-C; the next call takes the next step.
         """
-        with whole_step(self._workers.count == 1) as asked:
-            report = self._step()
-        if asked and (said := self.keep_interrupted()):
-            raise TrainingInterrupted(said)
+        with whole_step(self._asked, self._workers.first):
+            report, agreed = self._step()
+        if agreed or (self._asked and self._workers.count == 1):
+            self._asked.clear()
+            if said := self.keep_interrupted(agreed=True):
+                raise TrainingInterrupted(said if self._workers.first else "")
         return report
 
-    def _step(self) -> StepReport:
+    def _step(self) -> tuple[StepReport, bool]:
+        """Take a step. Returns its report, and whether any worker was asked to end before it."""
         with self._workers.sharing_errors():
             if self._look_between("step"):
                 self._save()
         number = self._done
         rate = float(self.optimizer.param_groups[0]["lr"])
         self._inside = True
-        seen = self._take()
+        seen, agreed = self._take()
         score = None
         if self._scored is not None and self._scored.is_due(number):
             assert self._loop is not None
@@ -630,7 +634,7 @@ class PrivateTraining(PublicViews):
         self._note(learning_rate=rate, noisy_norm=report.noisy_norm, score=score)
         if not self.remaining_steps and not self._later:
             self._finish()
-        return report
+        return report, agreed
 
     def __iter__(self) -> Iterator[StepReport]:
         """Take the steps that are left, one for each `StepReport`; `break` ends between two.
@@ -641,20 +645,20 @@ class PrivateTraining(PublicViews):
         while self.remaining_steps:
             yield self.step()
 
-    def _take(self) -> StepMetrics | None:
-        """Take the loop's next step.
+    def _take(self) -> tuple[StepMetrics | None, bool]:
+        """Take the loop's next step, which tells all workers whether one got Ctrl-C.
 
         Where its sum is not the announced one, that of a new attempt, and both are charged.
         """
         assert self._loop is not None
         try:
-            return self._loop.take()[0]
+            return self._loop.take(bool(self._asked))
         except ReplayConflict:
             self._stack.close()
             with self._workers.sharing_errors():
                 self._attempt(self._loop.step.key)
                 self._save()
-            return self._loop.take()[0]
+            return self._loop.take(bool(self._asked))
 
     def checkpoint(self) -> None:
         """Keep the training as it is between two steps, so that a restart repeats none of them.

@@ -169,19 +169,25 @@ class PublicViews:
                     parameter.copy_(weights[name])
         self._learner.watch()
 
-    def keep_interrupted(self) -> str | None:
+    def keep_interrupted(self, agreed: bool = False) -> str | None:
         """Write a checkpoint after Ctrl-C, and return where the run resumes.
+
+        Args:
+            agreed: all workers call it after the same step; otherwise several write none.
 
         Returns:
             A sentence (str) with the step at which the same script resumes; None before the first
-            step or with several workers.
+            step.
         """
         loop = self._loop
-        if loop is None or self._workers.count > 1:
+        if loop is None:
             return None
-        if self._inside:
-            again = f"; the newest checkpoint is of step {loop.kept:,}"
-            return f"interrupted inside step {self._done:,}{again}; run the same script to resume"
+        if self._inside or not (agreed or self._workers.count == 1):
+            place = (
+                f"{'inside' if self._inside else 'after'} step {self._done - (not self._inside):,}"
+            )
+            again = f"the newest checkpoint is of step {loop.kept:,}"
+            return f"interrupted {place}; {again}; run the same script to resume"
         with suppress(UserError):  # the script changed what it must not: the last one stays
             self.checkpoint()
         return f"interrupted at step {self._done:,}; run the same script to resume"

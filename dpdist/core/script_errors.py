@@ -56,7 +56,8 @@ class _OneLine:
         if issubclass(kind, _SHOWN):
             _print(error, _place(trace) if issubclass(kind, UserError) else "")
         elif issubclass(kind, TrainingInterrupted):
-            _print(error)
+            if str(error):  # of several workers one says so
+                _print(error)
             raise SystemExit(ExitCode.INTERRUPTED)
         elif kind is KeyboardInterrupt and (
             lines := [said for work in unfinished if (said := work.keep_interrupted())]

@@ -29,30 +29,28 @@ class _Report(Protocol):
 
 
 @contextmanager
-def whole_step(alone: bool) -> Iterator[list[bool]]:
+def whole_step(asked: list[bool], tell: bool) -> Iterator[None]:
     """Let the first Ctrl-C wait for the end of a step; the second one ends it at once.
 
     Args:
-        alone: this process trains by itself. Several decide together, so none of them waits.
-
-    Yields:
-        A list that is not empty after a Ctrl-C.
+        asked: gets an entry at a Ctrl-C.
+        tell: say so: of several workers one does.
     """
-    asked: list[bool] = []
     in_main = threading.current_thread() is threading.main_thread()
-    if not (alone and in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield asked
+    if not (in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield
         return
 
     def note(*_: Any) -> None:
         if asked:
             raise KeyboardInterrupt
         asked.append(True)
-        os.write(2, b"\nfinishing this step; Ctrl-C again ends it at once\n")  # print may be inside
+        if tell:  # not by print, which may be what was interrupted
+            os.write(2, b"\nfinishing this step; Ctrl-C again ends it at once\n")
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield asked
+        yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from torch.distributed.nn import functional
 import dpdist
 from dpdist import PrivateTraining, UserError
 from dpdist.core.errors import ClusterError
+from dpdist.core.script_errors import TrainingInterrupted
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.private_training import RunBusyError
@@ -190,6 +192,47 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
     assert facts.guarantee == replace(facts.plan.guarantee(), kind=kind)
     assert kind == "assumed: post-processing"  # by the private metrics
     assert b.read_recipe().resources.workers == 2
+
+
+class Interrupting(nn.Sequential):
+    """It gets Ctrl-C in the next forward pass of a step, once `soon`."""
+
+    soon = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and Interrupting.soon:
+            Interrupting.soon = False
+            signal.raise_signal(signal.SIGINT)
+        return super().forward(inputs)
+
+
+def interrupted(rank: int, folder: Path) -> tuple[int, str, int, list[float]]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    resources = {"checkpoint_seconds": 3600}
+    t = begin(folder, model=Interrupting(*net()), resources=resources)
+    t.step()
+    Interrupting.soon = rank == 1
+    taken, said = 1, ""
+    try:
+        while t.remaining_steps:
+            t.step()
+            taken += 1
+    except TrainingInterrupted as error:
+        said = str(error)
+    kept = t._loop.kept
+    t.close()
+    t = begin(folder, model=Interrupting(*net()), resources=resources)
+    t.run_all()
+    return taken, said, kept, flat(t.model)
+
+
+@pytest.mark.e2e
+def test_ctrl_c_of_one_worker_ends_both_after_one_step(tmp_path, pair):
+    (taken, said, kept, at_end), other = pair.do(interrupted, tmp_path / "stopped")
+    assert taken == other[0] == kept - 1 and other[1] == ""
+    assert kept in (2, 3) and f"interrupted at step {kept}" in said
+    through, _ = pair.do(whole, tmp_path / "through", {})
+    assert at_end == other[3] == through["parameters"]
 
 
 def ended(rank: int, folder: Path) -> tuple[list[float], int, int, str]:
