@@ -237,6 +237,17 @@ class Recipe(BaseRecipe):
         found = (each.phases_within(plan, self.privacy_unit) for each in self.stages)
         return tuple(phase for phases in found for phase in phases or ())
 
+    def phases_in_target(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """Return what `privacy.epsilon` covers in addition to the plan, a tuple of phases.
+
+        These are bought statistics that a script began with. It is empty without them.
+
+        Args:
+            plan: the plan of this run.
+        """
+        found = (e.phases_within(plan, self.privacy_unit) for e in self.stages if e.in_target)
+        return tuple(phase for phases in found for phase in phases or ())
+
     def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
         """Return what a guarantee assumes about the runs that this one started from.
 
@@ -866,7 +877,8 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
 
         def plan_with(noise: float) -> PrivacyPlan:
             # Scores are of other records: what they cost is no part of what the steps may cost.
-            return _plan_without_scores(recipe, records, noise)
+            plan = _plan_without_scores(recipe, records, noise)
+            return replace(plan, phases=(*recipe.phases_in_target(plan), *plan.phases))
 
         try:
             noise = calibrate_noise(plan_with, privacy.epsilon)
@@ -877,6 +889,7 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
     except ValueError as error:
         raise UserError(f"{context}: privacy: {error}") from error
     _check_score_noise(recipe, plan, context)
+    _check_stages(recipe, plan)
     return noise, plan
 
 
@@ -892,6 +905,24 @@ def _check_score_noise(recipe: Recipe, plan: PrivacyPlan, context: str) -> None:
     count = f"{scores.count} score{'s' * (scores.count > 1)}"
     rule = f"must be >= {math.ceil(least * 1e3) / 1e3:g} for {count} within epsilon {target:g}"
     raise field_error(context, "score.noise", rule, score.noise)
+
+
+def _check_stages(recipe: Recipe, plan: PrivacyPlan) -> None:
+    """Raise UserError for bought statistics that would not be counted with the training."""
+    for each in recipe.stages:
+        if not each.in_target:
+            continue
+        if recipe.privacy.budget is not None:
+            raise UserError(
+                "privacy.budget: must be left out with bought statistics, of which a budget does "
+                "not know the records"
+            )
+        if each.phases_within(plan, recipe.privacy_unit) is None:
+            raise UserError(
+                f"began_with: {each.name}: must have the training's privacy.unit, "
+                "max_records_per_user, adjacency and nominal_records, so that one epsilon covers "
+                "both, got others"
+            )
 
 
 def check_plan(
