@@ -426,8 +426,9 @@ class SearchCost:
     # --- the whole
 
     def _search_phases(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-        """A search over trials that each execute these phases."""
-        return repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
+        """A search over trials that each execute these phases, after what is bought once."""
+        searched = repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
+        return (*searched, *self.recipe.statistics_phases)
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
@@ -491,11 +492,10 @@ class SearchCost:
                 see="explanation/tuning.md#what-is-counted",
             )
         scoring = self._scoring_phases(self.score_noise)
-        return self._check_plan(
-            combine_training_and_scoring(
-                training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
-            )
+        searched = combine_training_and_scoring(
+            training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
         )
+        return self._check_plan((*searched, *self.recipe.statistics_phases))
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -505,7 +505,8 @@ class SearchCost:
     @cached_property
     def one_training_guarantee(self) -> Guarantee:
         """Return the cost of a single training with the same noise, without any search."""
-        return self._plan(self._training_phases(self.noise_multiplier)).guarantee()
+        training = self._training_phases(self.noise_multiplier)
+        return self._plan((*training, *self.recipe.statistics_phases)).guarantee()
 
     # --- arithmetic
 
@@ -537,8 +538,9 @@ class SearchCost:
             raise UserError(f"{self.context}: privacy.epsilon: {error}, got {target}") from error
 
     def _recipe_plan(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
+        trial = recipe.model_copy(update={"statistics": None})  # which are bought once
         try:
-            return plan_with_noise(recipe, records, noise)
+            return plan_with_noise(trial, records, noise)
         except ValueError as error:
             raise UserError(f"{self.context}: privacy: {error}") from error
 

@@ -22,11 +22,10 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import RESULTS_FOLDER, parse_arguments
 
-from dpdist.config.sections import Privacy
 from dpdist.data.histograms import COUNTS, count_cells, estimate, linear_edges, universal_edges
+from dpdist.privacy.calibration import counts_noise_for
 from dpdist.privacy.phases import GaussianCounts
 from dpdist.reports.compare import markdown_table
-from dpdist.training.statistics import plan_of
 
 RESULTS = RESULTS_FOLDER / "bought_statistics.jsonl"
 RECORDS, EPSILONS, DELTA, MISSING = (1_000, 100_000), (0.1, 0.3, 1.0), 1e-6, 0.1
@@ -63,10 +62,8 @@ def measured(values: np.ndarray, edges: np.ndarray, deviation: float, noise: Any
 def lines(records: int, epsilon: float, draws: int) -> list[dict[str, Any]]:
     """Return a line for each column."""
     generator = np.random.default_rng([records, round(1000 * epsilon)])
-    (phase,) = plan_of(
-        Privacy(epsilon=epsilon, delta=DELTA), records, 2, None, epsilon, None
-    ).phases
-    assert isinstance(phase, GaussianCounts)
+    noise = counts_noise_for(epsilon, DELTA, "add-or-remove-one")
+    phase = GaussianCounts.of_columns(noise, columns=2)
     found: dict[str, list[list[float]]] = {}
     for _ in range(draws):
         for name, (values, edges) in columns(records, generator).items():

@@ -14,13 +14,16 @@ from functools import cache
 
 import numpy as np
 
+from dpdist.core.preprocessing import COUNTED_LEVELS, LARGEST_COUNTED
 from dpdist.data.protocol import Users
 
-BRANCHES, LEVELS = 16, 3
+BRANCHES, LEVELS = 16, COUNTED_LEVELS
 CELLS = BRANCHES**LEVELS
 _SIZES = [BRANCHES**level + 1 for level in range(1, LEVELS + 1)]  # the last place: missing
 COUNTS = sum(_SIZES)  # of a column
-_UNSEEN = 2.0  # deviations of the noise on a count: as many records at an end are not told from it
+# Deviations of the noise on a count: about that of all cells between an end of the numbers and the
+# grid's, so that fewer records at an end are not told from it.
+_UNSEEN = 4.0
 _INNERMOST = 0.25  # share of the numbers that may be left out at an end
 _PARTS_OF_ONE = 2**24  # of which a user's records get whole numbers: sums are exact
 
@@ -34,14 +37,14 @@ def linear_edges(low: float, high: float) -> np.ndarray:
 def universal_edges(signed: bool = True) -> np.ndarray:
     """Return the ends of the cells of all numbers, ascending float64 (CELLS + 1,).
 
-    On each side of 0 there are 32 cells for each power of two, from 2^-32 to 2^32: a cell's ends
+    On each side of 0 there are 32 cells for each power of two, from 2^-35 to 2^29: a cell's ends
     differ by 2.2 %. Numbers beyond are in the outermost cells.
 
     signed: False for the numbers from 0 on, with twice as many cells; negative ones are in the
     first.
     """
     half = CELLS // 2 if signed else CELLS
-    positive = 2.0 ** (np.arange(1, half + 1) * (64 / half) - 32)
+    positive = LARGEST_COUNTED * 2.0 ** (np.arange(1, half + 1) * (64 / half) - 64)
     return np.concatenate([-positive[::-1] if signed else [], [0.0], positive])
 
 
@@ -91,9 +94,9 @@ def estimate(
     """Return what the noisy counts (COUNTS,) of a column say of it.
 
     The levels are made consistent by least squares (Hay et al. 2010), and the sums up to each cell
-    ascending by isotonic regression. An end of which the noise hides so small a share as is asked
-    for is put where the share is two deviations of a count: an end of noise alone could be anywhere
-    on the grid. Where the noise leaves no records, the range is the grid's.
+    ascending by isotonic regression. Where the noise hides so small a share as is asked for, the
+    end is put where the share is four deviations of a count: an end of noise alone could be
+    anywhere on the grid. Where the noise leaves no records, the range is the grid's.
 
     Args:
         counts: noisy ones.

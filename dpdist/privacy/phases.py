@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpdist.core.preprocessing import COUNTED_LEVELS
 from dpdist.privacy.class_rates import ClassRates, check_count
 from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.selection import TrialDistribution
@@ -588,6 +589,15 @@ class GaussianCounts(Phase):
         check_count("histograms", self.histograms)
         if not (math.isfinite(self.deviation) and self.deviation > 0):
             raise ValueError(f"deviation must be > 0 and finite, got {self.deviation}")
+
+    @classmethod
+    def of_columns(cls, noise_multiplier: float, columns: int) -> GaussianCounts:
+        """Return the phase of counting columns (`dpdist.data.histograms`).
+
+        noise_multiplier: of the noise, in units of what a record adds to all counts in L2 norm.
+        """
+        histograms = COUNTED_LEVELS * columns
+        return cls(noise_multiplier * math.sqrt(histograms), histograms)
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dpdist.privacy.pld import CountsDpEvent

@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import BaseRecipe, PretrainedRecipe
+from dpdist.config.statistics import fill_bought_rules
 from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining, Stage
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
@@ -44,12 +45,13 @@ from dpdist.core.files import (
     read_yaml,
     validate_path,
 )
+from dpdist.core.preprocessing import ColumnPreprocessing
 from dpdist.methods.base import Method
 from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
-from dpdist.privacy.calibration import calibrate_noise, score_noise_for
+from dpdist.privacy.calibration import calibrate_noise, counts_noise_for, score_noise_for
 from dpdist.privacy.class_rates import ClassRates
 from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
-from dpdist.privacy.phases import GaussianSteps, Phase
+from dpdist.privacy.phases import GaussianCounts, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 
 # --- the recipe -------------------------------------------------------------------------------
@@ -107,6 +109,19 @@ class Recipe(BaseRecipe):
             return value
         count = _tokens_of_own_head(value.get("model")) or _tokens_of(Path(tokenizer).expanduser())
         return value if count is None else {**value, "data": {**data, "classes": count}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_bought_constants(cls, value: Any) -> Any:
+        """Give bought columns their constants, or their widest range until these are known."""
+        section = value.get("statistics") if isinstance(value, dict) else None
+        data = None if section is None else value.get("data")
+        columns = data.get("columns") if isinstance(data, dict) else None
+        if not isinstance(columns, dict):
+            return value
+        rules = fill_bought_rules(section, columns.get("preprocessing", {}))
+        filled = {**columns, "preprocessing": rules}
+        return {**value, "data": {**data, "columns": filled}}  # type: ignore[dict-item]
 
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
@@ -214,6 +229,43 @@ class Recipe(BaseRecipe):
     def counted(self) -> str:
         """Return the name of the units of privacy, a str: "records" or "users"."""
         return "records" if self.user_unit is None else "users"
+
+    @property
+    def statistics_phases(self) -> tuple[Phase, ...]:
+        """Return the phases of the statistics that the run buys before its training, or ()."""
+        bought = self.statistics
+        if bought is None:
+            return ()
+        noise = bought.noise_multiplier
+        if noise is None:
+            assert bought.epsilon is not None
+            noise = counts_noise_for(bought.epsilon, self.privacy.delta, self.privacy.adjacency)
+        return (GaussianCounts.of_columns(noise, len(bought.columns)),)
+
+    def with_constants(self, constants: Mapping[str, ColumnPreprocessing]) -> Recipe:
+        """Return the recipe with the constants of its bought columns, a `Recipe`.
+
+        Args:
+            constants: by column, its rule with range and fill.
+        """
+        assert self.statistics is not None
+        columns = self.data.columns
+        rules = {**columns.preprocessing, **constants}
+        columns = columns.model_copy(update={"preprocessing": rules})
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={"columns": columns}),
+                "statistics": self.statistics.model_copy(update={"constants": dict(constants)}),
+            }
+        )
+
+    def check_constants(self) -> None:
+        """Raise UserError where statistics are still to be bought. Returns nothing."""
+        if self.statistics is not None and not self.statistics.constants:
+            raise UserError(
+                f"{self.name}: statistics: are bought by `dpdist run`, `dpdist tune` or "
+                "dpdist.run; train by one of these"
+            )
 
     @property
     def stages(self) -> list[Stage]:
@@ -846,7 +898,7 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
     steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap, classes)
     return PrivacyPlan(
         records,
-        recipe.method.cost(steps),
+        (*recipe.method.cost(steps), *recipe.statistics_phases),
         privacy.delta,
         privacy.sensitivity,
         privacy.adjacency,
@@ -976,6 +1028,7 @@ def without_privacy(recipe: Recipe, sections: Mapping[str, Section] | None = Non
     if sections:
         raw["public"] = None  # about the recipe's own model
     raw["method"] = DEFAULT.model_dump(mode="json")
+    raw["statistics"] = None  # whose constants stay
     raw["privacy"] |= {
         "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
     }  # fmt: skip

@@ -11,7 +11,6 @@ columns are another sum, which its ledger refuses.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dpdist.config.sections import Privacy, PrivacyRecipe
+from dpdist.config.statistics import MEDIAN
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -31,8 +31,8 @@ from dpdist.core.files import (
     write_secret_once,
 )
 from dpdist.core.preprocessing import ColumnPreprocessing
+from dpdist.data.dataset import UserDataset
 from dpdist.data.histograms import (
-    LEVELS,
     ColumnEstimate,
     count_cells,
     estimate,
@@ -43,14 +43,16 @@ from dpdist.data.parquet import rows_of_nobody, users_of
 from dpdist.data.preprocessing import Preprocessing, as_table_file, checked_rule, preprocess
 from dpdist.data.protocol import Users
 from dpdist.gradients.noise import add_noise
-from dpdist.privacy.calibration import calibrate_noise
+from dpdist.privacy.calibration import counts_noise_for
 from dpdist.privacy.card import build_card
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalError, Ledger, ReplayConflict
-from dpdist.privacy.phases import GaussianCounts
+from dpdist.privacy.phases import GaussianCounts, Phase
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training.records import by_unit, data_source, training_records
 
 RESULT_FILE = "statistics.json"
 _CONTEXT = "statistics"
@@ -95,38 +97,14 @@ class CountedColumn:
         return ColumnPreprocessing.model_validate(self.rule.model_dump() | update)
 
 
-def phase_of(noise_multiplier: float, columns: int) -> GaussianCounts:
-    """Return the phase of counting so many columns.
-
-    noise_multiplier: of the noise, in units of what a record adds to all counts, in L2 norm.
-    """
-    histograms = LEVELS * columns
-    return GaussianCounts(noise_multiplier * math.sqrt(histograms), histograms)
-
-
 def plan_of(
-    privacy: PrivacyRecipe,
-    records: int,
-    columns: int,
-    noise_multiplier: float | None,
-    epsilon: float | None,
-    user: UserUnit | None,
+    privacy: PrivacyRecipe, records: int, phases: tuple[Phase, ...], user: UserUnit | None
 ) -> PrivacyPlan:
-    """Return the plan of counting so many columns of records (users), and of nothing else.
-
-    Raises ValueError for an epsilon that no noise meets.
-    """
-
-    def plan_with(noise: float) -> PrivacyPlan:
-        return PrivacyPlan(
-            privacy.nominal_records or records, (phase_of(noise, columns),), privacy.delta,
-            adjacency=privacy.adjacency, nominal=privacy.nominal_records is not None, user=user,
-        )  # fmt: skip
-
-    if noise_multiplier is None:
-        assert epsilon is not None
-        noise_multiplier = calibrate_noise(plan_with, epsilon)
-    return plan_with(noise_multiplier)
+    """Return the plan of the statistics of so many records (users), and of nothing else."""
+    return PrivacyPlan(
+        privacy.nominal_records or records, phases, privacy.delta, adjacency=privacy.adjacency,
+        nominal=privacy.nominal_records is not None, user=user,
+    )  # fmt: skip
 
 
 # --- the release ------------------------------------------------------------------------------
@@ -237,6 +215,57 @@ def read_statistics_stage(path: Path) -> Stage | None:
     )  # fmt: skip
 
 
+# --- in a recipe ------------------------------------------------------------------------------
+
+
+def statistics_folder(folder: RunFolder) -> Path:
+    """Return where the statistics of a run are: beside it, as they are there before it."""
+    return folder.path.with_name(f"{folder.name}-statistics")
+
+
+def buy_for_recipe(recipe: Recipe, path: Path) -> dict[str, ColumnPreprocessing]:
+    """Return the constants of a recipe's bought columns: counted are the records it trains on.
+
+    Raises UserError as `release_counts` does, and for columns that are no numbers.
+    """
+    section, columns = recipe.statistics, recipe.data.columns
+    assert section is not None
+    rules = {
+        name: columns.preprocessing[name].model_copy(
+            update={
+                "range": each.range,
+                "missing": None if each.missing == MEDIAN else each.missing,
+            }
+        )
+        for name, each in section.columns.items()
+    }
+    # Raw numbers, by the records' own hashes: which of them are trained on does not change.
+    plain = {
+        name: ColumnPreprocessing(date=rule.date, missing="flag") for name, rule in rules.items()
+    }
+    asked = recipe.with_constants(plain)
+    records = by_unit(asked, training_records(asked, data_source(asked)))
+    places, inputs = {}, 0
+    for name, rule in asked.data.columns.feature_rules.items():
+        places[name] = inputs
+        inputs += len(rule.names(name))
+    if records.input_shape != (inputs,):
+        raise UserError(f"{_CONTEXT}: data.columns.features: must be columns of numbers, got lists")
+    numbers = {
+        name: numbers_of_flagged(np.asarray(records.inputs[:, at : at + 2]))[:, 0]
+        for name, at in places.items()
+        if name in rules
+    }
+    plan = plan_of(recipe.privacy, len(records), recipe.statistics_phases, recipe.user_unit)
+    return buy(
+        path, plan,
+        [CountedColumn(name, rule, numbers[name]) for name, rule in rules.items()],
+        users=records.users if isinstance(records, UserDataset) else None,
+        unit=recipe.privacy_unit,
+        quantiles=section.quantiles, fixed_key=recipe.privacy.run_key,
+    )  # fmt: skip
+
+
 # --- in Python --------------------------------------------------------------------------------
 
 
@@ -294,8 +323,8 @@ def statistics(
         columns: by name, the rules of `dpdist.Preprocessing`, in the order of the inputs. Of a
             column of numbers or dates, `range` is the widest that is possible, declared without
             looking at the data: the result's is inside. Without it, a fixed grid of all numbers
-            (with log1p, from 0 on) is used, whose cells are 2.2 % wide. `missing` is the median
-            unless you give it. `categories` are declared, and cost nothing.
+            (with log1p, from 0 on) up to 5e8 is used, whose cells are 2.2 % wide. `missing` is the
+            median unless you give it. `categories` are declared, and cost nothing.
         privacy: a `dpdist.Privacy`, or its fields as a dict: epsilon or noise_multiplier, of the
             statistics alone, with the delta, relation and unit of the training.
         folder: folder of the statistics, created if it does not exist.
@@ -340,12 +369,11 @@ def statistics(
         words = replace(unit, column=user).description
     count = len(values) if users is None else len(users)
     _check_delta(settings, count)
-    try:
-        plan = plan_of(
-            settings, count, len(counted), settings.noise_multiplier, settings.epsilon, unit
-        )
-    except ValueError as error:
-        raise UserError(f"{_CONTEXT}: privacy: {error}") from error
+    noise = settings.noise_multiplier
+    if noise is None:
+        assert settings.epsilon is not None
+        noise = counts_noise_for(settings.epsilon, settings.delta, settings.adjacency)
+    plan = plan_of(settings, count, (GaussianCounts.of_columns(noise, len(counted)),), unit)
     path = Path(folder).resolve()
     _check_folder(path)
     found = buy(

@@ -19,7 +19,7 @@ from dp_accounting.pld import PLDAccountant
 import dpdist
 from dpdist import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.training import statistics as bought
+from dpdist.privacy.phases import GaussianCounts
 
 COUNT, DELTA = 600, 1e-4
 AGE: dict[str, Any] = {"age": {"range": [0, 150]}}
@@ -102,7 +102,7 @@ def test_the_price_is_that_of_one_gaussian(tmp_path, adjacency):
     noise = 3.0 if adjacency == "add-or-remove-one" else 3.0 / math.sqrt(2)
     found = by_hand(dpa.GaussianDpEvent(noise))
     assert made.guarantee.epsilon == pytest.approx(found, rel=2e-3)
-    phase = bought.phase_of(3.0, columns=2)
+    phase = GaussianCounts.of_columns(3.0, 2)
     card = json.loads((tmp_path / "s" / "statistics.json").read_text())["card"]
     assert card["accounted"]["phases"] == [phase.to_dict()]
     assert card["guarantee"]["epsilon"] == made.guarantee.epsilon
