@@ -266,12 +266,14 @@ def dry_run(
             _require_gpus(recipe)
     except UserError as error:  # it may run elsewhere, which a plan made here cannot know
         taken.append(("not on this machine", str(error)))
+    told = [("bought before", each.description) for each in recipe.statistics_phases]
     if isinstance(work, Search):
         trial, plan = work.example_trial()
-        return [*taken, *work.describe(), *describe_cost(trial, plan), *units]
+        return [*taken, *work.describe(), *told, *describe_cost(trial, plan), *units]
     return [
         *taken,
         ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
+        *told,
         *describe_cost(work.recipe, work.plan),
         *units,
     ]

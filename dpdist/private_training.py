@@ -92,7 +92,7 @@ from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers
 from dpdist.training.script_terminal import shown_progress, tell_resumed, whole_step
-from dpdist.training.statistics import read_statistics_stage
+from dpdist.training.statistics import read_statistics_stage, warn_if_uncounted
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
@@ -316,6 +316,7 @@ class PrivateTraining(PublicViews):
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         self._autocast = autocast
         self._records = as_records(data)
+        warn_if_uncounted(len(self._records), stages)
         self._device = next(model.parameters()).device
         examples = self._examples(EXAMPLES)
         unused = leave_out_unused(model, loss, examples)

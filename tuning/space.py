@@ -447,7 +447,17 @@ class SearchCost:
         given = self.recipe.privacy.noise_multiplier
         if given is not None:
             return given
-        return self._calibrate_noise(lambda s: self._search_phases(self._training_phases(s)))
+        before = self._bought_before
+
+        def phases_with(noise: float) -> tuple[Phase, ...]:
+            return (*before, *self._search_phases(self._training_phases(noise)))
+
+        return self._calibrate_noise(phases_with)
+
+    @property
+    def _bought_before(self) -> tuple[Phase, ...]:
+        """Return the statistics that a script bought before its search, which the target covers."""
+        return self.recipe.phases_in_target(self._plan(()))
 
     @property
     def _delta_floor(self) -> float:
@@ -499,8 +509,8 @@ class SearchCost:
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Return the guarantee of training and search together."""
-        return self.plan.guarantee()
+        """Return the guarantee of training and search together, and of bought statistics."""
+        return self._plan((*self._bought_before, *self.plan.phases)).guarantee()
 
     @cached_property
     def one_training_guarantee(self) -> Guarantee:

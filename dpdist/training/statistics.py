@@ -11,6 +11,8 @@ columns are another sum, which its ledger refuses.
 from __future__ import annotations
 
 import hashlib
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,6 +130,11 @@ def release_counts(
     (phase,) = plan.phases
     assert isinstance(phase, GaussianCounts)
     make_private_folder(folder.private)
+    if fixed_key is None and folder.fixed_key_marker.exists():
+        raise UserError(
+            f"{_CONTEXT}: {path}: was bought with a fixed run key, which is no privacy; give "
+            "another folder"
+        )
     if fixed_key is not None and not folder.run_key.exists():
         write_atomic(folder.fixed_key_marker, "The run key was fixed: not private.\n")
     write_secret_once(folder.run_key, fixed_key or new_run_key().hex())
@@ -215,6 +222,22 @@ def read_statistics_stage(path: Path) -> Stage | None:
     )  # fmt: skip
 
 
+def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
+    """Warn of statistics of as many records, bought in this process, that a training does not name.
+
+    Its epsilon would leave them out.
+    """
+    named = {place for each in stages for place in each.places}
+    for each in list(_bought):
+        if each.num_records == records and str(each.path) not in named:
+            warnings.warn(
+                f"began_with: does not name {each.path}, statistics of {records:,} records that "
+                "were bought in this process: if they prepared these records, give them, or "
+                "epsilon leaves them out",
+                stacklevel=4,
+            )
+
+
 # --- in a recipe ------------------------------------------------------------------------------
 
 
@@ -283,6 +306,7 @@ class Statistics(Preprocessing):
         columns: by name, the rules with their constants, as dicts of JSON values, for
             `dpdist.Preprocessing` or a recipe.
         missing: by name, the share of missing cells, a float from 0 to 1.
+        num_records: number of the table's rows, an int.
 
     Example:
         >>> import tempfile, dpdist
@@ -299,6 +323,10 @@ class Statistics(Preprocessing):
     guarantee: Guarantee
     columns: dict[str, dict[str, Any]]
     missing: dict[str, float]
+    num_records: int
+
+
+_bought: weakref.WeakSet[Statistics] = weakref.WeakSet()  # that this process still holds
 
 
 def statistics(
@@ -383,7 +411,10 @@ def statistics(
     )  # fmt: skip
     made = Statistics(rules | found)
     made.path = path
-    made.guarantee = replace(plan.guarantee(), fixed_key=settings.run_key is not None)
+    fixed = RunFolder(path).fixed_key_marker.exists()
+    made.guarantee = replace(plan.guarantee(), fixed_key=fixed)
+    made.num_records = len(values)
+    _bought.add(made)
     made.columns = {
         name: rule.model_dump(mode="json", exclude_defaults=True)
         for name, rule in (rules | found).items()

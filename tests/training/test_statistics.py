@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def test_a_target_covers_statistics_and_training(tmp_path):
     found = training(tmp_path / "run", inputs, began_with=made, **target)
     whole = found.recipe.guarantee_of(found.plan, found.plan.phases)
     assert 1.99 < whole.epsilon <= 2.0
-    alone = training(tmp_path / "alone", inputs, **target)
+    with pytest.warns(UserWarning, match="began_with"):
+        alone = training(tmp_path / "alone", inputs, **target)
     assert alone.plan.training_phases[0].noise_multiplier < (
         found.plan.training_phases[0].noise_multiplier
     )
@@ -262,6 +264,50 @@ def test_a_fixed_key_is_no_privacy_and_the_same_again(tmp_path):
     assert not json.loads((first.path / "statistics.json").read_text())["card"]["private"]
     found = training(tmp_path / "run", first.transform(table()), began_with=first)
     assert found.guarantee.fixed_key
+    with pytest.raises(UserError, match="fixed"):
+        buy(first.path)
+
+
+def test_statistics_that_a_training_leaves_out_are_noticed(tmp_path):
+    made = buy(tmp_path / "s")
+    inputs = made.transform(table())
+    with pytest.warns(UserWarning, match="began_with"):
+        training(tmp_path / "run", inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training(tmp_path / "named", inputs, began_with=made)
+        training(tmp_path / "other", inputs[:-1])  # of other records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 2.0}, {"epsilon": 2.0}])
+def test_a_search_over_a_function_counts_them_once(tmp_path, privacy):
+    made = buy(tmp_path / "s", privacy={**PRIVATE, "noise_multiplier": 6.0})
+    rng = np.random.default_rng(0)
+    inputs = np.concatenate([made.transform(table()), rng.random((COUNT, 1))], 1, dtype=np.float32)
+    labels = torch.arange(COUNT) % 2
+
+    def train(config: Any) -> dpdist.PrivateTraining:
+        model = torch.nn.Linear(inputs.shape[1], 2)
+        return dpdist.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=config["lr"]), config.data,
+            loss="cross-entropy", privacy=config.privacy, batch_size=50, steps=2,
+            folder=config.folder, began_with=made,
+        )  # fmt: skip
+
+    search = dpdist.tune(
+        train, {"lr": {"choice": [0.1, 0.5]}}, data=(torch.from_numpy(inputs[:500]), labels[:500]),
+        num_trials={"name": "fixed", "runs": 2},
+        score={"public": (torch.from_numpy(inputs[500:]), labels[500:])},
+        privacy={"delta": DELTA, **privacy}, folder=tmp_path / "search", executor="local",
+    )  # fmt: skip
+    (steps,) = dpdist.load_results(search.best).account.whole.phases
+    assert steps.steps == 4
+    event = dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(steps.noise_multiplier))
+    both = by_hand(dpa.GaussianDpEvent(6.0), dpa.SelfComposedDpEvent(event, 4))
+    assert search.guarantee.epsilon == pytest.approx(both, rel=2e-3)
+    if "epsilon" in privacy:
+        assert 1.99 < search.guarantee.epsilon <= 2.0
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,17 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from typer.testing import CliRunner
 
 import dpdist
 from dpdist import UserError
+from dpdist.cli.main import app
 from dpdist.pipeline import dry_run
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianCounts, RepeatAndSelect, walk_phases
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.runs.recipe import Recipe, check_plan, without_privacy
+from dpdist.runs.recipe import Recipe, check_plan, load_recipe, without_privacy
 from dpdist.training import statistics as bought
 from dpdist.training.job import prepare
 from dpdist.tuning.search import check_search
@@ -291,3 +293,20 @@ def test_nothing_is_bought_for_a_run_that_cannot_start(root):
     changed = recipe_of(root, privacy={"delta": 0.5})
     with pytest.raises(UserError, match="delta"):
         ran(changed, root)
+
+
+def test_a_starter_recipe_says_how_to_buy_what_nobody_knows(root, monkeypatch):
+    monkeypatch.chdir(root)
+    done = CliRunner().invoke(app, ["init", "visits", "--label", "ill"])
+    assert done.exit_code == 0, done.output
+    text = (root / "visits.yaml").read_text()
+    assert load_recipe(root / "visits.yaml").statistics is None
+    section = [line for line in text.splitlines() if line.startswith("#   ")]
+    for line in ("# statistics:", *section):
+        text = text.replace(line, line.removeprefix("# ").removeprefix("# "), 1)
+    (root / "visits.yaml").write_text(text)
+    recipe = load_recipe(root / "visits.yaml")
+    assert "dose" in recipe.statistics.columns
+    told = dict(dry_run(recipe, runs=root / "runs"))
+    assert "histograms" in told["bought before"]
+    assert not (root / "runs").exists()
