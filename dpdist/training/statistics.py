@@ -28,6 +28,7 @@ from dpdist.core.files import (
     make_folder,
     make_private_folder,
     read_json,
+    remove_leftovers,
     write_atomic,
     write_json,
     write_secret_once,
@@ -143,13 +144,18 @@ def release_counts(
     release = derive_key(key, "statistics counted", counted).hex()
     try:
         with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-            ledger.begin_attempt({"key": key_id(key)})
+            identity = {"key": key_id(key)}
+            if any(attempt["identity"] != identity for attempt in ledger.attempts):
+                raise UserError(
+                    f"{_CONTEXT}: {folder.run_key}: is not the key of this folder's release; put "
+                    "it back, or give another folder"
+                )
+            ledger.begin_attempt(identity)
             ledger.record(0, release)
             kept = ledger.find_answer(release)
             if kept is None:
-                # Of two copies of the folder each has noise of its own, unless the key is fixed.
-                own = [] if folder.fixed_key_marker.exists() else [ledger.attempts[0]["nonce"]]
-                noise = derive_key(key, "statistics noise", plan.fingerprint(), counted, *own)
+                # Other counts, as in a copy of the folder, get other noise.
+                noise = derive_key(key, "statistics noise", plan.fingerprint(), counted)
                 kept = add_noise(counts, noise, phase.deviation).tolist()
                 ledger.record_answer(release, kept)
     except ReplayConflict:
@@ -190,6 +196,7 @@ def buy(
     """
     for column in columns:
         column.check()
+    _check_folder(path)
     counts = np.concatenate([column.counts(users) for column in columns])
     noisy = release_counts(path, plan, counts, fixed_key)
     (phase,) = plan.phases
@@ -208,6 +215,16 @@ def buy(
     }
     write_json(path / RESULT_FILE, written)
     return rules
+
+
+def _check_folder(path: Path) -> None:
+    """Create a folder. Raises UserError for one that holds something else."""
+    remove_leftovers(path)
+    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
+    # A first call that was killed leaves the private folder at most.
+    if not names <= {RunFolder.private.path, RESULT_FILE}:
+        raise UserError(f"{_CONTEXT}: folder: {path}: must be new, or hold statistics alone")
+    make_folder(path)
 
 
 def read_statistics_stage(path: Path) -> Stage | None:
@@ -403,7 +420,6 @@ def statistics(
         noise = counts_noise_for(settings.epsilon, settings.delta, settings.adjacency)
     plan = plan_of(settings, count, (GaussianCounts.of_columns(noise, len(counted)),), unit)
     path = Path(folder).resolve()
-    _check_folder(path)
     found = buy(
         path, plan,
         [CountedColumn(name, rules[name], values[:, k]) for k, name in enumerate(counted)],
@@ -458,17 +474,6 @@ def _check_delta(privacy: PrivacyRecipe, count: int) -> None:
             f"got {privacy.delta:g}",
             see="explanation/privacy.md#cost-of-a-training-run",
         )
-
-
-def _check_folder(path: Path) -> None:
-    """Raise UserError for a folder that holds something else."""
-    if path.is_dir() and any(path.iterdir()) and not RunFolder(path).ledger.exists():
-        # A first call that was killed early leaves the private folder with a key at most.
-        if {each.name for each in path.iterdir()} != {RunFolder.private.path}:
-            raise UserError(f"{_CONTEXT}: folder: {path}: must be new, or hold statistics")
-    elif (path / "run.json").exists():
-        raise UserError(f"{_CONTEXT}: folder: {path}: must be new, holds a run")
-    make_folder(path)
 
 
 def _read(

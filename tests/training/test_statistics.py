@@ -225,6 +225,7 @@ def test_a_killed_release_is_made_again_to_the_bit(tmp_path):
         assert ledger.release_counts == {0: 1}  # before the noise was drawn
         assert not ledger.recorded_answers
     assert not (tmp_path / "s/statistics.json").exists()
+    (tmp_path / "s/.statistics.json.99999999-00000000").write_text("cut off")  # as a kill may leave
     with pytest.raises(UserError, match="another folder"):  # of what may have been seen already
         buy(tmp_path / "s", {"age": [99.0, *data["age"][1:]]}, AGE)
     made = buy(tmp_path / "s", data, AGE)
@@ -341,6 +342,17 @@ def test_a_budget_and_another_relation_do_not_compose(tmp_path):
     ):
         with pytest.raises(UserError):
             training(tmp_path / "run", inputs, began_with=made, privacy=privacy)
+
+
+@pytest.mark.parametrize("lost", ["run.key", "ledger.jsonl"])
+def test_a_folder_that_lost_its_key_or_ledger_releases_nothing(tmp_path, lost):
+    first = buy(tmp_path / "s")
+    (tmp_path / "s/private" / lost).unlink()
+    before = (tmp_path / "s/statistics.json").read_bytes()
+    with pytest.raises(UserError):
+        buy(tmp_path / "s")
+    assert (tmp_path / "s/statistics.json").read_bytes() == before
+    assert first.columns
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
