@@ -577,7 +577,8 @@ class GaussianCounts(Phase):
     A record adds 1 in all to the counts of each histogram, or less: of `histograms` of them, a
     record that comes, goes or is blanked out moves the counts by at most sqrt(histograms) in L2
     norm, and a replaced one, which takes from some counts and adds to others, by sqrt(2 *
-    histograms). Together they are one histogram whose noise is smaller by sqrt(histograms).
+    histograms). Together they are one histogram whose noise is smaller by sqrt(histograms)
+    (docs/explanation/proofs.md#counts-of-columns).
     deviation: of the noise, in records.
     """
 

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
+from scipy.stats import kstest
 
 import dpdist
 from dpdist import UserError
+from dpdist.data.histograms import count_cells, linear_edges
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianCounts
 
@@ -342,6 +344,21 @@ def test_a_budget_and_another_relation_do_not_compose(tmp_path):
     ):
         with pytest.raises(UserError):
             training(tmp_path / "run", inputs, began_with=made, privacy=privacy)
+
+
+def test_every_count_gets_the_noise_that_is_paid_for(tmp_path):
+    data = {"age": table()["age"]}
+    exact = count_cells(np.float32(data["age"]).astype(float), linear_edges(0, 150))
+    noise = []
+    for name in ("a", "b", "c"):
+        buy(tmp_path / name, data, AGE)
+        with Ledger.read(tmp_path / name / "private/ledger.jsonl") as ledger:
+            noise.append(np.array(ledger.recorded_answers[0]) - exact)
+    wanted = 3.0 * math.sqrt(3)  # in units of what a record adds to three histograms
+    assert np.std(noise) == pytest.approx(wanted, rel=0.03)
+    assert np.mean(noise) == pytest.approx(0, abs=5 * wanted / math.sqrt(np.size(noise)))
+    assert kstest(np.ravel(noise) / wanted, "norm").pvalue > 1e-4
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.08  # each folder draws its own
 
 
 @pytest.mark.parametrize("lost", ["run.key", "ledger.jsonl"])
