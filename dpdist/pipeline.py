@@ -382,7 +382,7 @@ def statistics_stage(
 
     path = statistics_folder(folder)
     bought = recipe.with_constants(buy_for_recipe(recipe, path))
-    console.log(f"statistics: {len(recipe.statistics.columns)} columns, {path}")
+    console.log(f"statistics: bought for {', '.join(recipe.statistics.columns)} ({path})")
     return bought
 
 

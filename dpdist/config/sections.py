@@ -789,7 +789,7 @@ class BaseRecipe(Section):
         )
         yield Rule(
             self.privacy.budget is not None,
-            "statistics: must be left out with privacy.budget, which charges steps alone",
+            "statistics: must be left out with privacy.budget, which is charged after the purchase",
         )
         yield Rule(
             self.public is not None,

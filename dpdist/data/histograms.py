@@ -107,19 +107,21 @@ def estimate(
     *levels, _ = np.split(counts, np.cumsum(_SIZES))
     absent = max(0.0, float(np.mean([level[-1] for level in levels])))
     sums = np.cumsum(_consistent([level[:-1] for level in levels]))
-    total = float(sums[-1])
-    if not total > 0:
-        return ColumnEstimate(float(edges[0]), float(edges[CELLS // 2]), float(edges[-1]), 0.0)
+    total = max(0.0, float(sums[-1]))
+    missing = absent / (absent + total) if absent else 0.0
+    if not total:
+        middle = float(edges[CELLS // 2])
+        return ColumnEstimate(float(edges[0]), middle, float(edges[-1]), missing)
     from scipy.optimize import isotonic_regression
 
     ascending = isotonic_regression(sums).x
     hidden = min(_INNERMOST, _UNSEEN * deviation / total)
     shares = (max(quantiles[0], hidden), 0.5, min(quantiles[1], 1 - hidden))
     found = np.searchsorted(ascending, [share * total for share in shares])
-    low, middle, high = np.minimum(found, CELLS - 1)
+    low, median, high = np.minimum(found, CELLS - 1)
     return ColumnEstimate(
-        float(edges[low]), float(edges[middle] + edges[middle + 1]) / 2, float(edges[high + 1]),
-        absent / (absent + total),
+        float(edges[low]), float(edges[median] + edges[median + 1]) / 2, float(edges[high + 1]),
+        missing,
     )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def release_counts(
     except ReplayConflict:
         raise UserError(
             f"{_CONTEXT}: {path}: holds statistics of other records or columns; restore these, or "
-            "give another folder"
+            "give another folder (of a recipe: another name)"
         ) from None
     except JournalError as error:
         raise UserError(f"{_CONTEXT}: {error}") from error

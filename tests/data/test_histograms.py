@@ -149,6 +149,11 @@ def test_counts_without_noise_tell_quantiles_to_a_cell(edges):
     assert found.missing == pytest.approx(0.25)
 
 
+def test_a_column_of_missing_cells_is_told():
+    found = estimate(count_cells(np.full(50, np.nan), AGES), AGES, (0.01, 0.99), 1e-9)
+    assert (found.missing, found.low, found.high) == (1.0, 0, 150)
+
+
 def test_whatever_the_noise_a_range_is_one():
     rng = np.random.default_rng(2)
     for deviation in (0.1, 10.0, 1e4):
