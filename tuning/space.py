@@ -60,6 +60,7 @@ _UNSEARCHABLE_FIELDS = {
     "data": "all trials are about the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
     "public": "what is trained on public records is trained once, before the search",
+    "statistics": "they are bought once, before the search",
     "resources": "it changes nothing that is learned",
     "privacy.epsilon": "it is the target of training and search together",
     "privacy.delta": "the guarantee is stated at one delta",

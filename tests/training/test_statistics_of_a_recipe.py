@@ -238,6 +238,17 @@ def test_a_secret_number_of_trials_is_composed_after_them(root):
     assert not any(isinstance(p, GaussianCounts) for p in plan.phases)
 
 
+def test_a_search_does_not_choose_what_is_bought(root):
+    tune = {
+        "space": {"statistics.noise_multiplier": {"choice": [2.0, 4.0]}},
+        "num_trials": {"name": "fixed", "runs": 2},
+        "score": {"objectives": {"accuracy": 1}, "public": {"name": "visits"}},
+    }
+    with pytest.raises(UserError, match="cannot be searched: they are bought once"):
+        ran(recipe_of(root, tune=tune), root)
+    assert not (root / "runs").exists()
+
+
 def test_a_plan_without_its_statistics_is_refused(root):
     folder = ran(recipe_of(root), root)
     recipe, plan = folder.read_recipe(), folder.read_plan()
