@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from dpdist.training.record_scores import bounded_score as bounded_score
     from dpdist.training.record_scores import brier_score as brier_score
     from dpdist.training.record_scores import log_loss_score as log_loss_score
+    from dpdist.training.statistics import Statistics as Statistics
+    from dpdist.training.statistics import statistics as statistics
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -93,6 +95,8 @@ _LAZY = {
     "ExpectedScores": "dpdist.certification.expected_scores",
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
+    "statistics": "dpdist.training.statistics",
+    "Statistics": "dpdist.training.statistics",
     "PrivateStep": "dpdist.training.private_step",
     "GradientEngine": "dpdist.gradients.engine",
     "FlatClipping": "dpdist.gradients.clipping",

@@ -187,6 +187,7 @@ def _train_and_evaluate(
         asha = search and recipe.tune is not None and recipe.tune.asha is not None
         require_one_process(recipe.resources.max_workers, stops_early=asha)
     # Complaints come before anything is written, the archive is claimed and Ray started.
+    recipe = statistics_stage(recipe, folder, context, search=search)
     checked = _check_run(recipe, folder, context, search=search)
     Archive.check_writable(folder, recipe.resources.archive)
     if not folder.training_summary.exists():
@@ -265,12 +266,14 @@ def dry_run(
             _require_gpus(recipe)
     except UserError as error:  # it may run elsewhere, which a plan made here cannot know
         taken.append(("not on this machine", str(error)))
+    told = [("bought before", each.description) for each in recipe.statistics_phases]
     if isinstance(work, Search):
         trial, plan = work.example_trial()
-        return [*taken, *work.describe(), *describe_cost(trial, plan), *units]
+        return [*taken, *work.describe(), *told, *describe_cost(trial, plan), *units]
     return [
         *taken,
         ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
+        *told,
         *describe_cost(work.recipe, work.plan),
         *units,
     ]
@@ -351,6 +354,36 @@ def pretrain_stage(recipe: Recipe, context: str) -> None:
     with console.progress("pretraining, WITHOUT privacy, on public records", "steps") as show:
         path, _ = pretrain(recipe, context, show)
     console.log(f"pretraining: {path}")
+
+
+def statistics_stage(
+    recipe: Recipe, folder: RunFolder, context: str, *, search: bool = False
+) -> Recipe:
+    """Return a recipe with the constants of its bought columns, bought unless the run has them.
+
+    All that can be checked before is. Raises UserError as a run of the recipe does.
+    """
+    if recipe.statistics is None:
+        return recipe
+    if folder.recipe_file.exists():
+        begun = folder.read_recipe()
+        if folder.search_recipe_file.exists():
+            begun = folder.read_search_recipe()
+        known = begun.statistics
+        return recipe if known is None else recipe.with_constants(known.constants)
+    if recipe.statistics.constants:
+        raise UserError(
+            f"{context}: statistics.constants: must be left out in a new run, with range and "
+            "missing of these columns under data.columns.preprocessing: they were bought for "
+            "another run, whose cost this one does not count"
+        )
+    _check_run(recipe, folder, context, search=search)
+    from dpdist.training.statistics import buy_for_recipe, statistics_folder
+
+    path = statistics_folder(folder)
+    bought = recipe.with_constants(buy_for_recipe(recipe, path))
+    console.log(f"statistics: bought for {', '.join(recipe.statistics.columns)} ({path})")
+    return bought
 
 
 def train_stage(job: TrainJob, executor: Executor) -> None:

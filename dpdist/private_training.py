@@ -92,6 +92,7 @@ from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers
 from dpdist.training.script_terminal import shown_progress, tell_resumed, whole_step
+from dpdist.training.statistics import read_statistics_stage, warn_if_uncounted
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
@@ -245,6 +246,7 @@ class PrivateTraining(PublicViews):
         began_with: run or release whose weights the model starts with, or a list of several: its
             folder, `RunFolder` or `Release`. The guarantee then is that of this run and of them
             together, if one can be stated. Without it, weights that a run trained raise an error.
+            Also the `Statistics` that prepared the records; `privacy.epsilon` then covers both.
         trackers: "tensorboard", "mlflow" or "wandb", or KIND:PLACE such as "wandb:my-project", that
             get epsilon, the history and public evaluations when the training has finished.
         autocast: run forward and backward passes in bfloat16, for the operations for which
@@ -314,6 +316,7 @@ class PrivateTraining(PublicViews):
         self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
         self._autocast = autocast
         self._records = as_records(data)
+        warn_if_uncounted(len(self._records), stages)
         self._device = next(model.parameters()).device
         examples = self._examples(EXAMPLES)
         unused = leave_out_unused(model, loss, examples)
@@ -1016,6 +1019,8 @@ def _stages(began_with: Any) -> list[Stage]:
 
 
 def _stage(path: Path) -> Stage:
+    if (bought := read_statistics_stage(path)) is not None:
+        return bought
     if (card := card_of_release(path)) is not None:
         return stage_of_card(card, path.name, [str(path.resolve())])
     return read_stage(open_run(str(path), Path("runs")))

@@ -168,6 +168,7 @@ class Search:
         terms = self._terms()
         if self.folder.terms.exists():
             return self
+        self.recipe.check_constants()
         secret = self.recipe.privacy.run_key
         key = bytes.fromhex(secret) if secret else new_run_key()
         for trial in draw_trials(self.tune, key):

@@ -60,6 +60,7 @@ _UNSEARCHABLE_FIELDS = {
     "data": "all trials are about the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
     "public": "what is trained on public records is trained once, before the search",
+    "statistics": "they are bought once, before the search",
     "resources": "it changes nothing that is learned",
     "privacy.epsilon": "it is the target of training and search together",
     "privacy.delta": "the guarantee is stated at one delta",
@@ -426,8 +427,9 @@ class SearchCost:
     # --- the whole
 
     def _search_phases(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-        """A search over trials that each execute these phases."""
-        return repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
+        """A search over trials that each execute these phases, after what is bought once."""
+        searched = repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
+        return (*searched, *self.recipe.statistics_phases)
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
@@ -446,7 +448,17 @@ class SearchCost:
         given = self.recipe.privacy.noise_multiplier
         if given is not None:
             return given
-        return self._calibrate_noise(lambda s: self._search_phases(self._training_phases(s)))
+        before = self._bought_before
+
+        def phases_with(noise: float) -> tuple[Phase, ...]:
+            return (*before, *self._search_phases(self._training_phases(noise)))
+
+        return self._calibrate_noise(phases_with)
+
+    @property
+    def _bought_before(self) -> tuple[Phase, ...]:
+        """Return the statistics that a script bought before its search, which the target covers."""
+        return self.recipe.phases_in_target(self._plan(()))
 
     @property
     def _delta_floor(self) -> float:
@@ -491,21 +503,21 @@ class SearchCost:
                 see="explanation/tuning.md#what-is-counted",
             )
         scoring = self._scoring_phases(self.score_noise)
-        return self._check_plan(
-            combine_training_and_scoring(
-                training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
-            )
+        searched = combine_training_and_scoring(
+            training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
         )
+        return self._check_plan((*searched, *self.recipe.statistics_phases))
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Return the guarantee of training and search together."""
-        return self.plan.guarantee()
+        """Return the guarantee of training and search together, and of bought statistics."""
+        return self._plan((*self._bought_before, *self.plan.phases)).guarantee()
 
     @cached_property
     def one_training_guarantee(self) -> Guarantee:
         """Return the cost of a single training with the same noise, without any search."""
-        return self._plan(self._training_phases(self.noise_multiplier)).guarantee()
+        training = self._training_phases(self.noise_multiplier)
+        return self._plan((*training, *self.recipe.statistics_phases)).guarantee()
 
     # --- arithmetic
 
@@ -537,8 +549,9 @@ class SearchCost:
             raise UserError(f"{self.context}: privacy.epsilon: {error}, got {target}") from error
 
     def _recipe_plan(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
+        trial = recipe.model_copy(update={"statistics": None})  # which are bought once
         try:
-            return plan_with_noise(recipe, records, noise)
+            return plan_with_noise(trial, records, noise)
         except ValueError as error:
             raise UserError(f"{self.context}: privacy: {error}") from error
 

@@ -167,6 +167,7 @@ def trial_recipe(
     fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
     return chosen.model_copy(
         update={
+            "statistics": None,  # they are bought outside of the trials
             "data": chosen.data.model_copy(
                 update={"private_eval_fraction": private_eval_fraction_of(search_recipe)}
             ),

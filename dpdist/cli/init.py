@@ -410,6 +410,7 @@ def starter_recipe(
         f"  name: {_json_text(dataset.name)}               # the folder below root",
         f"  root: {_json_text(str(dataset.root))}",
         *_data_lines(dataset, rules, base),
+        *_bought_lines(dataset, rules),
         *model,
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
@@ -606,6 +607,20 @@ def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
         more = "" if name in dataset.feature_columns else "   # and name it in features"
         lines.append(_on_one_line(f"# {_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}"))
     return lines
+
+
+def _bought_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
+    """Return the section that buys ranges of columns that nobody named, as comments."""
+    kinds = dataset.kinds.items()
+    lacking = [name for name, kind in kinds if kind == "numbers" and name not in rules]
+    if not lacking:
+        return []
+    columns = ", ".join(f"{_json_text(name)}: {{}}" for name in lacking[:_MOST_ASKED])
+    return [
+        "# statistics:                  # or buy ranges, with noise: privacy.epsilon covers both",
+        "#   epsilon: 0.3",
+        f"#   {_on_one_line(f'columns: {{{columns}}}')}",
+    ]
 
 
 _TO_FILL = {

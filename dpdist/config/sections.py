@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
 from dpdist.config.search import TuneRecipe
+from dpdist.config.statistics import StatisticsRecipe
 from dpdist.config.training import ResourcesRecipe, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
@@ -653,6 +654,8 @@ class BaseRecipe(Section):
             certified.
         audit: An audit of the run: a lower bound of epsilon by an attack.
         tune: A private search over keys of the recipe.
+        statistics: Range and fill of columns of which nobody knows public constants, bought before
+            the training.
         resources: Machines and processes; the only section that may change when a run is continued.
     """
 
@@ -666,6 +669,7 @@ class BaseRecipe(Section):
     certify: AnyCertificate | None = None
     audit: AnyAudit | None = None
     tune: TuneRecipe | None = None
+    statistics: StatisticsRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
 
     @field_validator("model", mode="before")
@@ -701,6 +705,8 @@ class BaseRecipe(Section):
             yield from self._public_rules(self.public)
         yield from self._method_rules()
         yield from self._input_rules()
+        if self.statistics is not None:
+            yield from self._statistics_rules(self.statistics)
         yield from self._loss_rules()
         if self.audit is not None:
             self.audit.check_recipe(self)
@@ -769,6 +775,26 @@ class BaseRecipe(Section):
         why = [self.data.numeric_input_error(what) for what, given in asked.items() if given]
         why += [self.data.single_label_error(what) for what, given in of_labels.items() if given]
         yield from (Rule(found, f"{found}: leave it out") for found in why)
+
+    def _statistics_rules(self, statistics: StatisticsRecipe) -> Iterator[Rule]:
+        columns = self.data.columns
+        for name in statistics.columns:
+            rule = columns.preprocessing.get(name)
+            words = rule is None or bool(rule.categories) or rule.drop
+            said = "must be a feature of numbers or dates"
+            yield Rule(words, said, f"statistics.columns.{name}")
+        yield Rule(
+            self.privacy.noise_multiplier == 0,
+            "statistics: must be left out of a training without privacy",
+        )
+        yield Rule(
+            self.privacy.budget is not None,
+            "statistics: must be left out with privacy.budget, which is charged after the purchase",
+        )
+        yield Rule(
+            self.public is not None,
+            "statistics: must be left out with public, which trains before they are known",
+        )
 
     def _loss_rules(self) -> Iterator[Rule]:
         loss, targets = self.training.loss, self.data.targets

@@ -169,7 +169,8 @@ class Stage(Section):
 
     name: of the run or release. places: its folder, and those of what it began with itself. plan:
     all that it released, or may yet release. unit, guarantee, assumed: as its card states them.
-    fixed_key: whether who knows its key can subtract its noise.
+    fixed_key: whether who knows its key can subtract its noise. in_target: whether privacy.epsilon
+    is the target of it and the run together, as of bought statistics.
     """
 
     name: Text
@@ -179,6 +180,7 @@ class Stage(Section):
     guarantee: JsonObject
     fixed_key: bool
     assumed: list[Text] = Field(max_length=1000)
+    in_target: bool = False
 
     @property
     def stated(self) -> str:
@@ -195,7 +197,8 @@ class Stage(Section):
     def phases_within(self, plan: PrivacyPlan, unit: str) -> tuple[Phase, ...] | None:
         """Return its phases as a part of a later plan, for such a unit.
 
-        None where no joint number can be stated: for another unit, or another relation.
+        None where no joint number can be stated: for another unit, or another relation. Statistics
+        are of a table, whose column of users may be unnamed in the training.
         """
         from dpdist.privacy.phases import NonPrivate, walk_phases
         from dpdist.privacy.plan import PrivacyPlan
@@ -207,7 +210,7 @@ class Stage(Section):
         same = (own.adjacency, own.nominal, own.user) == (
             plan.adjacency, plan.nominal, plan.user
         ) and (own.records == plan.records or not capped)  # fmt: skip
-        return own.phases if same and self.unit == unit else None
+        return own.phases if same and (self.in_target or self.unit == unit) else None
 
 
 class ScriptRecipe(Section):

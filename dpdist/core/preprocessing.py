@@ -10,6 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from dpdist.core.fields import Finite, Rule, Section, Text
 
+# How a column is counted where its range is bought (`dpdist.data.histograms`): a record adds 1 to
+# each of so many histograms; larger numbers, near the ends of what a rule may hold, are in the
+# outermost cells.
+COUNTED_LEVELS, LARGEST_COUNTED = 3, 2.0**29
 SECONDS = {"seconds": 1, "hours": 3600, "days": 86_400, "years": 31_556_952}
 
 

@@ -252,7 +252,7 @@ class Preprocessing:
             UserError: a column is missing, or a cell does not fit its rule, by row and column and
                 without its value.
         """
-        return self.transform_file(_as_file(data))
+        return self.transform_file(as_table_file(data))
 
     def transform_file(self, file: TableFile) -> np.ndarray:
         """Return the inputs of an open file's rows. Raises UserError as `transform` does."""
@@ -311,7 +311,8 @@ class _GivenTable(TableFile):
         yield self._table.select(columns)
 
 
-def _as_file(data: Any) -> TableFile:
+def as_table_file(data: Any) -> TableFile:
+    """Return a DataFrame, an Arrow table, a dict of columns or the path of a file as a table."""
     if isinstance(data, str | Path):
         return open_table(Path(data))
     if not isinstance(data, pa.Table):

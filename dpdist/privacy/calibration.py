@@ -15,7 +15,13 @@ from functools import cache
 from typing import Any
 
 from dpdist.privacy.guarantee import Guarantee, Neighbors
-from dpdist.privacy.phases import GaussianScores, ParallelParts, Phase, RepeatAndSelect
+from dpdist.privacy.phases import (
+    GaussianCounts,
+    GaussianScores,
+    ParallelParts,
+    Phase,
+    RepeatAndSelect,
+)
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import TrialDistribution
 
@@ -229,6 +235,20 @@ def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> 
 
     def plan_with(noise: float) -> PrivacyPlan:
         return PrivacyPlan(scores.records, (replace(scores, noise_multiplier=noise),), delta)
+
+    return calibrate_noise(plan_with, epsilon)
+
+
+@cache
+def counts_noise_for(epsilon: float, delta: float, adjacency: Neighbors) -> float:
+    """Return the smallest noise multiplier at which counts of columns cost at most `epsilon`.
+
+    It is in units of what a record adds to all counts, whatever the number of columns
+    (`GaussianCounts.of_columns`). Raises UnreachableTargetError.
+    """
+
+    def plan_with(noise: float) -> PrivacyPlan:
+        return PrivacyPlan(2, (GaussianCounts(noise),), delta, adjacency=adjacency)
 
     return calibrate_noise(plan_with, epsilon)
 

@@ -20,7 +20,7 @@ BEGAN_APART = (  # an assumption, in front of what an earlier run states
 )
 ROWS_MADE_ALONE = (
     "each row was made of one record only: no scaling, encoding, imputation or choice of features "
-    "by the private records"
+    "by the private records, but for statistics that epsilon counts"
 )
 FIXED_KEY = "NOT PRIVATE: fixed run key (for tests only)"
 

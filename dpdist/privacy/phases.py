@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpdist.core.preprocessing import COUNTED_LEVELS
 from dpdist.privacy.class_rates import ClassRates, check_count
 from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.selection import TrialDistribution
@@ -571,30 +572,58 @@ class GaussianScores(GaussianReleases):
 
 @dataclass(frozen=True)
 class GaussianCounts(Phase):
-    """The number of records of each class, released once with Gaussian noise on each number.
+    """Histograms of the records, released once with Gaussian noise on each count.
 
-    A record is in one class at most. deviation: of the noise, in records.
+    A record adds 1 in all to the counts of each histogram, or less: of `histograms` of them, a
+    record that comes, goes or is blanked out moves the counts by at most sqrt(histograms) in L2
+    norm, and a replaced one, which takes from some counts and adds to others, by sqrt(2 *
+    histograms). Together they are one histogram whose noise is smaller by sqrt(histograms)
+    (docs/explanation/proofs.md#counts-of-columns).
+    deviation: of the noise, in records.
     """
 
     kind: ClassVar[str] = "gaussian-counts"
     deviation: float
+    histograms: int = 1
 
     def __post_init__(self) -> None:
+        check_count("histograms", self.histograms)
         if not (math.isfinite(self.deviation) and self.deviation > 0):
             raise ValueError(f"deviation must be > 0 and finite, got {self.deviation}")
+
+    @classmethod
+    def of_columns(cls, noise_multiplier: float, columns: int) -> GaussianCounts:
+        """Return the phase of counting columns (`dpdist.data.histograms`).
+
+        noise_multiplier: of the noise, in units of what a record adds to all counts in L2 norm.
+        """
+        histograms = COUNTED_LEVELS * columns
+        return cls(noise_multiplier * math.sqrt(histograms), histograms)
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dpdist.privacy.pld import CountsDpEvent
 
-        return [CountsDpEvent(self.deviation)]
+        return [CountsDpEvent(self.deviation / math.sqrt(self.histograms))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the phase as JSON; the number of histograms is named where there are several."""
+        values = super().to_dict()  # a plan of one keeps the fingerprint it had without it
+        return values if self.histograms > 1 else {k: values[k] for k in ("kind", "deviation")}
 
     @property
     def description(self) -> str:
-        return f"numbers of records by class, with noise of standard deviation {self.deviation:.6g}"
+        many = "histogram" if self.histograms == 1 else "histograms"
+        return (
+            f"{self.histograms} {many} of the records, with noise of standard deviation "
+            f"{self.deviation:.6g} on each count"
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return ("a record is in one class, whatever the other records are",)
+        return (
+            "a record adds at most 1 in all to the counts of a histogram, whatever the other "
+            "records are",
+        )
 
 
 class UpfrontPhase(Phase):

@@ -125,6 +125,9 @@ _IN_GROUPS = (
     ("every record joins", "every user joins"),
     ("held-out record", "held-out user"),
     ("clipped per record", "clipped per user"),
+    ("of the records, with noise", "of the users, with noise"),
+    ("a record adds at most 1 in all to the counts of a histogram, whatever the other records are",
+     "a user adds at most 1 in all to the counts of a histogram, whatever the other users are"),
     ("every record lies in one part only, whatever the other records are",
      "every user lies in one part only, whatever the other users are"),
 )  # fmt: skip

@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import BaseRecipe, PretrainedRecipe
+from dpdist.config.statistics import fill_bought_rules
 from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining, Stage
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
@@ -44,12 +45,13 @@ from dpdist.core.files import (
     read_yaml,
     validate_path,
 )
+from dpdist.core.preprocessing import ColumnPreprocessing
 from dpdist.methods.base import Method
 from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
-from dpdist.privacy.calibration import calibrate_noise, score_noise_for
+from dpdist.privacy.calibration import calibrate_noise, counts_noise_for, score_noise_for
 from dpdist.privacy.class_rates import ClassRates
 from dpdist.privacy.guarantee import BEGAN_APART, CHOSEN_APART, Guarantee, kind_of
-from dpdist.privacy.phases import GaussianSteps, Phase
+from dpdist.privacy.phases import GaussianCounts, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 
 # --- the recipe -------------------------------------------------------------------------------
@@ -107,6 +109,19 @@ class Recipe(BaseRecipe):
             return value
         count = _tokens_of_own_head(value.get("model")) or _tokens_of(Path(tokenizer).expanduser())
         return value if count is None else {**value, "data": {**data, "classes": count}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_bought_constants(cls, value: Any) -> Any:
+        """Give bought columns their constants, or their widest range until these are known."""
+        section = value.get("statistics") if isinstance(value, dict) else None
+        data = None if section is None else value.get("data")
+        columns = data.get("columns") if isinstance(data, dict) else None
+        if not isinstance(columns, dict):
+            return value
+        rules = fill_bought_rules(section, columns.get("preprocessing", {}))
+        filled = {**columns, "preprocessing": rules}
+        return {**value, "data": {**data, "columns": filled}}  # type: ignore[dict-item]
 
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
@@ -216,6 +231,43 @@ class Recipe(BaseRecipe):
         return "records" if self.user_unit is None else "users"
 
     @property
+    def statistics_phases(self) -> tuple[Phase, ...]:
+        """Return the phases of the statistics that the run buys before its training, or ()."""
+        bought = self.statistics
+        if bought is None:
+            return ()
+        noise = bought.noise_multiplier
+        if noise is None:
+            assert bought.epsilon is not None
+            noise = counts_noise_for(bought.epsilon, self.privacy.delta, self.privacy.adjacency)
+        return (GaussianCounts.of_columns(noise, len(bought.columns)),)
+
+    def with_constants(self, constants: Mapping[str, ColumnPreprocessing]) -> Recipe:
+        """Return the recipe with the constants of its bought columns, a `Recipe`.
+
+        Args:
+            constants: by column, its rule with range and fill.
+        """
+        assert self.statistics is not None
+        columns = self.data.columns
+        rules = {**columns.preprocessing, **constants}
+        columns = columns.model_copy(update={"preprocessing": rules})
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={"columns": columns}),
+                "statistics": self.statistics.model_copy(update={"constants": dict(constants)}),
+            }
+        )
+
+    def check_constants(self) -> None:
+        """Raise UserError where statistics are still to be bought. Returns nothing."""
+        if self.statistics is not None and not self.statistics.constants:
+            raise UserError(
+                f"{self.name}: statistics: are bought by `dpdist run`, `dpdist tune` or "
+                "dpdist.run; train by one of these"
+            )
+
+    @property
     def stages(self) -> list[Stage]:
         """Return the runs whose weights this run started from, a list of `Stage`; or empty.
 
@@ -235,6 +287,17 @@ class Recipe(BaseRecipe):
         if math.isinf(plan.clip_norm):  # nothing is proved of this run anyway
             return ()
         found = (each.phases_within(plan, self.privacy_unit) for each in self.stages)
+        return tuple(phase for phases in found for phase in phases or ())
+
+    def phases_in_target(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """Return what `privacy.epsilon` covers in addition to the plan, a tuple of phases.
+
+        These are bought statistics that a script began with. It is empty without them.
+
+        Args:
+            plan: the plan of this run.
+        """
+        found = (e.phases_within(plan, self.privacy_unit) for e in self.stages if e.in_target)
         return tuple(phase for phases in found for phase in phases or ())
 
     def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
@@ -835,7 +898,7 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
     steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap, classes)
     return PrivacyPlan(
         records,
-        recipe.method.cost(steps),
+        (*recipe.method.cost(steps), *recipe.statistics_phases),
         privacy.delta,
         privacy.sensitivity,
         privacy.adjacency,
@@ -866,7 +929,8 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
 
         def plan_with(noise: float) -> PrivacyPlan:
             # Scores are of other records: what they cost is no part of what the steps may cost.
-            return _plan_without_scores(recipe, records, noise)
+            plan = _plan_without_scores(recipe, records, noise)
+            return replace(plan, phases=(*recipe.phases_in_target(plan), *plan.phases))
 
         try:
             noise = calibrate_noise(plan_with, privacy.epsilon)
@@ -877,6 +941,7 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
     except ValueError as error:
         raise UserError(f"{context}: privacy: {error}") from error
     _check_score_noise(recipe, plan, context)
+    _check_stages(recipe, plan)
     return noise, plan
 
 
@@ -892,6 +957,24 @@ def _check_score_noise(recipe: Recipe, plan: PrivacyPlan, context: str) -> None:
     count = f"{scores.count} score{'s' * (scores.count > 1)}"
     rule = f"must be >= {math.ceil(least * 1e3) / 1e3:g} for {count} within epsilon {target:g}"
     raise field_error(context, "score.noise", rule, score.noise)
+
+
+def _check_stages(recipe: Recipe, plan: PrivacyPlan) -> None:
+    """Raise UserError for bought statistics that would not be counted with the training."""
+    for each in recipe.stages:
+        if not each.in_target:
+            continue
+        if recipe.privacy.budget is not None:
+            raise UserError(
+                "privacy.budget: must be left out with bought statistics, of which a budget does "
+                "not know the records"
+            )
+        if each.phases_within(plan, recipe.privacy_unit) is None:
+            raise UserError(
+                f"began_with: {each.name}: must have the training's privacy.unit, "
+                "max_records_per_user, adjacency and nominal_records, so that one epsilon covers "
+                "both, got others"
+            )
 
 
 def check_plan(
@@ -945,6 +1028,7 @@ def without_privacy(recipe: Recipe, sections: Mapping[str, Section] | None = Non
     if sections:
         raw["public"] = None  # about the recipe's own model
     raw["method"] = DEFAULT.model_dump(mode="json")
+    raw["statistics"] = None  # whose constants stay
     raw["privacy"] |= {
         "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
     }  # fmt: skip

@@ -152,6 +152,7 @@ class CheckedTraining:
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""
         recipe, folder = self.recipe, self.folder
+        recipe.check_constants()
         folder.create_or_open(recipe)
         if not folder.plan.exists():
             if self.noise_multiplier is not None:
