@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from support.folder_contents import forge_manifest
+from support.local_execution import command
 from support.training import train_and_crash
 
-from dpdist.cli.main import main
 from dpdist.cluster import object_store
 from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore, check_url
 from dpdist.core.errors import ClusterError, UserError
@@ -138,7 +138,6 @@ def released(folder: RunFolder) -> dict[int, int]:
 
 def follow_until(folder: RunFolder, condition, seconds: float = 60) -> None:
     archive = Archive.find(folder)
-    assert archive is not None
     look, end = archive.make_updater(lambda line: None), time.monotonic() + seconds
     while not condition(archive):
         assert time.monotonic() < end, "waited in vain"
@@ -362,15 +361,8 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
 @pytest.mark.slow
 def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys) -> None:
     def dpdist(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        done = command(monkeypatch, capsys, tmp_path, *arguments)
+        return done.code, done.out + done.err
 
     recipe, folder = make(tmp_path, steps=3, archive=url, archive_private=True)
     elsewhere = tmp_path / "elsewhere"
@@ -520,28 +512,13 @@ def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch
         "ftp://a/b",
     ],
 )
-def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, monkeypatch):
+def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, dpdist):
     with pytest.raises(ClusterError) as error:
         check_url(address)
     assert SECRET not in str(error.value)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "dpdist",
-            "run",
-            "digits",
-            "--set",
-            f"resources.archive={address}",
-            "--runs",
-            str(tmp_path),
-        ],
-    )
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and SECRET not in said.out + said.err
-    assert "archive" in said.err or "must be s3" in said.err
+    done = dpdist("run", "digits", "--set", f"resources.archive={address}", "--runs", tmp_path)
+    assert done.code == 2 and SECRET not in done.out + done.err
+    assert "archive" in done.err or "must be s3" in done.err
 
 
 @pytest.mark.slow
@@ -665,7 +642,6 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     folder.ledger.write_bytes(whole + b'{"torn": ')
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
     archive.update()
     files = kept_in(url)
     assert "private/own" in files
@@ -678,7 +654,6 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     prepare(recipe, folder, "test")
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
     archives.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
     archives.write_json(folder.permit_request, {"epoch": 0, "step": 1, "steps": 7})
     assert archive.update() == Permit(epoch=0, step=1, steps=7)
@@ -700,7 +675,6 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
     assert released(folder) == dict.fromkeys(range(5), 1)
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
 
     def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
         archives.write_json(folder.permit_request, {"epoch": epoch, "step": step, "steps": 6})
