@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training.own_loops import begin, net
 
 import dpdist
 from dpdist import Privacy, estimate
@@ -15,10 +16,6 @@ from dpdist.privacy.plan import PrivacyPlan
 
 INPUTS, LABELS = torch.randn(200, 6), torch.randint(2, (200,))
 PRIVATE = {"epsilon": 3.0, "delta": 1e-3}
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 def estimated(model: nn.Module | None = None, data: Any = (INPUTS, LABELS), **given: Any) -> Any:
@@ -30,10 +27,8 @@ def estimated(model: nn.Module | None = None, data: Any = (INPUTS, LABELS), **gi
 @pytest.mark.parametrize("length", [{"steps": 50}, {"steps": None, "epochs": 4}])
 def test_it_is_the_plan_that_a_training_would_have(tmp_path, privacy, length):
     found, model = estimated(privacy=privacy, **length), net()
-    t = dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, LABELS),
-        loss="cross-entropy", privacy=privacy, batch_size=20, folder=tmp_path / "run", **length,
-    )  # fmt: skip
+    data = INPUTS, LABELS
+    t = begin(tmp_path / "run", model, data=data, privacy=privacy, batch_size=20, **length)
     assert found.guarantee == t.plan.guarantee() and found.steps == t.plan.steps
     step = t.plan.step(0)
     assert (found.noise_multiplier, found.sample_rate) == (step.noise_multiplier, step.sample_rate)
@@ -108,9 +103,9 @@ RATES = {"class_sampling": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20}}
 def test_rates_by_class_are_priced_at_the_largest(tmp_path, private):
     labels, model = torch.arange(200) % 10 // 9, net()
     found = estimated(data=(INPUTS, labels), privacy=private, **RATES)
-    t = dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, labels), loss="cross-entropy",
-        privacy=private, batch_size=20, steps=50, folder=tmp_path / "run", **RATES,
+    t = begin(
+        tmp_path / "run", model, data=(INPUTS, labels), privacy=private, batch_size=20, steps=50,
+        **RATES,
     )  # fmt: skip
     assert found.guarantee == t.plan.guarantee()
     assert found.sample_rate == t.plan.step(0).class_rates.largest > 0.1

@@ -11,14 +11,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score
-from support.training import KEY
 from torch import nn
+from training.own_loops import begin
 
 import dpdist
 from dpdist.reports import tracking
 from dpdist.reports.plots import plot_certificates, plot_trials
 from dpdist.runs.accounting import PublishedTrial
 from dpdist.training.script_history import accuracy, auc
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy.run_key")
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.rand(300, 4, generator=GENERATOR)
@@ -29,14 +31,10 @@ PUBLIC = (INPUTS[200:], LABELS[200:])
 def _training(folder: Path, *, steps: int = 4, **options: Any) -> dpdist.PrivateTraining:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-    return dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS[:200], LABELS[:200]),
-        loss="cross-entropy", privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, run_key=KEY),
-        batch_size=20, steps=steps, folder=folder, **options,
-    )  # fmt: skip
+    data = INPUTS[:200], LABELS[:200]
+    return begin(folder, model, rate=0.1, data=data, batch_size=20, steps=steps, **options)
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
     training, plain = _training(tmp_path / "run"), _training(tmp_path / "plain")
     for _ in training:
@@ -64,7 +62,6 @@ def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
     assert not {"loss", "loss_sum", "examples"} & set(told)
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 def test_history_survives_a_restart(tmp_path: Path) -> None:
     training = _training(tmp_path / "run")
     training.step()
@@ -79,7 +76,6 @@ def test_history_survives_a_restart(tmp_path: Path) -> None:
     assert list(again.history["step"]) == [0, 1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 @pytest.mark.parametrize(
     ("data", "metric", "part"),
     [
@@ -125,7 +121,6 @@ def test_metrics_of_each_kind_of_target() -> None:
     assert accuracy(2 * several - 1, several) == 1.0 and auc(2 * several - 1, several) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 def test_plots_draw_into_the_axes_that_they_get(tmp_path: Path) -> None:
     training = _training(tmp_path / "run")
     for _ in training:
@@ -154,7 +149,6 @@ def test_plots_draw_into_the_axes_that_they_get(tmp_path: Path) -> None:
     assert np.allclose(axes.lines[1].get_ydata(), [0.2])
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 def test_trackers_get_released_values_only(tmp_path: Path, monkeypatch: Any) -> None:
     told: list[tuple[str, float, int]] = []
 

@@ -11,6 +11,7 @@ import torch
 from support.local_execution import call
 from torch import Tensor, nn
 from torch.nn import functional
+from training.own_loops import begin
 
 import dpdist
 from dpdist.models.signature import Signature
@@ -100,10 +101,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {  # factory: data, loss, what is asked
 
 
 def _train(model: nn.Module, data: Any, loss: Any, **more: Any) -> dpdist.RunFolder:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return dpdist.PrivateTraining(
-        model, optimizer, data, loss=loss, folder="run", **SETTINGS, **more
-    ).run_all()
+    return begin("run", model, data=data, loss=loss, **SETTINGS, **more).run_all()
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -148,12 +146,9 @@ def test_a_call_that_no_release_can_repeat_is_said_before_the_first_step(nets: A
         outputs = module(2 * batch["numbers"], batch["categories"])
         return functional.cross_entropy(outputs, batch["price"], reduction="none")
 
-    data, model = CASES["net"][0], nets.Net()
+    data = CASES["net"][0]
     with pytest.warns(UserWarning, match="not released for predictions"):
-        dpdist.PrivateTraining(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=loss, folder="run",
-            **SETTINGS,
-        )  # fmt: skip
+        begin("run", nets.Net(), data=data, loss=loss, **SETTINGS)
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", lambda module, batch: module(batch[0])])
