@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import make, train, train_and_crash
+from support.training import KEY, make, train, train_and_crash
 from torch import nn
 
 from dpdist import models
@@ -21,7 +21,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 
 OPEN = {
-    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": "5a" * 32,
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": KEY,
 }  # fmt: skip
 SMALL = {"name": "resnet-rp", "options": {"width": 8, "norm": "batch"}}
 

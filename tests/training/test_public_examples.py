@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from dpdist import data
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PER_EXAMPLE, SCREENED, describe_rounding
 from dpdist.gradients.engine import GradientEngine
-from dpdist.models import ModelSpec, initialize
 from dpdist.reports.results import load_results
 from dpdist.training import monitoring
 from dpdist.training.model_setup import public_examples
@@ -32,25 +30,6 @@ WIDTH, CLASSES = 64, 3
 
 
 # ---- two data sets that differ in one record
-
-
-def tied() -> np.ndarray:
-    """A record of scale 1e10 whose two best logits tie in the untrained model."""
-    layer = initialize(ModelSpec("linear", (WIDTH,), CLASSES), 0)[1]
-    weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
-    for scale, third in product((1e10, -1e10), range(CLASSES)):
-        one, other = (each for each in range(CLASSES) if each != third)
-        generator = torch.Generator().manual_seed(0)
-        record = scale * torch.empty(WIDTH).uniform_(-1, 1, generator=generator)
-        record[1:4] = 0
-        apart = weight[one] - weight[other]
-        for place in (1, 2, 3):  # each makes good what the one before it left to rounding
-            record[place] = -(apart @ record.double() + bias[one] - bias[other]) / apart[place]
-        logits = weight @ record.double() + bias
-        if logits[one] - logits[third] > 1e9:
-            assert abs(float(logits[one] - logits[other])) < 1
-            return record.numpy()
-    raise AssertionError("no two logits that tie are the best ones")
 
 
 def written(root: Path, first: np.ndarray | None) -> Path:
@@ -83,13 +62,12 @@ PRIVATE_PREDICTION = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", [tied, lambda: np.full(WIDTH, 3e38)], ids=["ties", "overflows"])
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
-def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
-    """It takes part in every step, so every look at the records would find it."""
+def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys) -> None:
+    """It takes part in every step, so every look at the records would find that it overflows."""
     run_without_ray(monkeypatch)
     left = []
-    for name, first in (("one", None), ("other", record())):
+    for name, first in (("one", None), ("other", np.full(WIDTH, 3e38))):
         root = written(tmp_path / name, first)
         write_recipe(root, recipe_of(root, **more))
         done = command(monkeypatch, capsys, root, "run", "--until", "train", "r.yaml")

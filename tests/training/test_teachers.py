@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load
 from support.datasets import write_split
 from support.local_execution import run_without_ray
+from support.training import KEY
 
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
@@ -33,7 +34,6 @@ from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.worker import DivergenceCheck
 
 COUNT, RECORDS = 3, 40
-KEY = "5a" * 32
 
 
 @pytest.fixture(autouse=True)
