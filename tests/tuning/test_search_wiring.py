@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from searches import finish
 from support.key_recorder import NOISE, SAMPLING, KeyRecorder, record_keys
 
 from dpdist import models
-from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.gradients.noise import standard_normal
@@ -35,16 +35,9 @@ from dpdist.tuning.manifest import read_scores, read_trials
 from dpdist.tuning.search import prepare_search
 from dpdist.tuning.trial import prepare_trial, score_key, scoring_data
 
-EXECUTOR = LocalExecutor()
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
 ASHA = {"num_trials": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
-
-
-def finish(search) -> None:
-    """What `Search.run` does after the trials."""
-    search._choose_winner()
-    search.run(EXECUTOR)
 
 
 def searched(asked, begin, run_trials, patch) -> tuple[Any, KeyRecorder]:
