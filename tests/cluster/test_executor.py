@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.local_execution import command
 from support.recipes import write_recipe
+from support.settings import sets
 from support.threads import new_settings_after
 from support.training import prepare_job as job_of
 
@@ -579,9 +580,6 @@ def test_ctrl_c_goes_through_and_the_same_command_continues(
     assert train_with(tmp_path, monkeypatch) == [1]
 
 
-# --- refusals before anything is done ---------------------------------------------------------
-
-
 # --- $DPDIST_EXECUTOR of every command --------------------------------------------------------
 
 
@@ -607,16 +605,7 @@ def place(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run", "new.yaml"),
         ("certify", "x"),
         ("attack", "x", "--set", "attack.sizes=[0.1]"),
-        (
-            "audit",
-            "new.yaml",
-            "--kind",
-            "poison",
-            "--set",
-            "poison.models=4",
-            "--set",
-            "poison.select=1",
-        ),
+        ("audit", "new.yaml", "--kind", "poison", *sets("poison", "models=4", "select=1")),
     ],
     ids=" ".join,
 )
@@ -634,8 +623,6 @@ def test_every_command_says_where_its_work_runs(
 
     own = tmp_path / "place"
     shutil.copytree(place, own)
-    if "--check-certificates" in arguments:
-        monkeypatch.setattr("dpdist.cli.audit._tables_to_attack", lambda *_: [Path("table")])
     monkeypatch.setattr(pipeline, "open_executor", refuse)
     monkeypatch.setenv("DPDIST_EXECUTOR", asked or "")
     done = command(monkeypatch, capsys, own, *arguments)
