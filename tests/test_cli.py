@@ -75,6 +75,14 @@ def test_what_a_command_cannot_use_is_named_in_one_line(dpdist, tmp_path, words,
     assert key in line and len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_calculator_answers_in_json(dpdist):
+    done = dpdist(
+        "account", "--records", "60000", "--batch-size", "256",
+        "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
+    )  # fmt: skip
+    assert json.loads(done.out)["epsilon"] == pytest.approx(1.134, abs=2e-3)
+
+
 def test_recipes_are_listed_and_shown_complete(dpdist):
     listed = dpdist("recipes").out
     assert "digits" in listed and "mnist-dpsgd" in listed

@@ -51,11 +51,6 @@ WELL, ILL = 180, 20
 COUNTS = {"ill": ILL, "well": WELL}
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-
-
 def write(root: Path, split: str = "train", seed: int = 0) -> None:
     """Write records of two classes of unequal size into root/scans, in mixed order."""
     generator = np.random.default_rng(seed)

@@ -39,11 +39,6 @@ from dpdist.training.private_step import PrivateStep
 pytestmark = pytest.mark.filterwarnings("ignore:privacy.run_key")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def root(tmp_path) -> Path:
     write(tmp_path / "data")
@@ -353,7 +348,7 @@ def test_a_private_user_is_not_held_out(tmp_path):
         loop_of(tmp_path / "run", eval_data=public)
     with pytest.raises(UserError, match="must share no record with data"):
         loop_of(tmp_path / "run", eval_data=(inputs, labels))
-    loop_of(tmp_path / "run", eval_data=(inputs + 1, labels))
+    loop_of(tmp_path / "run", eval_data=(inputs + 1, labels)).run_all()
 
 
 # --- other inputs and targets -------------------------------------------------------------------

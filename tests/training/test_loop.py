@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.datasets import write_split
 from support.selection import first_cases
+from support.threads import one_thread
 from support.training import (
     Interrupt,
     ThreadReducer,
@@ -34,6 +35,14 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[torch.Tensor, RunFolder]:
+    """A training that nothing happened to: its parameters and its folder."""
+    recipe, folder = make(tmp_path_factory.mktemp("undisturbed"))
+    with one_thread():
+        return train(recipe, folder), folder
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -101,12 +110,11 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     assert len(set(batches)) > 1, "Poisson batches vary"
 
 
-def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
-    undisturbed = train(*make(tmp_path, "a"))
+def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch, undisturbed):
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
     for at in (5, 7, 3):  # no checkpoint is ever reached: each restart replays from step 0
         train_and_crash(recipe, folder, monkeypatch, at)
-    assert torch.equal(train(recipe, folder), undisturbed)
+    assert torch.equal(train(recipe, folder), undisturbed[0])
     ledger = Ledger.read(folder.ledger)
     assert ledger.release_counts == dict.fromkeys(range(12), 1)
     assert ledger.num_superseded == 0
@@ -183,10 +191,9 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         train(*make(tmp_path), 2)
 
 
-def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
-    first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
+def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path, undisturbed):
+    assert torch.equal(undisturbed[0], train(*make(tmp_path, "same")))
+    assert not torch.equal(undisturbed[0], train(*make(tmp_path, "c", privacy__run_key=None)))
 
 
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
@@ -241,9 +248,8 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
         raise AssertionError("must not start")
 
 
-def test_nothing_private_lies_outside_private(tmp_path):
-    recipe, folder = make(tmp_path)
-    train(recipe, folder)
+def test_nothing_private_lies_outside_private(undisturbed):
+    folder = undisturbed[1]
     assert {p.name for p in folder.path.iterdir()} == {"private", "recipe.yaml", "run.json"}
     assert folder.private.stat().st_mode & 0o777 == 0o700
     assert folder.run_key.stat().st_mode & 0o777 == 0o600

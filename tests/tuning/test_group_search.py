@@ -46,11 +46,6 @@ TUNE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-
-
 def public_scans(root: Path) -> None:
     write(root, split="test", seed=1, users=20, name="other {}")
 
