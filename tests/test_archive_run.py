@@ -64,9 +64,7 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path, raw)
 
 
-def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
-    tmp_path, server, monkeypatch, capsys
-) -> None:
+def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, server, monkeypatch, capsys):
     address = "s3://bucket/runs/small"
     runs = tmp_path / "runs"
     run = runs / "small"

@@ -28,7 +28,7 @@ def _training(folder: Path, autocast: bool) -> dpdist.PrivateTraining:
     return begin(folder, Net(), loss=nn.CrossEntropyLoss(), steps=2, autocast=autocast)
 
 
-def test_it_trains_and_is_stated(tmp_path: Path) -> None:
+def test_it_trains_and_is_stated(tmp_path):
     training = _training(tmp_path / "run", True)
     training.model.types.clear()
     training.step()

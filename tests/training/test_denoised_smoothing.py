@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
 from dpdist.release.files import CHECKSUMS, compute_checksums
@@ -32,9 +34,10 @@ from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import initial_model
+from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import join_parts, pretrain
 from dpdist.training.provenance import PROVENANCE_FILE
+from dpdist.training.records import data_source, records_with_canaries
 
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
@@ -316,3 +319,20 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(save_tensors({"other": torch.zeros(2)}))
     with pytest.raises(UserError, match="0 of the model's 52 tensors are in it"):
         pretrain(parse_recipe(described, "test"), "test")
+
+
+def test_gradients_behind_a_frozen_denoiser_equal_autograd_one_by_one(public):
+    recipe = parse_recipe(with_denoiser(public / "denoiser"), "test")
+    dataset = records_with_canaries(recipe, data_source(recipe))
+    model = initial_model(recipe, model_spec(recipe, dataset))
+    x, y = dataset.batch(slice(0, 6)), dataset.targets(slice(0, 6))
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
+    found = engine.clipped_sum(x, y, draw_key=bytes(32), record_ids=torch.arange(6)).flat
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.zeros(engine.size)
+    for place in range(6):
+        loss = cross_entropy(model(x[place : place + 1]), y[place : place + 1]).sum()
+        flat = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, trained)])
+        expected += flat * min(1.0, 0.05 / float(flat.norm()))
+    assert engine.size == sum(p.numel() for p in model.get_submodule("classifier").parameters())
+    assert torch.allclose(found.float(), expected, atol=1e-6)

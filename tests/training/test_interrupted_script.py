@@ -50,7 +50,7 @@ def _script(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_killed_or_interrupted_script_resumes(tmp_path: Path) -> None:
+def test_a_killed_or_interrupted_script_resumes(tmp_path):
     """Killed, it names the steps that it replays; interrupted, it repeats none."""
     _script(tmp_path, "kill").communicate(timeout=60)
     process = _script(tmp_path, "wait")
@@ -71,7 +71,7 @@ def test_a_killed_or_interrupted_script_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [dpdist.UserError, dpdist.ClusterError, TypeError])
-def test_a_user_s_error_has_no_traceback(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_s_error_has_no_traceback(kind, capsys):
     before: list[Any] = []
     try:
         raise kind("optimizer: must be this\nloss: must be that")
@@ -99,7 +99,7 @@ class _SlowOnce(nn.Linear):
         return super().forward(inputs)
 
 
-def test_an_interrupted_step_leaves_a_training_that_continues(tmp_path: Path) -> None:
+def test_an_interrupted_step_leaves_a_training_that_continues(tmp_path):
     training = begin(tmp_path / "run", _SlowOnce(WIDTH, 2), steps=4)
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)

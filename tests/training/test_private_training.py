@@ -272,8 +272,9 @@ def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
     torch.manual_seed(2)
     model = given["Mine"]()
     privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
-    t = ended(training(tmp_path / "own", model, sgd(model), privacy=privacy, eval_data=rows(20, 2)))
-    return t
+    return ended(
+        training(tmp_path / "own", model, sgd(model), privacy=privacy, eval_data=rows(20, 2))
+    )
 
 
 @pytest.mark.e2e

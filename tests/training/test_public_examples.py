@@ -63,7 +63,7 @@ PRIVATE_PREDICTION = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
-def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys) -> None:
+def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys):
     """It takes part in every step, so every look at the records would find that it overflows."""
     run_without_ray(monkeypatch)
     left = []
@@ -77,7 +77,7 @@ def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys)
     assert left[0] == left[1]
 
 
-def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
+def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch):
     """Records are read from the first sum on; screen and micro-batch are done by then."""
     seen: list[bool] = []
     real = GradientEngine.clipped_sum
@@ -94,7 +94,7 @@ def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
 # ---- the examples
 
 
-def test_examples_are_public_and_in_range() -> None:
+def test_examples_are_public_and_in_range():
     recipe, _ = make(Path("unused"))
     source = data_source(recipe)
     test = data.load(source, "test")
@@ -115,7 +115,7 @@ def test_examples_are_public_and_in_range() -> None:
 
 
 @pytest.mark.parametrize("following", [False, True])
-def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
+def test_examples_of_texts_are_tokens(following, tmp_path):
     for split in ("train", "test"):
         texts = ["abc", "de", "fghij"] * 4
         write_split(tmp_path / "texts", split, text=texts, label=[0, 1, 0] * 4)
@@ -154,7 +154,7 @@ def rows(shape: tuple[int, ...], classes: int, mixes: bool = False) -> nn.Module
     return Rows(classes, mixes)
 
 
-def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path):
     model = {"name": f"{HERE}:rows", "options": {"mixes": True}}
     recipe, folder = make(tmp_path, model=model)
     with pytest.raises(UserError, match="mixes examples"):
@@ -175,7 +175,7 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
-def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> None:
+def test_a_card_says_how_records_are_kept_apart(name, tmp_path):
     more, said = SAID[name]
     privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
@@ -191,7 +191,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch) -> None:
+def test_of_several_starts_the_least_sure_one_counts(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
     execute(job, until=4)
@@ -218,7 +218,7 @@ def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
         assert load_results(folder).record_independence == SCREENED
 
 
-def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) -> None:
+def test_the_driver_screens_and_its_workers_do_not(tmp_path, monkeypatch):
     """Unless their model is another one than the driver's."""
     screened = []
     real = GradientEngine.validate
@@ -236,7 +236,7 @@ def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) 
     assert len(screened) == 4
 
 
-def test_a_measured_move_is_never_rounded_down() -> None:
+def test_a_measured_move_is_never_rounded_down():
     for moves in (1.23e-7, 9.99e-8, 2.0**-20, 0.0):
         shown = float(describe_rounding("standard", None, "float32", moves).split("most ")[-1][:-3])
         assert moves <= shown <= 1.1 * moves

@@ -25,7 +25,7 @@ def _vectors(training: dpdist.PrivateTraining) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path):
     training = _training(tmp_path / "run")
     _, before = _vectors(training)
     for number in range(4):

@@ -51,8 +51,7 @@ def training(folder: Path, model: nn.Module | None = None, **given: Any) -> Priv
 
 @pytest.fixture
 def first(tmp_path: Path) -> PrivateTraining:
-    found = ended(training(tmp_path / "first"))
-    return found
+    return ended(training(tmp_path / "first"))
 
 
 def loaded(model: nn.Module) -> nn.Module:
@@ -206,8 +205,7 @@ def test_the_same_script_continues_a_second_stage(first, tmp_path):
         return training(tmp_path / "second", model, began_with=first.run)
 
     left(second(), 1)
-    again = second()
-    again.run_all()
+    again = ended(second())
     assert again.guarantee.epsilon > first.guarantee.epsilon
 
 

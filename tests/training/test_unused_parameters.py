@@ -30,7 +30,7 @@ def started(model: nn.Module, folder: Path) -> dpdist.PrivateTraining:
     return begin(folder, model, optimizer, steps=3)
 
 
-def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path: Path) -> None:
+def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path):
     with pytest.warns(UserWarning, match=r"does not depend on mask, idle\.weight, idle\.bias"):
         training = started(model := Net(idle=True), tmp_path / "idle")
     for _ in training:
@@ -45,7 +45,7 @@ def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path: Path
     assert any("idle.weight" in note for note in notes)
 
 
-def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: Path) -> None:
+def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path):
     model = Net(idle=True)
     with pytest.warns(UserWarning):
         started(model, tmp_path / "first").close()
@@ -58,7 +58,7 @@ def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path: 
     assert not any("mask" in note for note in notes) and any("idle.weight" in n for n in notes)
 
 
-def test_a_module_that_is_given_again_continues_its_run(tmp_path: Path) -> None:
+def test_a_module_that_is_given_again_continues_its_run(tmp_path):
     model = Net(idle=True)
     with pytest.warns(UserWarning):
         training = started(model, tmp_path / "run")

@@ -26,8 +26,6 @@ from training.own_loops import rows
 
 import dpdist
 from dpdist import PrivateTraining, UserError, searching
-from dpdist import searched_function as built
-from dpdist.data.protocol import UNITS
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts
@@ -107,31 +105,6 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     assert "user" in str(facts.guarantee)
     record = searching.read_json(run.search_record)
     assert re.fullmatch("[0-9a-f]{16,}", record["function"])
-
-
-@pytest.mark.slow
-def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
-    """Removed, or replaced by another one with more visits: the search's own sum of values."""
-    search = begin(tmp_path / "own", score={"private_eval_data": as_records(SCORED), "noise": 2.0,
-                                             "value": dpdist.brier_score()})  # fmt: skip
-    function, model = search._explorer.function, nn.Linear(WIDTH, 2)
-
-    def total(given: tuple[np.ndarray, np.ndarray, list[str]]) -> float:
-        privacy = searching._parse_privacy(PERSONS)
-        scored, value, _ = searching._parse_score(
-            {"private_eval_data": as_records(given), "value": function.value}, privacy
-        )
-        values = built.RecordValues(scored, value, torch.device("cpu"))
-        return values.private_units(model, bytes(32)) / UNITS
-
-    whole, (inputs, labels, units) = total(SCORED), SCORED
-    for person in sorted(set(units)):
-        rest = np.array([unit != person for unit in units])
-        kept = inputs[rest], labels[rest], [unit for unit in units if unit != person]
-        assert 0 <= whole - total(kept) <= 1
-        more = visits(1, 5)[0].repeat(9, 0) * 100
-        other = np.vstack([kept[0], more]), np.concatenate([kept[1], np.ones(len(more), int)])
-        assert abs(whole - total((*other, [*kept[2], *[person] * len(more)]))) <= 1
 
 
 def shared(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:

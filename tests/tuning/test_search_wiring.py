@@ -3,7 +3,6 @@ noise, whose model."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -173,28 +172,6 @@ def _phases(phases):
 
 
 @pytest.mark.slow
-def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
-    """Values, noise, steps and rate of each trial's plan are those on record for it."""
-    space = {
-        "training.learning_rate": {"log_uniform": [0.1, 1.0]},
-        "privacy.clip_norm": {"choice": [0.5, 1.0, 2.0]},
-    }
-    search = begin(recipe(tune={**ASHA, "space": space}))
-    run_trials(search)
-    for trial in read_trials(search.folder):
-        own = search.folder.trial_folder(trial.number)
-        settings = json.loads(search.folder.settings_file(trial.number).read_text())
-        chosen = own.read_recipe()
-        assert settings["values"] == trial.values
-        assert chosen.training.learning_rate == trial.values["training.learning_rate"]
-        assert chosen.privacy.clip_norm == trial.values["privacy.clip_norm"]
-        plan = prepare_training(chosen, own, "r.yaml").plan
-        assert plan.step(0).noise_multiplier == settings["noise_multiplier"] == 4.0
-        assert plan.clip_norm == pytest.approx(trial.values["privacy.clip_norm"], rel=0.05)
-        assert plan.steps == 4 and own.require_trained()["steps"] == 4
-
-
-@pytest.mark.slow
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
     search = begin(recipe(privacy=FIXED, tune=ASHA))
@@ -269,23 +246,6 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     assert not streams & {t.key for t in trials}
     other = manifest.draw_trials(recipe().tune, derive_key(key, "another"))
     assert not {t.key for t in other} & {t.key for t in trials}
-
-
-@pytest.mark.slow
-def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
-    """Work of a method's own, before its workers begin, is done in a trial as in a run."""
-    asked = recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
-    search, begun = begin(asked), []
-    kind = type(asked.method.execution())
-    ordinary = kind.train
-
-    def train(execution, run):
-        begun.append((run.job.folder.path.name, run.job.folder.training_summary.exists()))
-        ordinary(execution, run)
-
-    monkeypatch.setattr(kind, "train", train)
-    run_trials(search)
-    assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
 
 
 @pytest.mark.slow

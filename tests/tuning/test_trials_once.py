@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpdist.privacy.budget import read_budgets
 from dpdist.tuning import scoring
-from dpdist.tuning.manifest import read_scores, read_trials
+from dpdist.tuning.manifest import read_scores
 
 FIXED = {"name": "fixed", "runs": 1, "mean": None}
 
@@ -32,20 +31,3 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
     assert [value for _, value in report] == read_scores(search.folder, 0)["scores"]
     assert report[0] == (1, first) and len(report) == 2
     assert keys[0] not in keys[1:] and keys[1:] == [keys[1]] * 2
-
-
-@pytest.mark.slow
-def test_a_search_is_charged_once_whatever_its_trials_do(recipe, begin, run_trials, tmp_path):
-    asked = recipe(
-        privacy={"budget": str(tmp_path / "b")}, tune={"num_trials": FIXED | {"runs": 2}}
-    )
-    search = begin(asked)
-    search._charge_budget()
-    run_trials(search)
-    for trial in read_trials(search.folder):
-        assert search.folder.trial_folder(trial.number).read_recipe().privacy.budget is None
-    search._choose_winner()
-    search._charge_budget(settle=True)
-    (budget,) = read_budgets(tmp_path / "b")
-    (charge,) = budget.charges
-    assert charge.phases == search.cost.plan.phases and charge.status == "settled"
