@@ -3,6 +3,7 @@ noise, whose model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -169,6 +170,28 @@ def _phases(phases):
         groups = [*getattr(phase, "choices", ()), *getattr(phase, "parts", ())]
         inner = [*getattr(phase, "phases", ()), *(one for group in groups for one in group)]
         yield from _phases(inner) if inner else [phase]
+
+
+@pytest.mark.slow
+def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
+    """Values, noise, steps and rate of each trial's plan are those on record for it."""
+    space = {
+        "training.learning_rate": {"log_uniform": [0.1, 1.0]},
+        "privacy.clip_norm": {"choice": [0.5, 1.0, 2.0]},
+    }
+    search = begin(recipe(tune={**ASHA, "space": space}))
+    run_trials(search)
+    for trial in read_trials(search.folder):
+        own = search.folder.trial_folder(trial.number)
+        settings = json.loads(search.folder.settings_file(trial.number).read_text())
+        chosen = own.read_recipe()
+        assert settings["values"] == trial.values
+        assert chosen.training.learning_rate == trial.values["training.learning_rate"]
+        assert chosen.privacy.clip_norm == trial.values["privacy.clip_norm"]
+        plan = prepare_training(chosen, own, "r.yaml").plan
+        assert plan.step(0).noise_multiplier == settings["noise_multiplier"] == 4.0
+        assert plan.clip_norm == pytest.approx(trial.values["privacy.clip_norm"], rel=0.05)
+        assert plan.steps == 4 and own.require_trained()["steps"] == 4
 
 
 @pytest.mark.slow
