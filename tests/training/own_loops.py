@@ -13,6 +13,7 @@ import torch
 from support.training import KEY
 from torch import nn
 
+import dpdist
 from dpdist import PrivateTraining
 
 WIDTH = 6
@@ -23,6 +24,24 @@ def rows(count: int = 80, seed: int = 1, width: int = WIDTH) -> tuple[torch.Tens
     """Return inputs of (count, width), and as labels whether their sum is above its mean."""
     inputs = torch.rand(count, width, generator=torch.Generator().manual_seed(seed))
     return inputs, (inputs.sum(1) > width / 2).long()
+
+
+class Rows(dpdist.Records):
+    """Inputs and targets of one length each, as records of a class of one's own."""
+
+    name = "rows"
+
+    def __init__(self, arrays: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.arrays[0][indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return self.arrays[1][indices]
 
 
 def net(seed: int = 3) -> nn.Module:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training.own_loops import begin, net
+from training.own_loops import Rows, begin, net
 
-import dpdist
 from dpdist import Privacy, estimate
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -48,22 +47,18 @@ def test_a_number_of_records_is_enough_for_epsilon():
     assert shaped.seconds_per_step > 0 and "s a step" in str(shaped) and "MiB" in str(shaped)
 
 
-class Watched(dpdist.Records):
-    name = "watched"
-
+class Watched(Rows):
     def __init__(self) -> None:
+        super().__init__((INPUTS, LABELS))
         self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return 200
 
     def batch(self, indices: Any) -> torch.Tensor:
         self.asked += list(indices)
-        return INPUTS[indices]
+        return super().batch(indices)
 
     def targets(self, indices: Any) -> torch.Tensor:
         self.asked += list(indices)
-        return LABELS[indices]
+        return super().targets(indices)
 
 
 def test_no_record_is_measured():

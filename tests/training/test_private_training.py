@@ -21,7 +21,7 @@ from support.threads import one_thread
 from support.training import execute, make, parameters, release_ids
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
-from training.own_loops import PRIVATE, WIDTH, begin, ended, flat, left, rows, run_script
+from training.own_loops import PRIVATE, WIDTH, Rows, begin, ended, flat, left, rows, run_script
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, models
@@ -697,22 +697,12 @@ def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label, item
     assert str(label) not in str(error.value) and not (tmp_path / "own").exists()
 
 
-class Scans(dpdist.Records):
+class Scans(Rows):
     """Four records of each person, whose number comes as a tensor."""
 
-    name = "scans"
-
     def __init__(self, units: Any) -> None:
-        self.rows, self.units = rows(), units
-
-    def __len__(self) -> int:
-        return 80
-
-    def batch(self, indices: Any) -> torch.Tensor:
-        return self.rows[0][indices]
-
-    def targets(self, indices: Any) -> torch.Tensor:
-        return self.rows[1][indices]
+        super().__init__(rows())
+        self.units = units
 
     def unit_id(self, index: int) -> Any:
         return self.units[index]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from support.training import parameters, release_ids
 from torch import nn
 from torch.distributed.nn import functional
-from training.own_loops import PRIVATE, WIDTH, begin, flat, net, rows, run_script
+from training.own_loops import PRIVATE, WIDTH, Rows, begin, flat, net, rows, run_script
 
 import dpdist
 from dpdist import PrivateTraining, UserError
@@ -314,22 +314,16 @@ def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
 
 @pytest.mark.e2e
 def test_other_errors_tell_the_others_no_value(tmp_path, pair):
-    first, second = pair.do(refused, tmp_path / "own", {"data": Broken()})
+    first, second = pair.do(refused, tmp_path / "own", {"data": Broken(rows())})
     assert isinstance(second, ValueError) and "0.125" in str(second)
     assert isinstance(first, ClusterError) and str(first) == "worker 1: failed with ValueError"
 
 
-class Broken(dpdist.Records):
-    name = "broken"
-
-    def __len__(self) -> int:
-        return 80
-
+class Broken(Rows):
     def batch(self, indices: Any) -> torch.Tensor:
         raise ValueError("a record of 0.125")
 
-    def targets(self, indices: Any) -> torch.Tensor:
-        raise ValueError("a record of 0.125")
+    targets = batch
 
 
 def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[str, Any]:
