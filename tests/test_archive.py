@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from support.folder_contents import forge_manifest
+from support.local_execution import command
 from support.training import train_and_crash
 
-from dpdist.cli.main import main
 from dpdist.cluster import object_store
 from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore, check_url
 from dpdist.core.errors import ClusterError, UserError
@@ -138,7 +138,6 @@ def released(folder: RunFolder) -> dict[int, int]:
 
 def follow_until(folder: RunFolder, condition, seconds: float = 60) -> None:
     archive = Archive.find(folder)
-    assert archive is not None
     look, end = archive.make_updater(lambda line: None), time.monotonic() + seconds
     while not condition(archive):
         assert time.monotonic() < end, "waited in vain"
@@ -167,7 +166,7 @@ def lose(recipe: Recipe, folder: RunFolder, steps: int) -> RunFolder:
 
 
 @pytest.mark.slow
-def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
+def test_nothing_is_released_before_the_archive_knows(tmp_path, url):
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     with training(recipe, folder) as thread:
         time.sleep(1.0)
@@ -181,7 +180,7 @@ def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
+def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url):
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     lost = lose(recipe, folder, 60)
     seen, old = released(lost), Ledger.read(lost.ledger)
@@ -241,7 +240,7 @@ def folder_url(folder: RunFolder) -> str:
 
 
 @pytest.mark.slow
-def test_torn_and_damaged_archives_are_refused(archived) -> None:
+def test_torn_and_damaged_archives_are_refused(archived):
     folder, store = archived
     good = store.get("00000001/manifest.json")
     entry = json.loads(good)["files"]["private/ledger.jsonl"]
@@ -282,7 +281,7 @@ def replace(store: ObjectStore, path: str, content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
+def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived):
     """Cut at a line, so that its chain holds, and with digests that fit: header and attempt."""
     folder, store = archived
     files = json.loads(store.get("00000001/manifest.json"))["files"]
@@ -295,7 +294,7 @@ def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:
+def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch):
     recipe, folder = make(tmp_path, archive=url)
     prepare(recipe, folder, "test")
     archive = Archive.claim(folder, url, False)
@@ -328,7 +327,7 @@ def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch)
 
 
 @pytest.mark.slow
-def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
+def test_private_state_is_archived_only_when_asked(tmp_path, url):
     recipe, folder = make(tmp_path, steps=3, archive=url)
     with training(recipe, folder) as thread:
         thread.join(60)
@@ -360,17 +359,10 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys) -> None:
+def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys):
     def dpdist(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        done = command(monkeypatch, capsys, tmp_path, *arguments)
+        return done.code, done.out + done.err
 
     recipe, folder = make(tmp_path, steps=3, archive=url, archive_private=True)
     elsewhere = tmp_path / "elsewhere"
@@ -411,9 +403,7 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
 
 
 @pytest.mark.slow
-def test_an_archive_that_everybody_can_read_gets_no_private_state(
-    tmp_path, server, monkeypatch
-) -> None:
+def test_an_archive_that_everybody_can_read_gets_no_private_state(tmp_path, server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server[0])  # not guarded
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
@@ -426,7 +416,7 @@ def test_an_archive_that_everybody_can_read_gets_no_private_state(
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
+def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch):
     first, second = (make(tmp_path, name)[1] for name in ("first", "second"))
     for name in ("first", "second"):
         prepare(*make(tmp_path, name), "test")
@@ -451,7 +441,7 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
+def test_two_that_restore_at_once_both_give_way(archived, monkeypatch):
     """Somebody's claim comes between the look at the claims and the own one."""
     folder, store = archived
     put = ObjectStore.put
@@ -470,7 +460,7 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
+def test_a_new_attempt_needs_its_own_permit(tmp_path):
     folder = make(tmp_path)[1]
     folder.private.mkdir(parents=True)
     folder.archive.write_text(json.dumps({"private": True}))
@@ -494,7 +484,7 @@ def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     assert not waiting.is_alive()
 
 
-def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch) -> None:
+def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch):
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     prepare(recipe, folder, "test")
     archive = Archive.claim(folder, url, True)
@@ -520,32 +510,17 @@ def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch
         "ftp://a/b",
     ],
 )
-def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, monkeypatch):
+def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, dpdist):
     with pytest.raises(ClusterError) as error:
         check_url(address)
     assert SECRET not in str(error.value)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "dpdist",
-            "run",
-            "digits",
-            "--set",
-            f"resources.archive={address}",
-            "--runs",
-            str(tmp_path),
-        ],
-    )
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and SECRET not in said.out + said.err
-    assert "archive" in said.err or "must be s3" in said.err
+    done = dpdist("run", "digits", "--set", f"resources.archive={address}", "--runs", tmp_path)
+    assert done.code == 2 and SECRET not in done.out + done.err
+    assert "archive" in done.err or "must be s3" in done.err
 
 
 @pytest.mark.slow
-def test_objects_are_whole(url, tmp_path) -> None:
+def test_objects_are_whole(url, tmp_path):
     store = ObjectStore(url)
     (tmp_path / "in").write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB: in several parts
     written = store.put("a/b", tmp_path / "in")
@@ -558,7 +533,7 @@ def test_objects_are_whole(url, tmp_path) -> None:
         store.get("a/b")
 
 
-def test_an_object_that_cannot_be_written_whole_leaves_the_one_before(tmp_path) -> None:
+def test_an_object_that_cannot_be_written_whole_leaves_the_one_before(tmp_path):
     store = ObjectStore(f"file://{tmp_path}/store")
     whole = store.put("a/b", b"as it was")
     with pytest.raises(ClusterError):
@@ -568,7 +543,7 @@ def test_an_object_that_cannot_be_written_whole_leaves_the_one_before(tmp_path) 
     assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["b"]
 
 
-def test_a_killed_writer_s_part_is_no_object(tmp_path, monkeypatch) -> None:
+def test_a_killed_writer_s_part_is_no_object(tmp_path, monkeypatch):
     """A claim's part counted as another run's claim, or ended every later command."""
     store = ObjectStore(f"file://{tmp_path}/store")
 
@@ -614,9 +589,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
-    tmp_path, monkeypatch
-) -> None:
+def test_whether_an_object_is_read_by_all_is_tried_without_credentials(tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(name, "true")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
@@ -634,7 +607,7 @@ def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
     assert not local.is_public("a")
 
 
-def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path) -> None:
+def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path):
     store = ObjectStore(f"file://{tmp_path}/store")
     store.put("a", bytes(10 * 2**20))
     target = tmp_path / "out"
@@ -648,7 +621,7 @@ def kept_in(url: str) -> dict[str, Any]:
     return archives.newest_manifest(ObjectStore(url))[1].files
 
 
-def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
+def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path):
     """No torn last line of the ledger, no file that is being written, and none that a link in
     private/ leads to."""
     recipe, folder = make(tmp_path)
@@ -665,7 +638,6 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     folder.ledger.write_bytes(whole + b'{"torn": ')
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
     archive.update()
     files = kept_in(url)
     assert "private/own" in files
@@ -673,12 +645,11 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     assert ObjectStore(url).get(files["private/ledger.jsonl"].object) == whole
 
 
-def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
+def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path):
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
     archives.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
     archives.write_json(folder.permit_request, {"epoch": 0, "step": 1, "steps": 7})
     assert archive.update() == Permit(epoch=0, step=1, steps=7)
@@ -692,7 +663,7 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     assert (number, manifest.permit) == (2, Permit(epoch=1, step=0, steps=2))
 
 
-def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch) -> None:
+def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch):
     """The first one too, in the attempt that has leave whatever others released, and by the
     manifest that the old owner wrote last before it was replaced."""
     recipe, folder = make(tmp_path, steps=6)
@@ -700,7 +671,6 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
     assert released(folder) == dict.fromkeys(range(5), 1)
     url = f"file://{tmp_path}/store"
     archive = Archive.claim(folder, url, True)
-    assert archive is not None
 
     def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
         archives.write_json(folder.permit_request, {"epoch": epoch, "step": step, "steps": 6})
@@ -731,7 +701,7 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch) -> None:
+def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch):
     """The check above can fail: a gate that lets everything pass loses releases."""
     recipe, folder = make(tmp_path, steps=5_000, archive=url, archive_private=True)
     ask = PermitGate._ask

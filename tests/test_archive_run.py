@@ -13,6 +13,7 @@ import pytest
 from support.local_execution import command, run_without_ray
 from support.processes import kill, slow_fsync_environment, start, steps_done, wait_for
 from support.recipes import write_recipe
+from support.settings import sets
 
 from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore
 from dpdist.privacy.ledger import Ledger
@@ -63,9 +64,7 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path, raw)
 
 
-def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
-    tmp_path, server, monkeypatch, capsys
-) -> None:
+def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, server, monkeypatch, capsys):
     address = "s3://bucket/runs/small"
     runs = tmp_path / "runs"
     run = runs / "small"
@@ -85,14 +84,8 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
             return False
         return any(name.startswith("private/checkpoints/") for name in manifest["files"])
 
-    train = [
-        "run",
-        recipe(tmp_path),
-        "--set",
-        f"resources.archive={address}",
-        "--set",
-        "resources.archive_private=true",
-    ]
+    archive = sets("resources", f"archive={address}", "archive_private=true")
+    train = ["run", recipe(tmp_path), *archive]
     process = start(*train, cwd=tmp_path, **slow_fsync_environment(tmp_path))
     wait_for(lambda: steps_done(run) >= 20 and kept(), process=process)
     said = kill(process)

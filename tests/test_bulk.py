@@ -43,7 +43,7 @@ def work(folder: Path, entry: Any = None, seed: str | None = None, **what: Any) 
         return before
 
 
-def test_what_was_done_is_found_again(tmp_path: Path) -> None:
+def test_what_was_done_is_found_again(tmp_path):
     assert work(tmp_path / "c", 1) == []
     assert work(tmp_path / "c", 2) == [1]
     assert work(tmp_path / "c", 3, radii=(0.1, 0.2)) == [1, 2]  # nothing depends on them
@@ -52,7 +52,7 @@ def test_what_was_done_is_found_again(tmp_path: Path) -> None:
         assert journal.header == {"settings": job_folder.settings_digest(about)}
 
 
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name(tmp_path):
     work(tmp_path, 1)
     with pytest.raises(UserError, match=r"holds another certification .*model was 'A', now 'B'"):
         work(tmp_path, model="B")
@@ -68,7 +68,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["A", "B"])
-def test_without_settings_nothing_is_taken_over(tmp_path: Path, model: str) -> None:
+def test_without_settings_nothing_is_taken_over(tmp_path, model):
     work(tmp_path, "a row of A")
     (tmp_path / job_folder.SETTINGS).unlink()
     with pytest.raises(UserError, match=r"but not settings\.json, which says of which; remove"):
@@ -78,7 +78,7 @@ def test_without_settings_nothing_is_taken_over(tmp_path: Path, model: str) -> N
         assert list(journal.entries)[1:] == ["a row of A"]
 
 
-def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_other_settings_is_refused(tmp_path):
     work(tmp_path / "a", "a row of A")
     work(tmp_path / "b", "a row of B", model="B")
     (tmp_path / "b" / job_folder.JOURNAL).write_bytes(
@@ -99,14 +99,14 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
         work(tmp_path / "old")
 
 
-def test_a_lost_journal_begins_anew(tmp_path: Path) -> None:
+def test_a_lost_journal_begins_anew(tmp_path):
     work(tmp_path, 1)
     (tmp_path / job_folder.JOURNAL).unlink()
     assert work(tmp_path, 2) == []
     assert work(tmp_path) == [2]
 
 
-def test_what_fails_before_it_began_leaves_nothing(tmp_path: Path) -> None:
+def test_what_fails_before_it_began_leaves_nothing(tmp_path):
     def fail() -> dict[str, Any]:
         raise UserError("the model cannot be certified")
 
@@ -132,7 +132,7 @@ def read(path: Path) -> pa.Table:
     return job_folder.read_table(path, COLUMNS, KEY)
 
 
-def test_a_table_is_read_beside_its_own_settings_only(tmp_path: Path) -> None:
+def test_a_table_is_read_beside_its_own_settings_only(tmp_path):
     ours, theirs = table(tmp_path / "a"), table(tmp_path / "b", "B")
     assert read(ours).num_rows == 1
     (tmp_path / "a" / job_folder.SETTINGS).write_bytes(
@@ -145,7 +145,7 @@ def test_a_table_is_read_beside_its_own_settings_only(tmp_path: Path) -> None:
     assert read(theirs).num_rows == 1
 
 
-def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path: Path) -> None:
+def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path):
     path = table(tmp_path)
     (tmp_path / job_folder.SETTINGS).unlink()
     found = pq.read_table(path)
@@ -170,7 +170,7 @@ def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path: Path) -> None
         pa.table({"index": [1], "radius": [0.5]}).replace_schema_metadata({KEY: b"{"}),
     ],
 )
-def test_what_is_no_such_table_is_refused(tmp_path: Path, wrong: pa.Table) -> None:
+def test_what_is_no_such_table_is_refused(tmp_path, wrong):
     pq.write_table(wrong, tmp_path / "t.parquet")
     with pytest.raises(UserError, match="damaged"):
         read(tmp_path / "t.parquet")
@@ -185,7 +185,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 400])
-def test_the_time_left_does_not_count_what_an_earlier_session_did(before: int) -> None:
+def test_the_time_left_does_not_count_what_an_earlier_session_did(before):
     shown = Terminal()
     with contextlib.redirect_stderr(shown), console.progress("certifying", "inputs", "draws") as s:
         s(before, 500, 0.0)

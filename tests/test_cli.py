@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from support.recipes import write_recipe
 
-from dpdist.cli.main import main
 from dpdist.core.errors import UserError
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import (
+    Recipe,
+    ScriptedRecipe,
+    _anchor_paths,
+    find_recipe,
+    load_recipe,
+    make_plan,
+    resolve_recipe,
+)
 
 COMMANDS = [
     "run", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "recipes", "data",
 ]  # fmt: skip
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def dpdist(monkeypatch, capsys):
-    """Run the command's main() in this process, in another working directory."""
-
-    def run(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
-            patch.setattr(sys, "path", list(sys.path))
-            if cwd is not None:
-                patch.chdir(cwd)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            capsys.readouterr()
-            code = 0
-            try:
-                main()
-            except SystemExit as stop:
-                code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
-
-    return run
 
 
 def recipe(tmp_path: Path, **sections) -> Path:
@@ -65,24 +40,25 @@ def recipe(tmp_path: Path, **sections) -> Path:
 
 def refused(done) -> str:
     """The one line of a user's mistake: exit code 2, no traceback, nothing on standard output."""
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    return lines[0]
+    assert done.code == 2 and not done.out and "Traceback" not in done.err, done.err
+    (line,) = done.err.strip().splitlines()
+    return line
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(dpdist, command):
     done = dpdist(command, "--help")
-    assert done.returncode == 0
-    assert "Usage" in done.stdout and len(done.stdout) > 200
+    assert done.code == 0
+    assert "Usage" in done.out and len(done.out) > 200
 
 
 @pytest.mark.parametrize(
     ("words", "key"),
     [
         ("run digits --until nothing", "--until"),
+        ("run broken.yaml", "broken.yaml"),
+        ("run list.yaml", "list.yaml"),
+        ("run nothing-like-it", "nothing-like-it"),
         ("audit digits --kind nothing", "--kind"),
         ("audit digits --workers 2", "--workers"),
         ("audit digits --kind membership --set color=1", "color"),
@@ -93,63 +69,25 @@ def test_every_command_has_help(dpdist, command):
     ],
 )
 def test_what_a_command_cannot_use_is_named_in_one_line(dpdist, tmp_path, words, key):
-    line = refused(dpdist(*words.split(), cwd=tmp_path))
-    assert key in line and not list(tmp_path.iterdir())
+    for name, text in (("broken", "a: [1, 2"), ("list", "- 1")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    line = refused(dpdist(*words.split()))
+    assert key in line and len(list(tmp_path.iterdir())) == 2
 
 
-def test_calculators_answer_in_json(dpdist):
+def test_a_calculator_answers_in_json(dpdist):
     done = dpdist(
         "account", "--records", "60000", "--batch-size", "256",
         "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
     )  # fmt: skip
-    answer = json.loads(done.stdout)
-    assert answer["epsilon"] == pytest.approx(1.134, abs=2e-3)
-    assert {"delta", "accountant", "adjacency", "noise_multiplier", "sample_rate", "steps"} <= set(
-        answer
-    )
-    done = dpdist(
-        "account", "--hits", "99000", "--samples", "100000", "--alpha", "0.001", "--sigma", "0.5",
-        "--json",
-    )  # fmt: skip
-    answer = json.loads(done.stdout)
-    assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
-
-
-@pytest.mark.e2e
-def test_calculators_import_neither_torch_nor_ray():
-    code = (
-        "import sys; sys.argv = ['dpdist', 'account', '--records', '1000', "
-        "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
-        "from dpdist.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print({'torch', 'ray'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
+    assert json.loads(done.out)["epsilon"] == pytest.approx(1.134, abs=2e-3)
 
 
 def test_recipes_are_listed_and_shown_complete(dpdist):
-    listed = dpdist("recipes").stdout
+    listed = dpdist("recipes").out
     assert "digits" in listed and "mnist-dpsgd" in listed
-    shown = yaml.safe_load(dpdist("recipes", "digits").stdout)
+    shown = yaml.safe_load(dpdist("recipes", "digits").out)
     assert shown["training"]["reproducible"] is False
-
-
-def test_every_shipped_recipe_is_valid():
-    from dpdist.runs.recipe import built_in_recipes, load_recipe, paper_recipes
-
-    paths = [*built_in_recipes(), *paper_recipes()]
-    assert len(paths) >= 2
-    for path in paths:
-        assert load_recipe(path).name == path.stem
-
-
-def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
-    done = dpdist("run", recipe(tmp_path), "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for word in ("Guarantee", "Steps", "Workers", "Memory", "Training time"):
-        assert word in done.stdout
-    assert {p.name for p in tmp_path.iterdir()} == {"r.yaml"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +116,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
     ],
 )
 def test_bad_recipes(dpdist, tmp_path, sections, message):
-    done = dpdist("run", "--until", "train", recipe(tmp_path, **sections), cwd=tmp_path)
+    done = dpdist("run", "--until", "train", recipe(tmp_path, **sections))
     line = refused(done)
     assert message in line
     assert not list(tmp_path.glob("runs/*/private/*key"))
@@ -186,8 +124,6 @@ def test_bad_recipes(dpdist, tmp_path, sections, message):
 
 def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch):
     """They begin at its file's folder; those of options, and of Python, at the current one."""
-    from dpdist.runs.recipe import resolve_recipe
-
     place = tmp_path / "recipes"
     place.mkdir()
     path = recipe(place, data={"name": "mine", "root": "data"}, privacy={"budget": "~/budget"})
@@ -204,7 +140,6 @@ def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch)
 
 def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
     """Every section is looked at. A field that takes a path or a name keeps a name as it is."""
-    from dpdist.runs.recipe import Recipe, ScriptedRecipe, _anchor_paths
 
     def anchored(raw):
         return _anchor_paths(raw, [Recipe, ScriptedRecipe], tmp_path, "", {})
@@ -232,8 +167,6 @@ def test_every_path_of_a_recipe_begins_at_its_folder(tmp_path):
 def test_paths_of_a_recipe_that_comes_with_dpdist_begin_at_the_current_directory(
     tmp_path, monkeypatch
 ):
-    from dpdist.runs.recipe import resolve_recipe
-
     monkeypatch.chdir(tmp_path)
     found = resolve_recipe("mnist-flagship").model.initial
     assert found.folder == tmp_path / "public" / "strokes-0.25"
@@ -241,20 +174,13 @@ def test_paths_of_a_recipe_that_comes_with_dpdist_begin_at_the_current_directory
 
 def test_a_budget_both_beside_the_recipe_and_here_is_refused(tmp_path, monkeypatch):
     """The one that was not charged would let a ceiling begin anew, without a word."""
-    from dpdist.runs.recipe import resolve_recipe
-
     place = tmp_path / "recipes"
     for folder in (place, tmp_path):
         (folder / "spent").mkdir(parents=True)
     path = recipe(place, privacy={"budget": "spent"})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=r"privacy\.budget: must be an absolute path"):
         resolve_recipe(path)
-    assert str(refusal.value) == (
-        f"{path}: privacy.budget: must be an absolute path, got 'spent', which is both "
-        f"{place / 'spent'} and {tmp_path / 'spent'}: else a ceiling could begin anew; give the "
-        "one that was charged"
-    )
     found = resolve_recipe(path, changes={"privacy.budget": str(place / "spent")})
     (tmp_path / "spent").rmdir()
     assert resolve_recipe(path) == found
@@ -264,20 +190,13 @@ def test_a_budget_both_beside_the_recipe_and_here_is_refused(tmp_path, monkeypat
 
 def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeypatch):
     """It was meant before; with another budget a ceiling would begin anew, without a word."""
-    from dpdist.runs.recipe import resolve_recipe
-
     place = tmp_path / "recipes"
     place.mkdir()
     (tmp_path / "spent").mkdir()
     path = recipe(place, privacy={"budget": "spent"})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=r"privacy\.budget: must be relative .* '../spent'"):
         resolve_recipe(path)
-    assert str(refusal.value) == (
-        f"{path}: privacy.budget: must be relative to the recipe's folder, where it is '../spent', "
-        f"got 'spent', which only {tmp_path} has; or make the folder beside the recipe first, for "
-        "a new one"
-    )
     privacy = {"noise_multiplier": 1.0, "delta": 1e-4}
     assert resolve_recipe(path, changes={"privacy": privacy}).privacy.budget is None
     # As it was begun, so it continues: with the path that is named, or by the option.
@@ -286,21 +205,8 @@ def test_a_path_that_only_the_current_directory_has_is_refused(tmp_path, monkeyp
     assert resolve_recipe(path) == begun and begun.privacy.budget == tmp_path / "spent"
 
 
-def test_unreadable_recipes(dpdist, tmp_path):
-    (tmp_path / "broken.yaml").write_text("a: [1, 2")
-    assert "cannot be read as YAML" in refused(
-        dpdist("run", "--until", "train", tmp_path / "broken.yaml")
-    )
-    (tmp_path / "list.yaml").write_text("- 1")
-    assert "is a mapping" in refused(dpdist("run", "--until", "train", tmp_path / "list.yaml"))
-    assert "no such recipe" in refused(dpdist("run", "--until", "train", "nothing-like-it"))
-
-
 def make_run(tmp_path: Path) -> Path:
     """A run folder that was begun and never trained."""
-    from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import load_recipe
-
     folder = RunFolder(tmp_path / "runs" / "small")
     folder.create_or_open(load_recipe(recipe(tmp_path)))
     return folder.path
@@ -309,16 +215,14 @@ def make_run(tmp_path: Path) -> Path:
 def test_same_name_with_a_different_recipe(dpdist, tmp_path):
     make_run(tmp_path)
     path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
-    line = refused(dpdist("run", "--until", "train", path, cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", path))
     assert "different recipe" in line and "privacy.noise_multiplier" in line
 
 
 def test_files_that_cannot_be_used(dpdist, tmp_path):
     """A file where the run folder should be; a damaged ledger; a ledger that is gone."""
-    from dpdist.runs.recipe import load_recipe, make_plan
-
     (tmp_path / "runs").write_text("")
-    line = refused(dpdist("run", "--until", "train", recipe(tmp_path), cwd=tmp_path))
+    line = refused(dpdist("run", "--until", "train", recipe(tmp_path)))
     assert "runs: File exists" in line or "runs/small: Not a directory" in line
     (tmp_path / "runs").unlink()
     folder = make_run(tmp_path)
@@ -329,29 +233,27 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
         "ledger": {"records": 1, "check": ""},
     }  # fmt: skip
     (folder / "private" / "trained.json").write_text(json.dumps(trained))
-    line = refused(dpdist("report", "small", cwd=tmp_path))
+    line = refused(dpdist("report", "small"))
     assert "trained.json: damaged: steps must be a whole number >= 0, got -1" in line
     (folder / "private" / "trained.json").write_text(json.dumps({**trained, "steps": 0}))
-    line = refused(dpdist("report", "small", cwd=tmp_path))
+    line = refused(dpdist("report", "small"))
     assert "ledger.jsonl: missing" in line
     (folder / "private" / "ledger.jsonl").write_text('{"record": 1}\n')
-    line = refused(dpdist("report", "small", cwd=tmp_path))
+    line = refused(dpdist("report", "small"))
     assert "ledger.jsonl, line 1, is corrupt" in line
 
 
 def test_certify_report_and_release_need_a_finished_training(dpdist, tmp_path):
     make_run(tmp_path)
     for command in ("certify", "report", "release"):
-        line = refused(dpdist(command, "small", cwd=tmp_path))
+        line = refused(dpdist(command, "small"))
         assert "never finished training" in line
-    assert "no such run" in refused(dpdist("report", "other", cwd=tmp_path))
+    assert "no such run" in refused(dpdist("report", "other"))
 
 
 def test_recipes_of_papers_are_listed_and_found_from_a_checkout(dpdist, tmp_path):
     """By name and by path; their paths begin at the current directory, as the built-in ones' do."""
-    from dpdist.runs.recipe import find_recipe, load_recipe
-
-    own, papers = (dpdist("recipes", *words).stdout for words in ([], ["--papers"]))
+    own, papers = (dpdist("recipes", *words).out for words in ([], ["--papers"]))
     assert "digits-stobatch " in papers and "digits-stobatch " not in own and "digits " in own
     path = find_recipe("transdenoiser-mnist")
     assert path.parts[-4:] == ("papers", "transdenoiser", "recipes", "transdenoiser-mnist.yaml")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.local_execution import command
 from support.recipes import write_recipe
+from support.settings import sets
 from support.threads import new_settings_after
 from support.training import prepare_job as job_of
 
@@ -100,13 +101,13 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> Iterator[AutoExecutor]:
 # --- in this process --------------------------------------------------------------------------
 
 
-def test_chunks_are_done_by_priority_in_this_process() -> None:
+def test_chunks_are_done_by_priority_in_this_process():
     assert done_by(LocalExecutor()) == [(f"c{i}", 2 * i) for i in (4, 3, 2, 1, 0)]
     stream = iter(chunks(3))  # which has its own order
     assert [key for key, _ in done_by(LocalExecutor(), stream)] == ["c0", "c1", "c2"]
 
 
-def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
+def test_shuffled_answers_come_from_several_workers_in_another_order():
     asked = done_by(LocalExecutor(shuffle=True), actors=2)
     assert [key for key, _ in asked] == ["c3", "c4", "c1", "c2", "c0"]
     assert dict(asked) == dict(done_by(LocalExecutor()))
@@ -125,7 +126,7 @@ def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
     assert made == [7]
 
 
-def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
+def test_threads_of_torch_are_as_they_were(tmp_path):
     """Workers take one for themselves; what comes after them in the process has its own."""
 
     def single(_: Any, place: Any = None) -> Any:
@@ -146,7 +147,7 @@ def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
+def test_work_computes_as_in_a_new_process(tmp_path):
     """On Ray it does: what a script or a notebook set in torch must change no bit of it here."""
 
     def now(*_: Any) -> tuple[Any, ...]:
@@ -183,7 +184,7 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
     assert now() == new
 
 
-def test_what_work_sets_in_torch_ends_with_it() -> None:
+def test_what_work_sets_in_torch_ends_with_it():
     """As a certification on a GPU does: it makes the process' kernels deterministic."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
 
@@ -206,7 +207,7 @@ def test_what_work_sets_in_torch_ends_with_it() -> None:
     assert now() == before
 
 
-def test_one_that_ends_leaves_the_settings_of_the_others() -> None:
+def test_one_that_ends_leaves_the_settings_of_the_others():
     """Two threads work at once; the program around them has a number format of its own."""
     entered, left = threading.Event(), threading.Event()
     seen: list[Any] = []
@@ -235,7 +236,7 @@ def group_of(work: Callable[[Any, WorkerPlace], Any], storage: Path, **more: Any
     return WorkerGroup(work, "it", storage=storage, torch_config=lambda: None, **given)
 
 
-def test_the_only_worker_of_a_group_is_this_process(tmp_path: Path) -> None:
+def test_the_only_worker_of_a_group_is_this_process(tmp_path):
     seen: list[Any] = []
     LocalExecutor().run_workers(group_of(lambda *one: seen.append(one), tmp_path))
     assert seen == [("it", WorkerPlace(0, 1, "cpu", in_process=True))]
@@ -245,7 +246,7 @@ def test_the_only_worker_of_a_group_is_this_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_work_is_polled_meanwhile_and_after_it() -> None:
+def test_work_is_polled_meanwhile_and_after_it():
     main, threads = threading.current_thread(), []
     polled = threading.Event()
 
@@ -267,7 +268,7 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
+def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint):
     """As on Ray: a training would wait half an hour for the permit of an archive that is gone. A
     shell's background has SIGINT ignored, which Ctrl-C of others stays."""
     before = signal.signal(signal.SIGINT, sigint)
@@ -306,9 +307,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return work
 
 
-def test_trials_are_run_in_turn_and_an_interrupted_one_is_left_for_the_next_pass(
-    tmp_path: Path,
-) -> None:
+def test_trials_are_run_in_turn_and_an_interrupted_one_is_left_for_the_next_pass(tmp_path):
     class Searcher:
         told: ClassVar[list[Any]] = []
 
@@ -338,13 +337,13 @@ def test_trials_are_run_in_turn_and_an_interrupted_one_is_left_for_the_next_pass
 # --- by the size of the work ------------------------------------------------------------------
 
 
-def test_small_work_opens_no_session(auto: Any) -> None:
+def test_small_work_opens_no_session(auto):
     assert auto.gpus == 0 and auto.run_once(abs, -1, "failed") == 1
     assert len(done_by(auto.place(True))) == 5
     assert auto.opened == [] and str(auto) == "this process"
 
 
-def test_other_work_opens_one_session_for_all_that_follows(auto: Any) -> None:
+def test_other_work_opens_one_session_for_all_that_follows(auto):
     auto.check_nodes(["dpdist"], Path("early"))
     ray = auto.place(False)
     assert ray is auto.place(True) is auto.ray() and auto.opened == ["opened"]
@@ -355,7 +354,7 @@ def test_other_work_opens_one_session_for_all_that_follows(auto: Any) -> None:
     assert auto.opened == ["opened", "closed"]
 
 
-def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
+def test_work_within_small_work_is_asked_for_its_own_size(auto):
     """A training without steps is small, its teachers need not be."""
     small = auto.place(True)
     assert auto.opened == [] and small.place(True).place(True) is not auto.place(False)
@@ -363,9 +362,7 @@ def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
 
 
 @pytest.mark.slow
-def test_only_small_trainings_of_one_worker_stay_here(
-    auto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_small_trainings_of_one_worker_stay_here(auto, tmp_path, monkeypatch):
     def stays(**changes: Any) -> bool:
         job = job_of(tmp_path, f"run {len(list(tmp_path.iterdir()))}", **changes)
         asked: list[bool] = []
@@ -407,9 +404,7 @@ def enclosing() -> Executor | None:
     return module._open_executors[-1] if module._open_executors else None
 
 
-def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
-    started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(started, monkeypatch):
     with open_executor() as outer:
         assert isinstance(outer, AutoExecutor) and current_executor() is outer
         with open_executor() as inner, open_executor("auto") as third:
@@ -436,7 +431,7 @@ def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
     assert started[4:] == ["opened", "closed"]
 
 
-def test_an_open_session_of_ray_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_session_of_ray_is_used(monkeypatch):
     monkeypatch.setattr(module, "describe_session", lambda: Session(None, 4, 0, 1))
     monkeypatch.setitem(sys.modules, "ray", Initialized)
     with open_executor() as found:
@@ -483,16 +478,12 @@ def train_with(
         (LedgerError("the ledger lacks records"), "^the ledger lacks records$"),
     ],
 )
-def test_what_a_restart_would_repeat_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
+def test_what_a_restart_would_repeat_ends_the_training(tmp_path, monkeypatch, error, message):
     with pytest.raises(UserError, match=message):
         train_with(tmp_path, monkeypatch, error)
 
 
-def test_a_training_in_this_process_has_the_threads_of_its_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_in_this_process_has_the_threads_of_its_recipe(tmp_path, monkeypatch):
     """As a worker on Ray: the last bits of a sum, and so its replay, depend on them."""
     seen: list[int] = []
     monkeypatch.setattr(worker, "run_training", lambda *_: seen.append(torch.get_num_threads()))
@@ -503,9 +494,7 @@ def test_a_training_in_this_process_has_the_threads_of_its_recipe(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["model.name", "method.name", "training.loss"])
-def test_own_code_that_was_edited_since_its_import_is_not_executed(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_code_that_was_edited_since_its_import_is_not_executed(key, tmp_path, monkeypatch):
     """On Ray a worker would import the new one: the same call would give other bits."""
     name = f"edited_{key.replace('.', '_')}"
     code = tmp_path / f"{name}.py"
@@ -549,9 +538,7 @@ class Own(Method):
 
 
 @pytest.mark.parametrize("kind", [OSError, LedgerError])
-def test_a_full_disk_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
+def test_a_full_disk_ends_the_training(tmp_path, monkeypatch, kind):
     full = OSError(28, "No space left on device")
     error = full if kind is OSError else kind(str(full))
     error.__cause__ = None if error is full else full
@@ -559,9 +546,7 @@ def test_a_full_disk_ends_the_training(
         train_with(tmp_path, monkeypatch, error)
 
 
-def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_fails_again_and_again_says_where_the_details_lie(tmp_path, monkeypatch):
     """In the private folder: a model's own error may quote a record."""
     errors = [RuntimeError(f"secret {i}") for i in range(2)]
     with pytest.raises(ClusterError, match=r"^training failed 2 times; ") as told:
@@ -571,15 +556,10 @@ def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
 
 
 @pytest.mark.slow
-def test_ctrl_c_goes_through_and_the_same_command_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_goes_through_and_the_same_command_continues(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         train_with(tmp_path, patch, KeyboardInterrupt())
     assert train_with(tmp_path, monkeypatch) == [1]
-
-
-# --- refusals before anything is done ---------------------------------------------------------
 
 
 # --- $DPDIST_EXECUTOR of every command --------------------------------------------------------
@@ -607,35 +587,19 @@ def place(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run", "new.yaml"),
         ("certify", "x"),
         ("attack", "x", "--set", "attack.sizes=[0.1]"),
-        (
-            "audit",
-            "new.yaml",
-            "--kind",
-            "poison",
-            "--set",
-            "poison.models=4",
-            "--set",
-            "poison.select=1",
-        ),
+        ("audit", "new.yaml", "--kind", "poison", *sets("poison", "models=4", "select=1")),
     ],
     ids=" ".join,
 )
 @pytest.mark.parametrize("asked", ["local", "ray", None])
 def test_every_command_says_where_its_work_runs(
-    place: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    asked: str | None,
-) -> None:
+    place, tmp_path, monkeypatch, capsys, arguments, asked
+):
     def refuse(name: str | None = None, **_: Any) -> None:
         raise UserError(f"asked for {name}")
 
     own = tmp_path / "place"
     shutil.copytree(place, own)
-    if "--check-certificates" in arguments:
-        monkeypatch.setattr("dpdist.cli.audit._tables_to_attack", lambda *_: [Path("table")])
     monkeypatch.setattr(pipeline, "open_executor", refuse)
     monkeypatch.setenv("DPDIST_EXECUTOR", asked or "")
     done = command(monkeypatch, capsys, own, *arguments)

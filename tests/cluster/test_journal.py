@@ -10,7 +10,7 @@ import pytest
 from dpdist.cluster.job_folder import Journal, JournalInUseError
 
 
-def test_entries_come_back_in_order(tmp_path: Path) -> None:
+def test_entries_come_back_in_order(tmp_path):
     with Journal(tmp_path / "a" / "journal") as journal:
         journal.append({"k": [1, 2]})
         journal.append("x")
@@ -18,7 +18,7 @@ def test_entries_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped"])
-def test_damage_ends_the_journal_and_is_overwritten(tmp_path: Path, damage: str) -> None:
+def test_damage_ends_the_journal_and_is_overwritten(tmp_path, damage):
     path = tmp_path / "journal"
     with Journal(path) as journal:
         journal.append(1)
@@ -33,7 +33,7 @@ def test_damage_ends_the_journal_and_is_overwritten(tmp_path: Path, damage: str)
 
 
 @pytest.mark.e2e
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
     path = tmp_path / "journal"
     script = (
         "import sys; from pathlib import Path; from dpdist.cluster.job_folder import Journal\n"
@@ -54,7 +54,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_entries_are_read_one_by_one(tmp_path: Path) -> None:
+def test_entries_are_read_one_by_one(tmp_path):
     """A journal of 5,000 entries (1.3 MB) passes through a tenth of that."""
     path = tmp_path / "journal"
     with Journal(path) as journal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -44,7 +43,7 @@ def results_of(folder: RunFolder) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> None:
+def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path):
     local = dpdist.run(RECIPE, runs=tmp_path / "local", executor="local")
     ray = dpdist.run(RECIPE, runs=tmp_path / "ray", executor="ray")
     free = dpdist.run(RECIPE, runs=tmp_path / "free")
@@ -56,7 +55,7 @@ def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> N
 
 @pytest.mark.e2e
 @pytest.mark.nightly
-def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None:
+def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path):
     """As an exact replay: the executor is no part of a run's identity."""
     whole = dpdist.run(RECIPE, runs=tmp_path / "whole", executor="local")
     recipe = dpdist.Recipe.model_validate(RECIPE)
@@ -68,7 +67,7 @@ def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None
 
 
 @pytest.mark.e2e
-def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path) -> None:
+def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path):
     recipe = {
         **{key: value for key, value in RECIPE.items() if key != "certify"},
         "tune": {
@@ -85,7 +84,7 @@ def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path)
 
 
 @pytest.mark.e2e
-def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path: Path) -> None:
+def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path):
     """Training and certificates: Ray is not even imported."""
     (tmp_path / "recipe.yaml").write_text(dpdist.Recipe.model_validate(RECIPE).to_yaml())
     script = textwrap.dedent(

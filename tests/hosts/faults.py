@@ -180,12 +180,3 @@ def releases(run: Path) -> list[tuple[int, int, str]]:
     """(epoch, step, id) of every release on record; the id covers key, step and sum."""
     records = [json.loads(x)["record"] for x in (run / "private/ledger.jsonl").open()]
     return [(r["epoch"], r["step"], r["id"]) for r in records if r["kind"] == "release"]
-
-
-def steps_done(run: Path) -> int:
-    """Steps that worker 0 has made, from the line it writes at each."""
-    try:
-        lines = (run / "private/metrics.jsonl").read_text().splitlines()
-        return json.loads(lines[-1])["step"] + 1
-    except (OSError, ValueError, IndexError):
-        return 0

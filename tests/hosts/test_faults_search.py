@@ -17,11 +17,10 @@ from faults import (
     no_orphans,
     releases,
     run_through,
-    steps_done,
 )  # fmt: skip
 from over_ssh import Cluster
 from rooms import SHARED, SMALL
-from support.processes import parameters
+from support.processes import parameters, steps_done
 
 pytestmark = [pytest.mark.timeout(1800), asked_for]
 

@@ -20,11 +20,10 @@ from faults import (
     no_orphans,
     releases,
     run_through,
-    steps_done,
     train_here,
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
-from support.processes import parameters
+from support.processes import parameters, steps_done
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -15,10 +15,10 @@ import pytest
 import rooms
 import torch
 import yaml
-from faults import releases, steps_done, train_here
+from faults import releases, train_here
 from over_ssh import Cluster
 from support.methods import GATED
-from support.processes import parameters
+from support.processes import parameters, steps_done
 
 from dpdist.cluster.cluster_file import templates
 from dpdist.core.files import write_atomic

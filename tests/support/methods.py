@@ -1,26 +1,6 @@
-"""One of each method of the registry, with the options that it cannot do without; and a method that
-waits for its test."""
+"""A method that waits for its test."""
 
 from __future__ import annotations
-
-from dpdist.methods.base import Method
-from dpdist.methods.registry import installed_methods
-
-_REQUIRED = {
-    "input-noise": {"sigma": 0.5},
-    "noisy-records": {"input_norm": 1.0, "label_epsilon": 1.0},
-    "pate": {"teachers": 2, "public": {"data": "digits"}, "queries": 2, "answers": 2},
-    "private-prediction": {"teachers": 2, "logit_bound": 1.0, "queries": 2},
-    "residual": {"gamma": 0.5},
-}
-
-
-def every_method() -> list[Method]:
-    """Return one of each, in the registry's order."""
-    return [
-        kind(**_REQUIRED.get(kind.model_fields["name"].default, {})) for kind in installed_methods()
-    ]
-
 
 # A method of one's own, DP-SGD, that goes no further than the test lets it: after so many steps as
 # the file says its workers wait until it says more. So a training does not end before a node has

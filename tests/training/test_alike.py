@@ -47,19 +47,8 @@ def test_a_release_is_named_by_every_leaf_of_its_sum(small_leaves):
         other[place] = np.nextafter(other[place], 1e9)
         names.add(release_id("a", leaf_digests("a", other)))
     assert len(names) == 6
-    (leaf,) = leaf_digests("a", total[:8])
-    assert release_id("a", [leaf]) == leaf.hex()
-
-
-@pytest.mark.parametrize("size", [5, 30])
-def test_an_id_names_whose_sum_it_is(small_leaves, size):
-    """One leaf or several: the same bits of another key, attempt or step are another release."""
-    summed = np.linspace(-1, 1, size)
-    ids = {release_id(label, leaf_digests(label, summed)) for label in ("k/0/1", "k/0/2", "k/1/1")}
-    assert len(ids) == 3
-    changed = summed.copy()
-    changed[-1] = np.nextafter(changed[-1], 2)
-    assert release_id("k/0/1", leaf_digests("k/0/1", changed)) not in ids
+    (leaf,), (other,) = (leaf_digests(label, total[:8]) for label in "ab")
+    assert release_id("a", [leaf]) == leaf.hex() != other.hex()
 
 
 # --- blocks
@@ -106,12 +95,11 @@ def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
     assert any(not torch.equal(fresh[0][name], fresh[1][name]) for name in one)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_the_digest_of_what_is_fixed_covers_every_tensor(name):
+def test_the_digest_of_what_is_fixed_covers_every_tensor():
     tensors = {each: torch.arange(3.0) for each in "abc"}
-    before = method_state_digest(MethodState(torch.nn.Identity(), tensors, bytes(32)))
-    changed = tensors | {name: torch.tensor([0.0, 1.0, 2.0001])}
-    assert method_state_digest(MethodState(torch.nn.Identity(), changed, bytes(32))) != before
+    changed = [tensors | {name: torch.tensor([0.0, 1.0, 2.0001])} for name in "abc"]
+    states = [MethodState(torch.nn.Identity(), each, bytes(32)) for each in (tensors, *changed)]
+    assert len(set(map(method_state_digest, states))) == 4
 
 
 # --- keys

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from training.own_loops import begin
 
 import dpdist
-
-INPUTS = torch.rand(100, 6, generator=torch.Generator().manual_seed(0))
-LABELS = (INPUTS[:, 0] > 0.5).long()
 
 
 class Net(nn.Module):
@@ -27,15 +25,10 @@ class Net(nn.Module):
 
 def _training(folder: Path, autocast: bool) -> dpdist.PrivateTraining:
     torch.manual_seed(0)
-    model = Net()
-    return dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, LABELS),
-        loss=nn.CrossEntropyLoss(), privacy={"noise_multiplier": 1.0, "delta": 1e-3},
-        batch_size=20, steps=2, folder=folder, autocast=autocast,
-    )  # fmt: skip
+    return begin(folder, Net(), loss=nn.CrossEntropyLoss(), steps=2, autocast=autocast)
 
 
-def test_it_trains_and_is_stated(tmp_path: Path) -> None:
+def test_it_trains_and_is_stated(tmp_path):
     training = _training(tmp_path / "run", True)
     training.model.types.clear()
     training.step()

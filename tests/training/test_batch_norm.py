@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import make, train, train_and_crash
+from support.training import KEY, make, train, train_and_crash
 from torch import nn
 
 from dpdist import models
@@ -21,7 +21,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 
 OPEN = {
-    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": "5a" * 32,
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "run_key": KEY,
 }  # fmt: skip
 SMALL = {"name": "resnet-rp", "options": {"width": 8, "norm": "batch"}}
 
@@ -41,7 +41,7 @@ def run(tmp: Path, name: str = "run", **more: Any) -> tuple[Any, RunFolder]:
     return make(tmp, name, **{**base, **more})
 
 
-def test_the_sum_is_autograd_s_gradient_of_the_whole_batch() -> None:
+def test_the_sum_is_autograd_s_gradient_of_the_whole_batch():
     engine = WholeBatchEngine(network(), cross_entropy, clipping=NoClipping())
     x, y = torch.rand(24, 1, 8, 8), torch.arange(24) % 10
     found = engine.clipped_sum(x, y)
@@ -59,7 +59,7 @@ def test_the_sum_is_autograd_s_gradient_of_the_whole_batch() -> None:
     assert empty.examples == 0 and not empty.flat.any()
 
 
-def test_no_engine_that_clips_takes_it() -> None:
+def test_no_engine_that_clips_takes_it():
     for clipping in (FlatClipping(1.0), NoClipping()):
         with pytest.raises(UserError, match="normalizes over the batch"):
             GradientEngine(network(), cross_entropy, clipping=clipping)
@@ -67,7 +67,7 @@ def test_no_engine_that_clips_takes_it() -> None:
         WholeBatchEngine(network(), cross_entropy, clipping=FlatClipping(1.0))
 
 
-def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:
+def test_a_run_trains_it_and_proves_nothing(tmp_path):
     recipe, folder = run(tmp_path)
     assert prepare(recipe, folder, "test").plan.guarantee().epsilon == math.inf
     train(recipe, folder)
@@ -79,7 +79,7 @@ def test_a_run_trains_it_and_proves_nothing(tmp_path: Path) -> None:
         assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
 
 
-def test_statistics_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_survive_a_crash(tmp_path, monkeypatch):
     checkpoints = {"checkpoint_seconds": 1e-9}
     recipe, folder = run(tmp_path, "whole", resources=checkpoints)
     expected = train(recipe, folder)

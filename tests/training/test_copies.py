@@ -298,16 +298,16 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     assert sorted(Ledger.read(copy.ledger).release_counts) == list(range(FORK))
 
 
-def test_the_recipe_s_digest_covers_what_a_user_s_factory_imports(tmp_path, monkeypatch):
-    """A changed module beside the factory's is other code, though the factory's own file is not."""
+@pytest.mark.parametrize("key", ["model.name", "training.loss"])
+def test_the_recipe_s_digest_covers_what_a_user_s_code_imports(tmp_path, monkeypatch, key):
+    """A changed module beside the user's own is other code, though the own file is not."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "replayed_factory.py").write_text("from replayed_layers import WIDTH\n")
-    recipe, _ = begun(tmp_path / "run")
-    recipe = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"name": "replayed_factory:make"})}
-    )
-    digests = set()
+    (tmp_path / "replayed.py").write_text("from replayed_beside import WIDTH\n")
+    recipe, _ = make(tmp_path, model="linear")
+    section, _, name = key.partition(".")
+    part = getattr(recipe, section).model_copy(update={name: "replayed:made"})
+    recipe, digests = recipe.model_copy(update={section: part}), set()
     for width in (4, 5):
-        (tmp_path / "replayed_layers.py").write_text(f"WIDTH = {width}\n")
+        (tmp_path / "replayed_beside.py").write_text(f"WIDTH = {width}\n")
         digests.add(recipe_digest(recipe))
     assert len(digests) == 2

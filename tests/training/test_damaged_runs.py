@@ -106,10 +106,9 @@ def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, dam
     kept = path.read_bytes()
     damage(path)
     before = contents(folder.path)
-    with pytest.raises(UserError, match=why) as caught:
+    with pytest.raises(UserError, match=why):
         monitoring.WorkerChangeReporter(folder, print)  # as the driver does before workers start
         train(recipe, folder)
-    assert "\n" not in str(caught.value)
     assert contents(folder.path) == before, "nothing was written"
     path.unlink(missing_ok=True)
     path.write_bytes(kept)

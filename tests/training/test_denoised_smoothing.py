@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from safetensors.torch import save as save_tensors
 from support.datasets import write_images
 from support.local_execution import command
+from support.recipes import write_recipe
+from support.training import execute
 from torch import Tensor, nn
 
 from dpdist import models
@@ -32,8 +33,6 @@ from dpdist.release.files import CHECKSUMS, compute_checksums
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import worker
-from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import join_parts, pretrain
@@ -80,9 +79,7 @@ def with_denoiser(folder: Path, **sections) -> dict:
 
 
 def train(described: dict, folder: RunFolder) -> nn.Module:
-    worker.run_training(
-        prepare(parse_recipe(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
-    )
+    execute(prepare(parse_recipe(described, "test"), folder, "test"))
     return models.load(folder.model_folder)
 
 
@@ -157,21 +154,14 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
     train(with_classifier(public / "classifier"), private_denoiser)
     own = train(raw(model=CNN), private_classifier)
-    (tmp_path / "other.yaml").write_text(
-        yaml.safe_dump(
-            with_classifier(tmp_path / "other")
-            | {"public": {"model": {"name": "mlp", "options": {"hidden": [16]}}, "training": QUICK}}
-        )
-    )
-    out = dpdist("run", "other.yaml", "--until", "pretrain", cwd=tmp_path)
-    assert "% of the test split; trained on public records" in out
+    mlp = {"model": {"name": "mlp", "options": {"hidden": [16]}}, "training": QUICK}
+    write_recipe(tmp_path, with_classifier(tmp_path / "other"), "other.yaml", public=mlp)
+    dpdist("run", "other.yaml", "--until", "pretrain", cwd=tmp_path)
 
     def join(name: str, *words: object, code: int = 0) -> str:
         return dpdist("import", name, "--run", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
 
-    out = join("moved", "d", "--classifier", "other")
-    assert "Test accuracy" in out and "ε = " in out
-    assert "ut together" in out and "before another classifier" in out
+    join("moved", "d", "--classifier", "other")
     moved = RunFolder(tmp_path / "moved")
     x = torch.rand(4, 1, 8, 8)
     denoiser = models.load(private_denoiser.model_folder).get_submodule("denoiser")
@@ -180,8 +170,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     )
     assert load_results(moved).guarantee == load_results(private_denoiser).guarantee
 
-    out = join("smoothed", "c", "--denoiser", public / "denoiser")
-    assert "rozen denoiser trained on" in out and "without this denoiser" in out
+    join("smoothed", "c", "--denoiser", public / "denoiser")
     smoothed = RunFolder(tmp_path / "smoothed")
     before = models.load(public / "denoiser")
     assert torch.equal(models.load(smoothed.model_folder)(x), own(before(x)))
@@ -189,8 +178,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
 
     # Its recipe continues it: nothing is left to train.
     prepare(smoothed.read_recipe(), smoothed, "test")
-    out = dpdist("certify", "smoothed", "--runs", tmp_path, "--workers", 1, cwd=tmp_path)
-    assert "at r=0.1" in out
+    dpdist("certify", "smoothed", "--runs", tmp_path, "--workers", 1, cwd=tmp_path)
     (table,) = smoothed.certificates.glob("*/certificates.parquet")
     assert pq.read_table(table).num_rows == 10
     dpdist("release", "smoothed", "--runs", tmp_path, cwd=tmp_path)
@@ -323,10 +311,7 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     check_body(folder, tensors)
     job = prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
     pretraining_data = json.loads(job.folder.pretraining_record.read_text())["pretraining_data"]
-    assert (
-        "it began with weights from a file, weights.safetensors (declared public"
-        in pretraining_data
-    )
+    assert "from a file, weights.safetensors (declared public" in pretraining_data
     shutil.rmtree(folder)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"weights\.safetensors: cannot be read"):

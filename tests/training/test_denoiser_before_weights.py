@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.training import execute
 
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import worker
-from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
@@ -67,7 +66,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
         assert torch.equal(ours, theirs)
     trained = [name for name, p in begun.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("classifier.") for name in trained)
-    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+    execute(job)
     for before, after, same in zip(
         parts(weights), parts(folder.model_folder), (True, False), strict=True
     ):
@@ -83,20 +82,6 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     # What was trained may begin another run, and its denoiser comes with it.
     other = parse_recipe(raw(folder.model_folder, public=None), "test")
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [{"pretraining_data": "others"}, {"denoiser": False}], ids=repr)
-def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
-    recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")
-    prepare(recipe, folder, "test")
-    about = json.loads(folder.pretraining_record.read_text())
-    assert about["denoiser"] is True
-    folder.pretraining_record.write_text(json.dumps(about | {"assumed": "less"}))
-    prepare(recipe, folder, "test")
-    folder.pretraining_record.write_text(json.dumps(about | change))
-    with pytest.raises(UserError, match="initial has changed since this run was begun"):
-        prepare(recipe, folder, "test")
 
 
 @pytest.mark.parametrize("change", [{"denoiser": None}, {"denoiser": {**UNET, "options": {}}}])
@@ -156,35 +141,3 @@ def test_the_trained_modules_are_those_behind_the_denoiser(weights):
     described["model"]["trained"] = ["denoiser"]
     with pytest.raises(UserError, match="no module 'denoiser'"):
         initial_model(parse_recipe(described, "test"), spec)
-
-
-MOVES = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
-
-
-@pytest.mark.parametrize("views", [{"shifts": 1}, {"mirrored": True}])
-def test_the_average_moves_and_mirrors_what_the_denoiser_shows(weights, tmp_path, views):
-    model = models.load_network(weights)
-    described = raw(weights)
-    described["model"] |= views
-    recipe = parse_recipe(described, "test")
-    spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
-    assert spec.denoised_shifts
-    models.save(model, spec, tmp_path)
-    x, (denoiser, classifier) = torch.rand(4, 1, 8, 8), parts(weights)
-    calls = []
-    loaded = models.load(tmp_path)
-    loaded.network.get_submodule(models.DENOISER).register_forward_hook(lambda *_: calls.append(1))
-    with torch.no_grad():
-        seen = denoiser(x)
-        moved = [seen.roll(move, (2, 3)) for move in MOVES] if "shifts" in views else [seen]
-        moved += [seen.flip(3)] if "mirrored" in views else []
-        each = [classifier(view).log_softmax(1) for view in moved]
-        torch.testing.assert_close(loaded(x), sum(each) / len(moved))
-    assert len(calls) == 1
-
-
-@pytest.mark.slow
-def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
-    recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
-    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
-        prepare(recipe, RunFolder(tmp_path / "run"), "test")

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training.own_loops import Rows, begin, net
 
-import dpdist
 from dpdist import Privacy, estimate
 from dpdist.privacy.plan import PrivacyPlan
 
 INPUTS, LABELS = torch.randn(200, 6), torch.randint(2, (200,))
 PRIVATE = {"epsilon": 3.0, "delta": 1e-3}
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 def estimated(model: nn.Module | None = None, data: Any = (INPUTS, LABELS), **given: Any) -> Any:
@@ -30,10 +26,8 @@ def estimated(model: nn.Module | None = None, data: Any = (INPUTS, LABELS), **gi
 @pytest.mark.parametrize("length", [{"steps": 50}, {"steps": None, "epochs": 4}])
 def test_it_is_the_plan_that_a_training_would_have(tmp_path, privacy, length):
     found, model = estimated(privacy=privacy, **length), net()
-    t = dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, LABELS),
-        loss="cross-entropy", privacy=privacy, batch_size=20, folder=tmp_path / "run", **length,
-    )  # fmt: skip
+    data = INPUTS, LABELS
+    t = begin(tmp_path / "run", model, data=data, privacy=privacy, batch_size=20, **length)
     assert found.guarantee == t.plan.guarantee() and found.steps == t.plan.steps
     step = t.plan.step(0)
     assert (found.noise_multiplier, found.sample_rate) == (step.noise_multiplier, step.sample_rate)
@@ -53,22 +47,18 @@ def test_a_number_of_records_is_enough_for_epsilon():
     assert shaped.seconds_per_step > 0 and "s a step" in str(shaped) and "MiB" in str(shaped)
 
 
-class Watched(dpdist.Records):
-    name = "watched"
-
+class Watched(Rows):
     def __init__(self) -> None:
+        super().__init__((INPUTS, LABELS))
         self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return 200
 
     def batch(self, indices: Any) -> torch.Tensor:
         self.asked += list(indices)
-        return INPUTS[indices]
+        return super().batch(indices)
 
     def targets(self, indices: Any) -> torch.Tensor:
         self.asked += list(indices)
-        return LABELS[indices]
+        return super().targets(indices)
 
 
 def test_no_record_is_measured():
@@ -108,9 +98,9 @@ RATES = {"class_sampling": {0: 1, 1: 4}, "class_counts": {0: 180, 1: 20}}
 def test_rates_by_class_are_priced_at_the_largest(tmp_path, private):
     labels, model = torch.arange(200) % 10 // 9, net()
     found = estimated(data=(INPUTS, labels), privacy=private, **RATES)
-    t = dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, labels), loss="cross-entropy",
-        privacy=private, batch_size=20, steps=50, folder=tmp_path / "run", **RATES,
+    t = begin(
+        tmp_path / "run", model, data=(INPUTS, labels), privacy=private, batch_size=20, steps=50,
+        **RATES,
     )  # fmt: skip
     assert found.guarantee == t.plan.guarantee()
     assert found.sample_rate == t.plan.step(0).class_rates.largest > 0.1

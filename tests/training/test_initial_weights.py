@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.training import execute
 
 from dpdist import models, pipeline
 from dpdist.config.sections import PublicRecipe
@@ -17,21 +18,17 @@ from dpdist.data.registry import SYNTHETIC
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import provenance, worker
-from dpdist.training.collectives import Reducer
+from dpdist.training import provenance
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
-from dpdist.training.public_training import Deformations, accuracy, deform_images
+from dpdist.training.public_training import Deformations, deform_images
 from dpdist.training.records import (
-    data_source,
     external_public_records,
-    records_with_canaries,
 )
 
 CNN = {"name": "small-cnn", "options": {"width": 4}}
-STILL = Deformations(0, 0, (1, 1), 0, 0, contrast=None)
 
 
 def raw(folder: Path, **sections) -> dict:
@@ -79,26 +76,6 @@ def weights(tmp_path_factory) -> Path:
     _, right = pretrain(parse_recipe(raw(folder), "test"), "test")
     assert right > 0.6  # ten classes: chance is 0.1
     return folder
-
-
-@pytest.mark.slow
-def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_path):
-    recipe = parse_recipe(raw(weights, certify={"sigma": 0.25}), "test")
-    folder = RunFolder(tmp_path / "run")
-    job = prepare(recipe, folder, "test")
-    dataset = records_with_canaries(recipe, data_source(recipe))
-    begun = initial_model(recipe, model_spec(recipe, dataset))
-    for ours, theirs in zip(begun.parameters(), models.load(weights).parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
-    # One little step from weights that classify is far from one from random ones.
-    assert accuracy(models.load(folder.model_folder).eval(), dataset) > 0.5
-    card = load_results(folder).privacy_card()["extra"]
-    pretraining_data = card["initial weights trained on"]
-    assert "frozen denoiser" not in card
-    assert (
-        "public records of digits" in pretraining_data and "compared by content" in pretraining_data
-    )
 
 
 def drawn(folder: Path, **sections) -> dict:
@@ -227,7 +204,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     pretrain(recipe, "test")
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records())).state_dict()
-    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+    execute(job)
     after = models.load(folder.model_folder).state_dict()
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
@@ -277,7 +254,7 @@ def test_a_layer_whitens_what_the_private_head_reads_by_public_records_alone(tmp
     spread = torch.linalg.eigvalsh(varying)
     assert float(spread.max() / spread[-int(seen.sum())]) > 20
     job = prepare(recipe, RunFolder(tmp_path / "run"), "test")
-    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+    execute(job)
     trained = models.load(RunFolder(tmp_path / "run").model_folder).state_dict()
     moved = {n for n, v in network.state_dict().items() if not torch.equal(trained[n], v)}
     assert moved == {"7.weight", "7.bias"}

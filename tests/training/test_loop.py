@@ -6,7 +6,6 @@ purpose and must be caught.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import threading
@@ -16,6 +15,7 @@ import pytest
 import torch
 from support.datasets import write_split
 from support.selection import first_cases
+from support.threads import one_thread
 from support.training import (
     Interrupt,
     ThreadReducer,
@@ -37,6 +37,14 @@ from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[torch.Tensor, RunFolder]:
+    """A training that nothing happened to: its parameters and its folder."""
+    recipe, folder = make(tmp_path_factory.mktemp("undisturbed"))
+    with one_thread():
+        return train(recipe, folder), folder
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
@@ -44,7 +52,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        ("dp-sgd", 100),
+        ("dp-sgd", 40),
         pytest.param(
             {"name": "input-noise", "sigma": 0.2, "augmentations": 2}, 30, marks=pytest.mark.slow,
         ),
@@ -102,12 +110,11 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     assert len(set(batches)) > 1, "Poisson batches vary"
 
 
-def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
-    undisturbed = train(*make(tmp_path, "a"))
+def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch, undisturbed):
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
     for at in (5, 7, 3):  # no checkpoint is ever reached: each restart replays from step 0
         train_and_crash(recipe, folder, monkeypatch, at)
-    assert torch.equal(train(recipe, folder), undisturbed)
+    assert torch.equal(train(recipe, folder), undisturbed[0])
     ledger = Ledger.read(folder.ledger)
     assert ledger.release_counts == dict.fromkeys(range(12), 1)
     assert ledger.num_superseded == 0
@@ -184,10 +191,9 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         train(*make(tmp_path), 2)
 
 
-def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
-    first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
+def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path, undisturbed):
+    assert torch.equal(undisturbed[0], train(*make(tmp_path, "same")))
+    assert not torch.equal(undisturbed[0], train(*make(tmp_path, "c", privacy__run_key=None)))
 
 
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
@@ -242,43 +248,8 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
         raise AssertionError("must not start")
 
 
-@pytest.mark.slow
-def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
-    """One record more is the same data to the ceiling of the first run."""
-    from dpdist.privacy.budget import DataBudget, read_budgets
-    from dpdist.training.trainer import _budget_charged
-
-    def run(name: str, records: int, ceiling: float = 12.0) -> DataBudget:
-        recipe, folder = make(
-            tmp_path,
-            name,
-            data={"name": "digits", "max_train": records},
-            privacy__run_key=hashlib.blake2b(name.encode(), digest_size=32).hexdigest(),
-            privacy__budget=str(tmp_path / "budgets"),
-            privacy__budget_ceiling=ceiling,
-        )
-        job = prepare(recipe, folder, "test")
-        with _budget_charged(job):
-            pass
-        (budget,) = read_budgets(tmp_path / "budgets")
-        return budget
-
-    one = run("one", 400).spent
-    both = run("two", 401)
-    assert len(both.charges) == 2 and both.spent == pytest.approx(2 * one, rel=0.02)
-    assert both.guarantee().epsilon == 12.0
-    with pytest.raises(UserError, match="fixed before its first run"):
-        run("three", 400, ceiling=5.0)
-    with pytest.raises(UserError, match=r"privacy.budget: 'x' would take .* are spent"):
-        for number in range(20):
-            run(f"more-{number}", 400)
-    full = run("one", 400)  # a continued run is let in
-    assert full.spent <= full.terms.ceiling.share < full.spent + 1.1 * one
-
-
-def test_nothing_private_lies_outside_private(tmp_path):
-    recipe, folder = make(tmp_path)
-    train(recipe, folder)
+def test_nothing_private_lies_outside_private(undisturbed):
+    folder = undisturbed[1]
     assert {p.name for p in folder.path.iterdir()} == {"private", "recipe.yaml", "run.json"}
     assert folder.private.stat().st_mode & 0o777 == 0o700
     assert folder.run_key.stat().st_mode & 0o777 == 0o600

@@ -161,7 +161,7 @@ def test_a_clip_above_the_plan_s_is_refused():
         step_of(2 * CLIP).check_clip(PLAN.clip_norm)
 
 
-def test_a_batch_beyond_what_the_slack_covers_is_refused() -> None:
+def test_a_batch_beyond_what_the_slack_covers_is_refused():
     engine = step_of(CLIP).engine
     limit = max_batch(engine.precision)
     private_step.check_clip(engine, CLIP, limit / 2)

@@ -58,8 +58,7 @@ def save(described: Recipe, folder: Path) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+def root(tmp_path: Path) -> Path:
     write(tmp_path, "seen", images(SEEN))
     write(tmp_path, "own", images(OWN))
     return tmp_path

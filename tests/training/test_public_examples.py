@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from dpdist import data
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PER_EXAMPLE, SCREENED, describe_rounding
 from dpdist.gradients.engine import GradientEngine
-from dpdist.models import ModelSpec, initialize
 from dpdist.reports.results import load_results
 from dpdist.training import monitoring
 from dpdist.training.model_setup import public_examples
@@ -32,25 +30,6 @@ WIDTH, CLASSES = 64, 3
 
 
 # ---- two data sets that differ in one record
-
-
-def tied() -> np.ndarray:
-    """A record of scale 1e10 whose two best logits tie in the untrained model."""
-    layer = initialize(ModelSpec("linear", (WIDTH,), CLASSES), 0)[1]
-    weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
-    for scale, third in product((1e10, -1e10), range(CLASSES)):
-        one, other = (each for each in range(CLASSES) if each != third)
-        generator = torch.Generator().manual_seed(0)
-        record = scale * torch.empty(WIDTH).uniform_(-1, 1, generator=generator)
-        record[1:4] = 0
-        apart = weight[one] - weight[other]
-        for place in (1, 2, 3):  # each makes good what the one before it left to rounding
-            record[place] = -(apart @ record.double() + bias[one] - bias[other]) / apart[place]
-        logits = weight @ record.double() + bias
-        if logits[one] - logits[third] > 1e9:
-            assert abs(float(logits[one] - logits[other])) < 1
-            return record.numpy()
-    raise AssertionError("no two logits that tie are the best ones")
 
 
 def written(root: Path, first: np.ndarray | None) -> Path:
@@ -83,13 +62,12 @@ PRIVATE_PREDICTION = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", [tied, lambda: np.full(WIDTH, 3e38)], ids=["ties", "overflows"])
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
-def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
-    """It takes part in every step, so every look at the records would find it."""
+def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys):
+    """It takes part in every step, so every look at the records would find that it overflows."""
     run_without_ray(monkeypatch)
     left = []
-    for name, first in (("one", None), ("other", record())):
+    for name, first in (("one", None), ("other", np.full(WIDTH, 3e38))):
         root = written(tmp_path / name, first)
         write_recipe(root, recipe_of(root, **more))
         done = command(monkeypatch, capsys, root, "run", "--until", "train", "r.yaml")
@@ -99,7 +77,7 @@ def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch,
     assert left[0] == left[1]
 
 
-def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
+def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch):
     """Records are read from the first sum on; screen and micro-batch are done by then."""
     seen: list[bool] = []
     real = GradientEngine.clipped_sum
@@ -116,7 +94,7 @@ def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
 # ---- the examples
 
 
-def test_examples_are_public_and_in_range() -> None:
+def test_examples_are_public_and_in_range():
     recipe, _ = make(Path("unused"))
     source = data_source(recipe)
     test = data.load(source, "test")
@@ -137,7 +115,7 @@ def test_examples_are_public_and_in_range() -> None:
 
 
 @pytest.mark.parametrize("following", [False, True])
-def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
+def test_examples_of_texts_are_tokens(following, tmp_path):
     for split in ("train", "test"):
         texts = ["abc", "de", "fghij"] * 4
         write_split(tmp_path / "texts", split, text=texts, label=[0, 1, 0] * 4)
@@ -176,7 +154,7 @@ def rows(shape: tuple[int, ...], classes: int, mixes: bool = False) -> nn.Module
     return Rows(classes, mixes)
 
 
-def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path):
     model = {"name": f"{HERE}:rows", "options": {"mixes": True}}
     recipe, folder = make(tmp_path, model=model)
     with pytest.raises(UserError, match="mixes examples"):
@@ -197,7 +175,7 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
-def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> None:
+def test_a_card_says_how_records_are_kept_apart(name, tmp_path):
     more, said = SAID[name]
     privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
@@ -213,7 +191,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch) -> None:
+def test_of_several_starts_the_least_sure_one_counts(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
     execute(job, until=4)
@@ -240,7 +218,7 @@ def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
         assert load_results(folder).record_independence == SCREENED
 
 
-def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) -> None:
+def test_the_driver_screens_and_its_workers_do_not(tmp_path, monkeypatch):
     """Unless their model is another one than the driver's."""
     screened = []
     real = GradientEngine.validate
@@ -258,7 +236,7 @@ def test_the_driver_screens_and_its_workers_do_not(tmp_path: Path, monkeypatch) 
     assert len(screened) == 4
 
 
-def test_a_measured_move_is_never_rounded_down() -> None:
+def test_a_measured_move_is_never_rounded_down():
     for moves in (1.23e-7, 9.99e-8, 2.0**-20, 0.0):
         shown = float(describe_rounding("standard", None, "float32", moves).split("most ")[-1][:-3])
         assert moves <= shown <= 1.1 * moves

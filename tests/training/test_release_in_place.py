@@ -77,13 +77,13 @@ def oracle(workers: int, rows: int, size: int) -> torch.Tensor:
     [(1, 1), (2, 2), (PIECE - 1, 1), (PIECE, 1), (PIECE + 1, 3), (LEAF - 1, 1), (LEAF + 1, 1),
      (2 * LEAF + 3, 2)],
 )  # fmt: skip
-def test_the_bits_are_those_of_whole_vectors(size: int, rows: int) -> None:
+def test_the_bits_are_those_of_whole_vectors(size, rows):
     found, places = trained(Reducer(0, 1, torch.device("cpu")), rows, size)
     assert torch.equal(found, oracle(1, rows, size))
     assert len(set(places)) == 1 or rows > 1
 
 
-def test_two_workers_do_it_alike() -> None:
+def test_two_workers_do_it_alike():
     size, found = 3 * LEAF + 5, {}
 
     def work(reducer: ThreadReducer) -> None:
@@ -93,7 +93,7 @@ def test_two_workers_do_it_alike() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
 
 
-def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:
+def test_rows_of_others_are_added_up_in_memory_of_their_own():
     """Only the memory that the reducer gave is written over."""
     reducer = Reducer(0, 1, torch.device("cpu"))
     own, others = reducer.zero_rows(2, 3), torch.ones(2, 3, dtype=torch.float64)

@@ -11,14 +11,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score
-from support.training import KEY
 from torch import nn
+from training.own_loops import begin
 
 import dpdist
 from dpdist.reports import tracking
 from dpdist.reports.plots import plot_certificates, plot_trials
 from dpdist.runs.accounting import PublishedTrial
 from dpdist.training.script_history import accuracy, auc
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy.run_key")
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.rand(300, 4, generator=GENERATOR)
@@ -29,15 +31,11 @@ PUBLIC = (INPUTS[200:], LABELS[200:])
 def _training(folder: Path, *, steps: int = 4, **options: Any) -> dpdist.PrivateTraining:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-    return dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS[:200], LABELS[:200]),
-        loss="cross-entropy", privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, run_key=KEY),
-        batch_size=20, steps=steps, folder=folder, **options,
-    )  # fmt: skip
+    data = INPUTS[:200], LABELS[:200]
+    return begin(folder, model, rate=0.1, data=data, batch_size=20, steps=steps, **options)
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
+def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path):
     training, plain = _training(tmp_path / "run"), _training(tmp_path / "plain")
     for _ in training:
         before = copy.deepcopy(training.model.state_dict())
@@ -64,8 +62,7 @@ def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path: Path) -> None:
     assert not {"loss", "loss_sum", "examples"} & set(told)
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_history_survives_a_restart(tmp_path: Path) -> None:
+def test_history_survives_a_restart(tmp_path):
     training = _training(tmp_path / "run")
     training.step()
     training.checkpoint()
@@ -79,7 +76,6 @@ def test_history_survives_a_restart(tmp_path: Path) -> None:
     assert list(again.history["step"]) == [0, 1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
 @pytest.mark.parametrize(
     ("data", "metric", "part"),
     [
@@ -88,7 +84,7 @@ def test_history_survives_a_restart(tmp_path: Path) -> None:
         (PUBLIC[0], "accuracy", "targets"),
     ],
 )
-def test_what_is_not_evaluated(tmp_path: Path, data: Any, metric: str, part: str) -> None:
+def test_what_is_not_evaluated(tmp_path, data, metric, part):
     training = _training(tmp_path / "run")
     with pytest.raises(dpdist.UserError, match=part):
         training.evaluate(data, metric=metric)
@@ -96,7 +92,7 @@ def test_what_is_not_evaluated(tmp_path: Path, data: Any, metric: str, part: str
         _training(tmp_path / "run", trackers=["paper:here"])
 
 
-def test_a_search_s_trials_reach_no_tracker(tmp_path: Path) -> None:
+def test_a_search_s_trials_reach_no_tracker(tmp_path):
     def train(config: Any) -> dpdist.PrivateTraining:
         model = nn.Linear(4, 2)
         return dpdist.PrivateTraining(
@@ -114,7 +110,7 @@ def test_a_search_s_trials_reach_no_tracker(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_metrics_of_each_kind_of_target() -> None:
+def test_metrics_of_each_kind_of_target():
     yes = torch.tensor([1.0, 0.0, 1.0, 0.0])
     logits = torch.tensor([2.0, -1.0, -0.5, 0.3])
     assert accuracy(logits[:, None], yes) == 0.5 and auc(logits[:, None], yes) == 0.75
@@ -125,8 +121,7 @@ def test_metrics_of_each_kind_of_target() -> None:
     assert accuracy(2 * several - 1, several) == 1.0 and auc(2 * several - 1, several) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_plots_draw_into_the_axes_that_they_get(tmp_path: Path) -> None:
+def test_plots_draw_into_the_axes_that_they_get(tmp_path):
     training = _training(tmp_path / "run")
     for _ in training:
         training.evaluate(PUBLIC)
@@ -154,8 +149,7 @@ def test_plots_draw_into_the_axes_that_they_get(tmp_path: Path) -> None:
     assert np.allclose(axes.lines[1].get_ydata(), [0.2])
 
 
-@pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_trackers_get_released_values_only(tmp_path: Path, monkeypatch: Any) -> None:
+def test_trackers_get_released_values_only(tmp_path, monkeypatch):
     told: list[tuple[str, float, int]] = []
 
     class Backend:

@@ -11,6 +11,7 @@ import torch
 from support.local_execution import call
 from torch import Tensor, nn
 from torch.nn import functional
+from training.own_loops import begin
 
 import dpdist
 from dpdist.models.signature import Signature
@@ -100,15 +101,12 @@ CASES: dict[str, tuple[Any, Any, Any]] = {  # factory: data, loss, what is asked
 
 
 def _train(model: nn.Module, data: Any, loss: Any, **more: Any) -> dpdist.RunFolder:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return dpdist.PrivateTraining(
-        model, optimizer, data, loss=loss, folder="run", **SETTINGS, **more
-    ).run_all()
+    return begin("run", model, data=data, loss=loss, **SETTINGS, **more).run_all()
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_released_and_asked(nets: Any, name: str, named: bool) -> None:
+def test_it_is_released_and_asked(nets, name, named):
     data, loss, asked = CASES[name]
     factory = f"several_nets:{name}"
     model = getattr(nets, name)((4,), 3)
@@ -125,7 +123,7 @@ def test_it_is_released_and_asked(nets: Any, name: str, named: bool) -> None:
     assert call("verify", "elsewhere", "--trust-factory", factory).exit_code == 0
 
 
-def test_what_it_cannot_answer_names_predict(nets: Any) -> None:
+def test_what_it_cannot_answer_names_predict(nets):
     data, loss, _ = CASES["net"]
     run = _train(nets.Net(), data, loss, factory="several_nets:net")
     dpdist.write_release(run)
@@ -143,21 +141,18 @@ def test_what_it_cannot_answer_names_predict(nets: Any) -> None:
         release.predict({"numbers": NUMBERS[:, :3], "categories": CATEGORIES})
 
 
-def test_a_call_that_no_release_can_repeat_is_said_before_the_first_step(nets: Any) -> None:
+def test_a_call_that_no_release_can_repeat_is_said_before_the_first_step(nets):
     def loss(module: nn.Module, batch: Any) -> Tensor:
         outputs = module(2 * batch["numbers"], batch["categories"])
         return functional.cross_entropy(outputs, batch["price"], reduction="none")
 
-    data, model = CASES["net"][0], nets.Net()
+    data = CASES["net"][0]
     with pytest.warns(UserWarning, match="not released for predictions"):
-        dpdist.PrivateTraining(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=loss, folder="run",
-            **SETTINGS,
-        )  # fmt: skip
+        begin("run", nets.Net(), data=data, loss=loss, **SETTINGS)
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", lambda module, batch: module(batch[0])])
-def test_errors_name_the_call(nets: Any, loss: Any) -> None:
+def test_errors_name_the_call(nets, loss):
     data, _, _ = CASES["net"]
     call = r"module\(batch\['numbers'\], batch\['categories'\]\), batch\['price'\]"
     with pytest.raises(dpdist.UserError, match=call):
@@ -175,6 +170,6 @@ def test_errors_name_the_call(nets: Any, loss: Any) -> None:
         {"fields": {"x": {"shape": [2], "dtype": "int64"}}, "call": {"args": [["y"]], "kwargs": 3}},
     ],
 )  # fmt: skip
-def test_a_damaged_signature_is_refused(said: dict[str, Any]) -> None:
+def test_a_damaged_signature_is_refused(said):
     with pytest.raises(dpdist.UserError, match="damaged"):
         Signature.parse(said, "model.json")

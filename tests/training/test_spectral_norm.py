@@ -6,24 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.training import KEY
 from torch import nn
+from training.own_loops import WIDTH, begin, ended
 
 import dpdist
-
-INPUTS = torch.rand(200, 4, generator=torch.Generator().manual_seed(0))
-LABELS = (INPUTS[:, 0] > 0.5).long()
 
 
 def _training(folder: Path) -> dpdist.PrivateTraining:
     torch.manual_seed(0)
-    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8))
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8))
     model = nn.Sequential(layer, nn.Dropout(0.1), nn.Linear(8, 2))
-    return dpdist.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), (INPUTS, LABELS), loss="cross-entropy",
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, run_key=KEY), batch_size=20,
-        steps=4, folder=folder,
-    )  # fmt: skip
+    return begin(folder, model, rate=0.5, steps=4)
 
 
 def _vectors(training: dpdist.PrivateTraining) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +25,7 @@ def _vectors(training: dpdist.PrivateTraining) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path):
     training = _training(tmp_path / "run")
     _, before = _vectors(training)
     for number in range(4):
@@ -48,8 +41,7 @@ def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path: Path) -> None:
             cut.step()
             cut.checkpoint()
             cut.close()
-    resumed = _training(tmp_path / "cut")
-    resumed.run_all()
+    resumed = ended(_training(tmp_path / "cut"))
     for name, value in training.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert training.guarantee == resumed.guarantee

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.training import KEY, make
 from torch import nn
+from training.own_loops import begin, ended, left, rows
 
 import dpdist
 from dpdist import PrivateTraining, UserError
@@ -25,7 +26,7 @@ from dpdist.release.verify import verify_release
 from dpdist.training.provenance import check_pretrained, describe_seen
 from dpdist.training.records import data_source
 
-COUNT, WIDTH, STEPS = 60, 4, 3
+WIDTH = 4
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3}
 
 
@@ -44,22 +45,13 @@ def net(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def training(folder: Path, model: nn.Module | None = None, **given: Any) -> PrivateTraining:
     torch.manual_seed(0)
-    inputs = torch.rand(COUNT, WIDTH)
-    data = inputs, (inputs.sum(1) > WIDTH / 2).long()
-    model = model or Net()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    options = {"data": data, "privacy": PRIVATE, **given}
-    return PrivateTraining(
-        model, torch.optim.SGD(trained, lr=0.2), options.pop("data"), loss="cross-entropy",
-        batch_size=12, steps=STEPS, folder=folder, **options,
-    )  # fmt: skip
+    given = {"privacy": PRIVATE, "data": rows(60, 0, WIDTH), "batch_size": 12, "steps": 3, **given}
+    return begin(folder, model or Net(), rate=0.2, **given)
 
 
 @pytest.fixture
 def first(tmp_path: Path) -> PrivateTraining:
-    found = training(tmp_path / "first")
-    found.run_all()
-    return found
+    return ended(training(tmp_path / "first"))
 
 
 def loaded(model: nn.Module) -> nn.Module:
@@ -148,8 +140,7 @@ def test_a_third_stage_counts_the_first_two(first, tmp_path):
     second.model.first.requires_grad_(True)
     second.run_all()
     second.model.first.requires_grad_(False)
-    third = training(tmp_path / "third", second.model, began_with=second.run)
-    third.run_all()
+    third = ended(training(tmp_path / "third", second.model, began_with=second.run))
     assert third.guarantee.epsilon > second.guarantee.epsilon > first.guarantee.epsilon
     found = dpdist.load_results(third.run).privacy_card()
     assert len(found["mechanism"]) == 3
@@ -166,9 +157,7 @@ def test_a_run_that_is_not_finished_counts_with_its_whole_plan(tmp_path):
 
 
 def test_restarts_of_the_first_stage_count(tmp_path):
-    t = training(tmp_path / "first", resources={"checkpoint_seconds": 1e6})
-    t.step()
-    t.close()
+    left(training(tmp_path / "first", resources={"checkpoint_seconds": 1e6}), 1)
     again = training(tmp_path / "first", resources={"micro_batch": 7})  # sums of other bits
     again.run_all()
     released = again.guarantee.epsilon
@@ -181,8 +170,7 @@ def test_words_of_the_first_stage_are_inherited(tmp_path):
     t = training(tmp_path / "first", privacy={**PRIVATE, "run_key": KEY}, private_metrics=True)
     assert t.guarantee.kind == "proved"
     t.run_all()
-    second = training(tmp_path / "second", t.model, began_with=t.run)
-    second.run_all()
+    second = ended(training(tmp_path / "second", t.model, began_with=t.run))
     facts = dpdist.load_results(second.run)
     assert facts.guarantee.kind == second.guarantee.kind == POST_PROCESSED
     assert facts.has_fixed_key and not facts.privacy_card()["private"]
@@ -190,19 +178,15 @@ def test_words_of_the_first_stage_are_inherited(tmp_path):
 
 
 def test_without_noise_before_nothing_is_proved_after(tmp_path):
-    t = training(tmp_path / "first", privacy={"noise_multiplier": 0, "delta": 1e-3})
-    t.run_all()
-    second = training(tmp_path / "second", t.model, began_with=t.run)
-    second.run_all()
+    t = ended(training(tmp_path / "first", privacy={"noise_multiplier": 0, "delta": 1e-3}))
+    second = ended(training(tmp_path / "second", t.model, began_with=t.run))
     assert math.isinf(second.guarantee.epsilon)
     assert not dpdist.load_results(second.run).privacy_card()["private"]
 
 
 def test_two_relations_have_no_joint_number(tmp_path):
-    t = training(tmp_path / "first", privacy={**PRIVATE, "adjacency": "replace-one"})
-    t.run_all()
-    second = training(tmp_path / "second", t.model, began_with=t.run)
-    second.run_all()
+    t = ended(training(tmp_path / "first", privacy={**PRIVATE, "adjacency": "replace-one"}))
+    second = ended(training(tmp_path / "second", t.model, began_with=t.run))
     facts = dpdist.load_results(second.run)
     card = facts.privacy_card()
     assert any(line.startswith(BEGAN_APART) for line in card["assumptions"])
@@ -220,11 +204,8 @@ def test_the_same_script_continues_a_second_stage(first, tmp_path):
         model.load_state_dict(weights)
         return training(tmp_path / "second", model, began_with=first.run)
 
-    t = second()
-    t.step()
-    t.close()
-    again = second()
-    again.run_all()
+    left(second(), 1)
+    again = ended(second())
     assert again.guarantee.epsilon > first.guarantee.epsilon
 
 
@@ -240,8 +221,7 @@ def factory(monkeypatch) -> str:
 
 
 def test_a_release_is_a_first_stage(tmp_path, factory):
-    t = training(tmp_path / "first", factory=factory)
-    t.run_all()
+    t = ended(training(tmp_path / "first", factory=factory))
     release = dpdist.load(released(t), trusted_factory=factory)
     model = release.model.train()
     with pytest.raises(UserError, match="began_with"):
@@ -254,8 +234,7 @@ def test_a_release_is_a_first_stage(tmp_path, factory):
 
 
 def test_a_second_stage_is_released_and_verified(first, tmp_path, factory):
-    t = training(tmp_path / "second", first.model, began_with=first.run, factory=factory)
-    t.run_all()
+    t = ended(training(tmp_path / "second", first.model, began_with=first.run, factory=factory))
     folder = released(t)
     assert dpdist.load(folder).epsilon == pytest.approx(t.guarantee.epsilon)
     verify_release(folder, trusted_factory=factory)
@@ -296,25 +275,21 @@ def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
 
 def test_a_budget_over_both_stages_states_no_less(tmp_path):
     charged = {"privacy": {**PRIVATE, "budget": str(tmp_path / "budgets")}}
-    t = training(tmp_path / "first", **charged)
-    t.run_all()
-    second = training(tmp_path / "second", t.model, began_with=t.run, **charged)
-    second.run_all()
+    t = ended(training(tmp_path / "first", **charged))
+    second = ended(training(tmp_path / "second", t.model, began_with=t.run, **charged))
     facts = dpdist.load_results(second.run)
     assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_search_is_a_first_stage(tmp_path):
-    inputs = torch.rand(COUNT, WIDTH)
-    labels = (inputs.sum(1) > WIDTH / 2).long()
+    inputs, labels = rows(60, 0, WIDTH)
 
     def train(config: Any) -> PrivateTraining:
         model = nn.Linear(WIDTH, 2)
-        return PrivateTraining(
-            model, torch.optim.SGD(model.parameters(), lr=config["lr"]), config.data,
-            loss="cross-entropy", privacy=config.privacy, batch_size=12, steps=2,
-            folder=config.folder,
+        return begin(
+            config.folder, model, rate=config["lr"], data=config.data, privacy=config.privacy,
+            batch_size=12, steps=2,
         )  # fmt: skip
 
     search = dpdist.tune(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
 from dpdist.evaluation import evaluate_stage, load_model
-from dpdist.privacy.ledger import Ledger
 from dpdist.publishing import write_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import check_training
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 KINDS = {"number": ("mse", 2), "labels": ("multi-label-bce", 3)}
@@ -59,19 +55,6 @@ def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
     train(recipe, folder)
     evaluate_stage(recipe, folder)
     return request.param, recipe, folder
-
-
-def test_a_recipe_warns_of_columns_that_look_standardized(tmp_path):
-    for name, scaled in (("raw", False), ("scaled", True)):
-        rows = columns("number", 2, 0)
-        if scaled:
-            rows["x"] = (rows["x"] - rows["x"].mean(0)) / rows["x"].std(0)
-        write_split(tmp_path / name / "data" / "own", "train", **rows)
-        recipe, folder = recipe_of(tmp_path / name, "number")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            check_training(recipe, folder, "recipe")
-        assert any("standard deviation 1" in str(each.message) for each in caught) is scaled
 
 
 @pytest.mark.slow
@@ -161,42 +144,3 @@ def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind,
     with pytest.raises(UserError, match=words) as caught:
         records_with_canaries(recipe, data_source(recipe))
     assert "91370" not in str(caught.value)
-
-
-# --- the code of a loss is part of what is replayed ----------------------------------------------
-
-
-@pytest.mark.slow
-def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.syspath_prepend(str(home))
-    code = "def loss(module, batch):\n    return (module(batch[0]) - batch[1]).square().sum(1)\n"
-
-    def attempts(text: str, folder_name: str) -> int:
-        (home / "taught.py").write_text(text)
-        sys.modules.pop("taught", None)
-        recipe, folder = recipe_of(
-            tmp_path, "number", folder_name, training__loss="taught:loss", privacy__run_key=None
-        )
-        train(recipe, folder)
-        return len({a["identity"]["recipe"] for a in Ledger.read(folder.ledger).attempts})
-
-    def begun(folder_name: str) -> None:
-        recipe, folder = recipe_of(
-            tmp_path, "number", folder_name, training__loss="taught:loss", privacy__run_key=None
-        )
-        from support.training import run_thread_workers
-
-        from dpdist.training import worker
-        from dpdist.training.job import prepare
-
-        (home / "taught.py").write_text(code)
-        sys.modules.pop("taught", None)
-        job = prepare(recipe, folder, "test")
-        run_thread_workers(1, lambda reducer: worker.run_training(job, reducer, 2))
-
-    begun("same")
-    assert attempts(code, "same") == 1
-    begun("other")
-    assert attempts(code.replace("sum(1)", "sum(1) * 2"), "other") == 2

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load
 from support.datasets import write_split
 from support.local_execution import run_without_ray
+from support.training import KEY
 
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
@@ -33,7 +34,6 @@ from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.worker import DivergenceCheck
 
 COUNT, RECORDS = 3, 40
-KEY = "5a" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[byte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 7])
-def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> None:
+def test_one_record_is_one_teachers(gone, whole, tmp_path):
     """The first one, whose leaving moves every other; one of two equal ones."""
     _, before, shards = whole
     keep = np.arange(RECORDS) != gone
@@ -114,9 +114,7 @@ def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_shards_by_place_would_be_found(
-    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_by_place_would_be_found(whole, tmp_path, monkeypatch):
     def by_place(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
         return np.arange(len(hashes)) % count
 
@@ -127,7 +125,7 @@ def test_shards_by_place_would_be_found(
 
 
 @pytest.mark.slow
-def test_a_records_shard_follows_from_key_and_input_alone(whole: Any) -> None:
+def test_a_records_shard_follows_from_key_and_input_alone(whole):
     _, _, shards = whole
     assert shards[7] == shards[30]  # equal inputs
     hashes = np.random.default_rng(0).bytes(16 * 3000)
@@ -144,9 +142,7 @@ def test_a_records_shard_follows_from_key_and_input_alone(whole: Any) -> None:
     assert np.array_equal(shards_by_hash(many[1:], b"a" * 32, 10), first[1:])
 
 
-def test_an_empty_shard_and_one_that_diverges_stop_nothing(
-    whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_shard_and_one_that_diverges_stop_nothing(whole, monkeypatch):
     """Whether they do is a secret of the records."""
     job = whole[0]
     began = initial_model(
@@ -168,7 +164,7 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(
     assert untrained(0)
 
 
-def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
+def test_a_shard_smaller_than_a_batch_is_its_batch(whole):
     recipe = without_privacy(whole[0].recipe)
     for records, batch, steps in ((3, 3, 2), (6, 6, 2), (20, 6, 6)):
         own, plan = plan_of_shard(recipe, records)
@@ -178,9 +174,7 @@ def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_it_continues_to_the_same_bytes(
-    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_it_continues_to_the_same_bytes(whole, tmp_path, monkeypatch):
     _, expected, _ = whole
     job = job_of(tmp_path)
     real, calls = TeacherTrainer.__call__, []
@@ -211,7 +205,7 @@ def _with_actors(job: TrainJob, actors: int) -> TrainJob:
     return TrainJob(recipe, job.plan, job.folder, job.source, job.packages)
 
 
-def test_another_teacher_than_the_trained_one_is_refused(whole: Any, tmp_path: Path) -> None:
+def test_another_teacher_than_the_trained_one_is_refused(whole, tmp_path):
     folder = RunFolder(tmp_path / "run")
     shutil.copytree(whole[0].folder.path, folder.path)
     models = folder.private / "teachers" / "models"

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.training import KEY, parameters, release_ids
+from support.training import parameters, release_ids
 from torch import nn
 from torch.distributed.nn import functional
+from training.own_loops import PRIVATE, WIDTH, Rows, begin, flat, net, rows, run_script
 
 import dpdist
 from dpdist import PrivateTraining, UserError
@@ -36,33 +37,13 @@ from dpdist.training import checkpoint, monitoring, private_score
 from dpdist.training.collectives import Workers
 from dpdist.training.rendezvous import destroy_process_group
 
-RECORDS, WIDTH, STEPS = 80, 6, 6
-FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
-PRIVATE = {**FRESH, "run_key": KEY}
+STEPS = 6
 
 
-def records() -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.rand(RECORDS, WIDTH, generator=torch.Generator().manual_seed(1))
-    return inputs, (inputs.sum(1) > WIDTH / 2).long()
-
-
-def net(seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def begin(folder: Path, *, seed: int = 3, rate: float = 0.05, **given: Any) -> PrivateTraining:
+def started(folder: Path, *, seed: int = 3, rate: float = 0.05, **given: Any) -> PrivateTraining:
     model = given.pop("model", None) or net(seed)
-    options = {
-        "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 16, "steps": STEPS,
-        "resources": {"checkpoint_seconds": 1e-6}, "folder": folder, "data": records(), **given,
-    }  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    return PrivateTraining(model, optimizer, options.pop("data"), **options)
-
-
-def flat(model: nn.Module) -> list[float]:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    given.setdefault("resources", {"checkpoint_seconds": 1e-6})
+    return begin(folder, model, torch.optim.Adam(model.parameters(), lr=rate), **given)
 
 
 # --- two processes that live as long as the tests
@@ -153,10 +134,10 @@ def _watch_writes(event: str, words: tuple[Any, ...]) -> None:
 
 def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) -> dict[str, Any]:
     WRITES.clear()
-    t = begin(folder, **given)
+    t = started(folder, **given)
     reports = [t.step() for _ in range(until - (STEPS - t.remaining_steps))]
     found = {
-        "parameters": flat(t.model), "norms": [report.noisy_norm for report in reports],
+        "parameters": flat(t.model).tolist(), "norms": [report.noisy_norm for report in reports],
         "epsilon": [report.epsilon for report in reports], "guarantee": str(t.guarantee),
         "writes": [name for name in WRITES if str(folder) in name], "left": t.remaining_steps,
         "examples": [(report.private or {}).get("examples") for report in reports],
@@ -236,11 +217,11 @@ def test_ctrl_c_of_one_worker_ends_both_after_one_step(tmp_path, pair):
 
 
 def ended(rank: int, folder: Path) -> tuple[list[float], int, int, str]:
-    t = begin(folder)
+    t = started(folder)
     if t.remaining_steps:  # else the second process finds it ended
         t.step()
         t.finish()
-    return flat(t.model), t.remaining_steps, t.steps_taken, str(t.guarantee)
+    return flat(t.model).tolist(), t.remaining_steps, t.steps_taken, str(t.guarantee)
 
 
 @pytest.mark.e2e
@@ -310,16 +291,16 @@ class Shaken(torch.utils.data.Dataset):
     """Draws from `os.urandom`, so that no step can be replayed."""
 
     def __len__(self) -> int:
-        return RECORDS
+        return 80
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        inputs, labels = records()
+        inputs, labels = rows()
         shake = int.from_bytes(os.urandom(4), "little") / 2**32
         return inputs[index] * (0.5 + shake), int(labels[index])
 
 
 def unshaken(index: int) -> tuple[torch.Tensor, int]:
-    inputs, labels = records()
+    inputs, labels = rows()
     return inputs[index], int(labels[index])
 
 
@@ -345,10 +326,10 @@ def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
     """Begin with what only worker 1 has in another way."""
     given = dict(others) if rank == 1 else {}
     if "moved" in given:
-        inputs, labels = records()
+        inputs, labels = rows()
         inputs[given.pop("moved"), 2] += 1e-3
         given["data"] = inputs, labels
-    with begin(folder, **given) as t:
+    with started(folder, **given) as t:
         t.step()
 
 
@@ -376,27 +357,21 @@ def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
 
 @pytest.mark.e2e
 def test_other_errors_tell_the_others_no_value(tmp_path, pair):
-    first, second = pair.do(refused, tmp_path / "own", {"data": Broken()})
+    first, second = pair.do(refused, tmp_path / "own", {"data": Broken(rows())})
     assert isinstance(second, ValueError) and "0.125" in str(second)
     assert isinstance(first, ClusterError) and str(first) == "worker 1: failed with ValueError"
 
 
-class Broken(dpdist.Records):
-    name = "broken"
-
-    def __len__(self) -> int:
-        return RECORDS
-
+class Broken(Rows):
     def batch(self, indices: Any) -> torch.Tensor:
         raise ValueError("a record of 0.125")
 
-    def targets(self, indices: Any) -> torch.Tensor:
-        raise ValueError("a record of 0.125")
+    targets = batch
 
 
 def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[str, Any]:
     """Change something between two steps, on some of the workers."""
-    t = begin(folder)
+    t = started(folder)
     t.step()
     if rank in whose and what == "parameters":
         with torch.no_grad():
@@ -411,7 +386,7 @@ def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[
         t.model[0].weight.requires_grad_(False)
     try:
         t.run_all()
-        return {"parameters": flat(t.model), "kind": t.guarantee.kind}
+        return {"parameters": flat(t.model).tolist(), "kind": t.guarantee.kind}
     finally:
         t.close()
 
@@ -434,7 +409,7 @@ def test_workers_that_drift_apart_are_refused(tmp_path, pair, whose, what, said)
 
 def told_alone(rank: int, folder: Path) -> None:
     """Keep the training on one worker, while the other takes the next step."""
-    t = begin(folder, resources={"checkpoint_seconds": 1e6})
+    t = started(folder, resources={"checkpoint_seconds": 1e6})
     t.step()
     try:
         t.checkpoint() if rank else t.step()
@@ -458,63 +433,41 @@ def test_a_change_on_all_workers_is_on_the_card(tmp_path, pair):
     assert first["parameters"] == second["parameters"]
 
 
-def unrecorded(rank: int, folder: Path) -> tuple[str, bool]:
-    """Take a step that worker 0 cannot put on record."""
-    t = begin(folder)
-    before, kept = flat(t.model), Ledger.record
-
-    def full(self: Ledger, step: int, release: str) -> Any:
-        raise LedgerError("no space left")
-
-    if rank == 0:
-        Ledger.record = full  # type: ignore[method-assign]
-    try:
-        t.step()
-    except (LedgerError, ClusterError) as error:
-        return str(error), flat(t.model) == before
-    finally:
-        Ledger.record = kept  # type: ignore[method-assign]
-        t.close()
-    return "", False
-
-
-def test_no_worker_has_a_gradient_that_is_not_on_record(tmp_path, pair):
-    first, second = pair.do(unrecorded, tmp_path / "own")
-    assert first == ("no space left", True)
-    assert second == ("worker 0 could not put the step on record; nothing is released", True)
-
-
-def unwritten(rank: int, folder: Path, what: str) -> tuple[str, int]:
-    """Take a second step before which worker 0 cannot write."""
-    t = begin(folder)
+def unwritten(rank: int, folder: Path, what: str) -> tuple[str, int, bool]:
+    """Take a second step of which worker 0 cannot write something."""
+    t = started(folder)
     t.step()
-    kept = Ledger.note_changes, checkpoint.save
+    before, kept = flat(t.model), (Ledger.record, Ledger.note_changes, checkpoint.save)
 
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise LedgerError("no space left")
 
     if what == "changes":
         with torch.no_grad():
             t.model[0].weight.mul_(0.5)
-    if rank == 0 and what == "changes":
-        Ledger.note_changes = full  # type: ignore[method-assign]
-    elif rank == 0:
-        checkpoint.save = full
+        before = flat(t.model)
+    if rank == 0:
+        holder, name = {
+            "step": (Ledger, "record"), "changes": (Ledger, "note_changes"),
+            "checkpoint": (checkpoint, "save"),
+        }[what]  # fmt: skip
+        setattr(holder, name, full)
     try:
         t.step()
-    except (OSError, ClusterError) as error:
-        return f"{type(error).__name__}: {error}", t.remaining_steps
+    except (LedgerError, ClusterError) as error:
+        return str(error), t.remaining_steps, torch.equal(flat(t.model), before)
     finally:
-        Ledger.note_changes, checkpoint.save = kept  # type: ignore[method-assign]
+        Ledger.record, Ledger.note_changes, checkpoint.save = kept  # type: ignore[method-assign]
         t.close()
-    return "", 0
+    return "", 0, False
 
 
-@pytest.mark.parametrize("what", ["changes", "checkpoint"])
+@pytest.mark.parametrize("what", ["step", "changes", "checkpoint"])
 def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
+    """And none has a gradient that is not on record."""
     first, second = pair.do(unwritten, tmp_path / "own", what)
-    assert first == ("OSError: [Errno 28] No space left on device", STEPS - 1)
-    assert second == ("ClusterError: worker 0: failed with OSError", STEPS - 1)
+    assert first == ("no space left", STEPS - 1, True)
+    assert second[0].startswith("worker 0") and second[1:] == (STEPS - 1, True)
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
@@ -528,7 +481,7 @@ BY_PERSON = {**PRIVATE, "unit": "user", "max_records_per_user": 2}
 
 
 def private_eval_data(shift: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, labels = records()
+    inputs, labels = rows()
     return inputs[:25] + shift, labels[:25]
 
 
@@ -544,9 +497,9 @@ def scored(
     given, declared = dict(given), {"every": 2, "noise": 3.0, **declared}
     data = declared.pop("data", private_eval_data())
     if given.get("privacy") == BY_PERSON:
-        given["data"] = dpdist.as_records(records(), unit=[100 + k // 2 for k in range(RECORDS)])
+        given["data"] = dpdist.as_records(rows(), unit=[100 + k // 2 for k in range(80)])
         data = dpdist.as_records(data, unit=WHOM)
-    with begin(folder, **given) as t:
+    with started(folder, **given) as t:
         t.score(data, **declared)
         passes = 0
         kept = t._scored._value_at
@@ -559,7 +512,7 @@ def scored(
         t._scored._value_at = counted
         seen = [t.step().score for _ in range(until - (STEPS - t.remaining_steps))]
         return {
-            "scores": seen, "parameters": flat(t.model), "guarantee": str(t.guarantee),
+            "scores": seen, "parameters": flat(t.model).tolist(), "guarantee": str(t.guarantee),
             "passes": passes, "writes": [name for name in WRITES if str(folder) in name],
         }  # fmt: skip
 
@@ -609,7 +562,7 @@ def test_a_run_with_scores_goes_on_with_other_workers(tmp_path, pair, alone):
 def otherwise(rank: int, folder: Path, other: dict[str, Any]) -> None:
     """Declare scores, worker 1 in another way."""
     terms = {"data": private_eval_data(), "every": 2, "noise": 3.0, **(other if rank == 1 else {})}
-    with begin(folder) as t:
+    with started(folder) as t:
         t.score(terms.pop("data"), **terms)
         t.step()
 
@@ -622,7 +575,7 @@ def otherwise(rank: int, folder: Path, other: dict[str, Any]) -> None:
             "score settings: must be the same on all workers, got another on worker 1",
         ),
         ({"data": private_eval_data(2.0)}, "held-out records: must be the same on all workers"),
-        ({"data": records()}, "held-out records must not be in data, got 80 in common"),
+        ({"data": rows()}, "held-out records must not be in data, got 80 in common"),
     ],
 )
 def test_workers_that_score_otherwise_are_refused(tmp_path, pair, other, said):
@@ -633,7 +586,7 @@ def test_workers_that_score_otherwise_are_refused(tmp_path, pair, other, said):
 
 def drifting(rank: int, folder: Path) -> None:
     """Take a step behind which each worker has a model of its own, as other hardware could."""
-    with begin(folder) as t:
+    with started(folder) as t:
         t.score(private_eval_data(), every=1, noise=3.0)
         kept = t.optimizer.step
 
@@ -654,7 +607,7 @@ def test_workers_whose_models_drift_apart_are_not_scored(tmp_path, pair):
 
 def unpaid(rank: int, folder: Path, what: str) -> tuple[str, list[bytes]]:
     """Take two steps, the second with a score that worker 0 cannot put on record."""
-    with begin(folder) as t:
+    with started(folder) as t:
         t.score(private_eval_data(), every=2, noise=3.0)
         kept, drawn = (Ledger.record_query, Ledger.record_answer), list[bytes]()
 
@@ -689,12 +642,12 @@ def test_no_worker_has_a_score_that_is_not_on_record(tmp_path, pair, what):
 
 
 def busy(rank: int, folder: Path) -> None:
-    begin(folder).close()
+    started(folder).close()
 
 
 @pytest.mark.e2e
 def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
-    held = begin(tmp_path / "own")
+    held = started(tmp_path / "own")
     held.step()  # begins the run
     try:
         for line in both(pair.do(busy, tmp_path / "own"), first=RunBusyError):
@@ -703,101 +656,15 @@ def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
         held.close()
 
 
-def counted(rank: int, folder: Path, workers: int) -> None:
-    begin(folder, resources={"workers": workers}).close()
-
-
 # --- one script: alone, under torchrun, on Ray
-
-
-SCRIPT = """
-import os, signal, sys
-import torch
-import dpdist
-
-
-class Mine(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)
-
-    def forward(self, inputs):
-        return self.two(self.one(inputs).relu())
-
-
-def train_loop_per_worker(config):
-    grouped = torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if grouped else 0
-    inputs = torch.rand(80, 6, generator=torch.Generator().manual_seed(1))
-    labels = (inputs.sum(1) > 3).long()
-    torch.manual_seed(0)
-    model = Mine()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-    training = dpdist.PrivateTraining(
-        model, optimizer, (inputs, labels), loss="cross-entropy",
-        privacy={"noise_multiplier": 1.0, "delta": 1e-3, "run_key": "5a" * 32}, batch_size=16,
-        steps=12, folder=config["folder"], state=[scheduler], reproducible=True,
-        resources={"checkpoint_seconds": config["seconds"]},
-    )
-    training.score((inputs[:20] + 1, labels[:20]), every=3, noise=2.0)
-    scores = []
-    while training.remaining_steps:
-        mark = config["kill"]
-        if training.remaining_steps == 5 and rank == 1 and not os.path.exists(mark):
-            open(mark, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        scores.append(training.step().score)
-        scheduler.step()
-    with open(f"{config['folder']}.{rank}", "w") as file:
-        file.write(f"{training.guarantee} {optimizer.param_groups[0]['lr'].hex()} {scores[-4:]}")
-
-
-if __name__ == "__main__":
-    how, folder, kill, seconds = sys.argv[1:]
-    config = {"folder": folder, "kill": kill, "seconds": float(seconds)}
-    if how == "ray":
-        import ray
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchTrainer
-
-        ray.init("local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
-        run = RunConfig(
-            storage_path=folder + ".ray", failure_config=FailureConfig(max_failures=1)
-        )
-        TorchTrainer(
-            train_loop_per_worker, train_loop_config=config, run_config=run,
-            scaling_config=ScalingConfig(num_workers=2),
-        ).fit()
-    else:
-        if how == "torchrun":
-            torch.distributed.init_process_group("gloo")
-        train_loop_per_worker(config)
-        if how == "torchrun":
-            torch.distributed.destroy_process_group()
-"""
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 
 
 def test_processes_without_a_group_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"call torch\.distributed\.init_process_group"):
-        begin(tmp_path / "own")
+        started(tmp_path / "own")
     assert not (tmp_path / "own").exists()
-
-
-def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.CompletedProcess[str]:
-    """Run the script; the first time, a worker besides the first is killed after seven steps."""
-    tmp = folder.parent
-    (tmp / "mine.py").write_text(SCRIPT)
-    before = [*TORCHRUN, "--nproc-per-node", "2"] if how == "torchrun" else []
-    words = ["mine.py", how, str(folder), f"{folder}.killed", str(seconds)]
-    return subprocess.run(
-        [sys.executable, *before, *words], cwd=tmp, capture_output=True, text=True, timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
-    )  # fmt: skip
 
 
 @pytest.mark.e2e
@@ -808,14 +675,15 @@ def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.Completed
 )
 def test_one_script_alone_and_with_workers(tmp_path, how, seconds):
     """Also after `kill -9` of a worker: by the same command again, or by Ray."""
-    done = start("alone", tmp_path / "alone")
+    given = {"kill": (7, 1), "seconds": seconds, "reproducible": True, "scored": True}
+    done = run_script(tmp_path / "alone", **given)
     assert done.returncode == 0, done.stderr
     if how == "torchrun":
-        assert start(how, tmp_path / "own", seconds).returncode
+        assert run_script(tmp_path / "own", how, **given).returncode
         assert len(release_ids(RunFolder(tmp_path / "own"))) == 7
-    done = start(how, tmp_path / "own", seconds)
+    done = run_script(tmp_path / "own", how, **given)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "own.killed").exists()
+    assert (tmp_path / "own.killed-7").exists()
     one, two = (RunFolder(tmp_path / name) for name in ("alone", "own"))
     assert torch.equal(parameters(one), parameters(two))
     assert release_ids(one) == release_ids(two)
@@ -840,7 +708,7 @@ from training import test_workers_of_a_script as here
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-t = here.begin(Path(sys.argv[1]))
+t = here.started(Path(sys.argv[1]))
 reduce = ScriptReducer.all_reduce
 def dying(self, buffer):
     if t.remaining_steps == here.STEPS - 2 and dist.get_rank() == int(sys.argv[2]):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.recipes import merge_sections
 
+from dpdist.cluster.session import connect
 from dpdist.cluster.versions import package_fingerprints
+from dpdist.core import optional_imports
 from dpdist.privacy import accounting
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
@@ -88,3 +91,13 @@ def run_trials():
         return reports
 
     return go
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A session of Ray of two CPUs, which the searches of a file share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        log = tmp_path_factory.mktemp("ray") / "ray.log"
+        with connect(log, cpus=2, worker_setup=optional_imports.install_torchvision_hook):
+            yield

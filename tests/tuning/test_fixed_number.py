@@ -10,9 +10,10 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
+from searches import finish
 
 from dpdist import pipeline
-from dpdist.cluster.executor import LocalExecutor, open_executor
+from dpdist.cluster.executor import open_executor
 from dpdist.core import console
 from dpdist.core.files import write_json
 from dpdist.privacy.ledger import Ledger
@@ -47,10 +48,6 @@ def fixed(runs: int, **sections: object) -> dict[str, object]:
     return {"privacy": {"noise_multiplier": 8.0, "delta": 1e-4}, "tune": tune, **sections}
 
 
-def _trials(search):
-    return read_trials(search.folder)
-
-
 # --- the price --------------------------------------------------------------------------------
 
 
@@ -74,9 +71,7 @@ def test_the_price_of_sampled_steps_is_that_of_all_runs(recipe, begin):
 def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_trials):
     search = begin(recipe(**fixed(3, **FULL_BATCH)))
     run_trials(search)
-    search._choose_winner()
-    search.run(LocalExecutor())
-    facts = load_results(search.run_folder)
+    facts = load_results(finish(search))
     lost = next(n for n, trial in enumerate(facts.search.trials) if not trial.chosen)
     own = SearchFolder(facts.folder).trial_folder(lost)
     with Ledger.open(own.ledger, own.read_plan().fingerprint()) as ledger:
@@ -95,7 +90,7 @@ def test_what_a_trial_that_lost_has_released_twice_counts(recipe, begin, run_tri
 def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
     """Begun, in the middle of its training, trained and not scored yet; nothing of the others."""
     search = begin(recipe(tune={"num_trials": {"name": "binomial", "mean": 4, "runs": 4}}))
-    first, second, third, _ = _trials(search)
+    first, second, third, _ = read_trials(search.folder)
     assert search.stages() == []
     for trial in (first, second, third):
         write_json(

@@ -12,30 +12,27 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from searches import check, finish, load, run_trial
 from support.processes import descendants, wait_for
 from torch import nn
+from training.own_loops import begin as own_loop
+from training.own_loops import rows
 
 import dpdist
 from dpdist import PrivateTraining, UserError, searching
-from dpdist import searched_function as built
-from dpdist.cluster.executor import LocalExecutor
-from dpdist.data.protocol import UNITS
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_scores, read_settings, read_terms, read_trials
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*run_key"),
-]  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*run_key")
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, PATIENTS, MOST = 4, 30, 2
@@ -62,54 +59,22 @@ def as_records(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Record
 TRAINED, SCORED = visits(PATIENTS, 1), visits(12, 2, first=100)
 
 
-def build(config: Any, kind: Callable[..., Any] = torch.optim.SGD) -> PrivateTraining:
-    model = nn.Linear(WIDTH, 2)
-    return PrivateTraining(
-        model,
-        kind(model.parameters(), lr=config["lr"]),
-        config.data,
-        loss="cross-entropy",
-        privacy=config.privacy,
-        batch_size=10,
-        steps=3,
-        folder=config.folder,
-    )
+def build(config: Any) -> PrivateTraining:
+    return own_loop(
+        config.folder, nn.Linear(WIDTH, 2), rate=config["lr"], data=config.data,
+        privacy=config.privacy, batch_size=10, steps=3,
+    )  # fmt: skip
 
 
 def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
+    score = {"private_eval_data": as_records(SCORED), "noise": 2.0}
     options = {
-        "data": as_records(TRAINED), "score": {"private_eval_data": as_records(SCORED),
-        "noise": 2.0},
-        "privacy": PERSONS, "num_trials": LAW, **given,
+        "space": SPACE, "data": as_records(TRAINED), "score": score, "privacy": PERSONS,
+        "num_trials": LAW, **given,
     }  # fmt: skip
-    rest = {"searcher": "random", "concurrent": None, "resources": options.get("resources")}
-    search = searching._check_function_search(
-        train, SPACE, options["data"], options["num_trials"], options["score"], options["privacy"],
-        RunFolder(folder.resolve()), rest,
-    )  # fmt: skip
+    search = check(train, folder, **options)
     search.begin()
     return search
-
-
-def run_trial(search: searching.FunctionSearch, number: int) -> dict[str, Any]:
-    """The part of a trial's worker, in this process."""
-    trial = read_trials(search.folder)[number]
-    path = search.folder.settings_file(number)
-    if not path.exists():
-        noise = search.trial_noise_multiplier(trial.values)
-        searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
-    built.run_trial(
-        search.folder.run.path, built.package_fingerprints(built.PACKAGES), number,
-        lambda rung, score: None,
-        lambda *given: built._train_and_score(search._explorer.function, search.recipe, *given),
-    )  # fmt: skip
-    return read_scores(search.folder, number)
-
-
-def finish(search: searching.FunctionSearch) -> RunFolder:
-    search._choose_winner()
-    search.run(LocalExecutor())
-    return search.run_folder
 
 
 # --- persons ----------------------------------------------------------------------------------
@@ -129,7 +94,7 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
         own = search.folder.trial_folder(number)
         assert own.read_plan().records == PATIENTS
         # The noisy sum of the persons' means, worked out from the noise of two standard deviations.
-        model = built.models.load(own.model_folder, trusted_factory="code-of-the-user:Linear")
+        model = load(own.model_folder)
         right = (model(torch.tensor(SCORED[0])).argmax(1).numpy() == SCORED[1]).astype(float)
         units = np.array(SCORED[2])
         exact = sum(right[units == unit].mean() for unit in set(SCORED[2]))
@@ -140,31 +105,6 @@ def test_persons_are_counted_sampled_scored_and_stated(tmp_path, coarse_grid):
     assert "user" in str(facts.guarantee)
     record = searching.read_json(run.search_record)
     assert re.fullmatch("[0-9a-f]{16,}", record["function"])
-
-
-@pytest.mark.slow
-def test_a_scored_person_moves_the_sum_by_one_at_most(tmp_path, coarse_grid):
-    """Removed, or replaced by another one with more visits: the search's own sum of values."""
-    search = begin(tmp_path / "own", score={"private_eval_data": as_records(SCORED), "noise": 2.0,
-                                             "value": dpdist.brier_score()})  # fmt: skip
-    function, model = search._explorer.function, nn.Linear(WIDTH, 2)
-
-    def total(given: tuple[np.ndarray, np.ndarray, list[str]]) -> float:
-        privacy = searching._parse_privacy(PERSONS)
-        scored, value, _ = searching._parse_score(
-            {"private_eval_data": as_records(given), "value": function.value}, privacy
-        )
-        values = built.RecordValues(scored, value, torch.device("cpu"))
-        return values.private_units(model, bytes(32)) / UNITS
-
-    whole, (inputs, labels, units) = total(SCORED), SCORED
-    for person in sorted(set(units)):
-        rest = np.array([unit != person for unit in units])
-        kept = inputs[rest], labels[rest], [unit for unit in units if unit != person]
-        assert 0 <= whole - total(kept) <= 1
-        more = visits(1, 5)[0].repeat(9, 0) * 100
-        other = np.vstack([kept[0], more]), np.concatenate([kept[1], np.ones(len(more), int)])
-        assert abs(whole - total((*other, [*kept[2], *[person] * len(more)]))) <= 1
 
 
 def shared(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:
@@ -190,17 +130,13 @@ def test_persons_on_both_sides_or_of_nobody_are_refused(tmp_path, coarse_grid, g
 # --- budgets ----------------------------------------------------------------------------------
 
 
-def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.rand(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return inputs, (inputs.sum(1) > WIDTH / 2).long()
-
-
 @pytest.mark.slow
 def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coarse_grid):
     """Trained and scored records pay for the whole search; none of its trials does besides."""
     budget = tmp_path / "budget"
     privacy = {"noise_multiplier": 4.0, "delta": 1e-3, "budget": str(budget)}
-    given = {"privacy": privacy, "data": rows(60, 1), "score": {"private_eval_data": rows(20, 2)}}
+    score = {"private_eval_data": rows(20, 2, WIDTH)}
+    given = {"privacy": privacy, "data": rows(60, 1, WIDTH), "score": score}
     search = begin(tmp_path / "own", **given)
     search._charge_budget()
     (known,) = read_budgets(budget)
@@ -214,10 +150,9 @@ def test_a_search_is_charged_once_to_the_budget_of_all_its_records(tmp_path, coa
     assert run.read_recipe().privacy.budget == budget.resolve()
     # The scored records are on it as well: a search that trains on them does not fit any more.
     ceiling = {**privacy, "budget_ceiling": search.cost.guarantee.epsilon * 1.01}
-    other = searching._check_function_search(
-        build, SPACE, rows(20, 2), LAW, {"public": rows(20, 9)}, ceiling,
-        RunFolder((tmp_path / "other").resolve()),
-        {"searcher": "random", "concurrent": None, "resources": None},
+    other = check(
+        build, tmp_path / "other", space=SPACE, data=rows(20, 2, WIDTH), num_trials=LAW,
+        score={"public": rows(20, 9, WIDTH)}, privacy=ceiling,
     )  # fmt: skip
     with pytest.raises(UserError, match=r"privacy\.budget"):
         other.check_budget("tune")

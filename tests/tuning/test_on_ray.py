@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,12 @@ from support.local_execution import Done, command, run_without_ray
 from support.processes import descendants, kill, parameters, slow_fsync_environment, start, wait_for
 from support.recipes import write_recipe
 
-from dpdist.cluster.session import connect, secure_staging_folder
-from dpdist.core import optional_imports
+from dpdist.cluster.session import secure_staging_folder
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_scores, read_trials
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory) -> Iterator[None]:
-    """The session of a command with two workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        log = tmp_path_factory.mktemp("ray") / "ray.log"
-        with connect(log, cpus=2, worker_setup=optional_imports.install_torchvision_hook):
-            yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from support.processes import descendants, kill, start, wait_for
 from support.recipes import write_recipe
 
 import dpdist
-from dpdist.cluster.session import connect
-from dpdist.core import optional_imports
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
@@ -34,16 +31,6 @@ SMALL: dict[str, Any] = {
         "concurrent": 1,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory) -> Iterator[None]:
-    """A session of Ray that the sweeps of this file share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        log = tmp_path_factory.mktemp("ray") / "ray.log"
-        with connect(log, cpus=2, worker_setup=optional_imports.install_torchvision_hook):
-            yield
 
 
 @pytest.mark.e2e

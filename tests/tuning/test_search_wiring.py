@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from searches import finish
 from support.key_recorder import NOISE, SAMPLING, KeyRecorder, record_keys
 
 from dpdist import models
-from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.gradients.noise import standard_normal
@@ -35,16 +35,9 @@ from dpdist.tuning.manifest import read_scores, read_trials
 from dpdist.tuning.search import prepare_search
 from dpdist.tuning.trial import prepare_trial, score_key, scoring_data
 
-EXECUTOR = LocalExecutor()
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
 ASHA = {"num_trials": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
-
-
-def finish(search) -> None:
-    """What `Search.run` does after the trials."""
-    search._choose_winner()
-    search.run(EXECUTOR)
 
 
 def searched(asked, begin, run_trials, patch) -> tuple[Any, KeyRecorder]:
@@ -276,23 +269,6 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     assert not streams & {t.key for t in trials}
     other = manifest.draw_trials(recipe().tune, derive_key(key, "another"))
     assert not {t.key for t in other} & {t.key for t in trials}
-
-
-@pytest.mark.slow
-def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
-    """Work of a method's own, before its workers begin, is done in a trial as in a run."""
-    asked = recipe(privacy=FIXED, tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
-    search, begun = begin(asked), []
-    kind = type(asked.method.execution())
-    ordinary = kind.train
-
-    def train(execution, run):
-        begun.append((run.job.folder.path.name, run.job.folder.training_summary.exists()))
-        ordinary(execution, run)
-
-    monkeypatch.setattr(kind, "train", train)
-    run_trials(search)
-    assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
 
 
 @pytest.mark.slow
