@@ -87,6 +87,13 @@ def test_certify_and_certify_again_at_another_error(here: None, runs: Path) -> N
         assert isinstance(result.exception, UserError), wrong
 
 
+def test_a_form_by_name_is_executed_and_stated(here: None, runs: Path) -> None:
+    words = ("--set", "certify.max_inputs=2", "--output", runs / "half")
+    good("certify", "small", "--runs", runs, *words, "--set", "certify.backend=bf16")
+    classifier = tables.read_job_record(tables.read(runs / "half/certificates.parquet"))
+    assert classifier["classifier"]["backend"] == "bf16"
+
+
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs)
     folder = runs / "small/certificates/sigma-0.3-fixed-n-1000"

@@ -190,6 +190,14 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(case):
     assert not sum_of([]).any()
 
 
+def test_examples_decide_what_is_run_in_screening():
+    """Other passes are tried on the examples that were screened: invented tokens would not fit."""
+    make, loss, inputs, targets, _ = CASES["dict batches"]
+    engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
+    engine.validate(inputs, targets)
+    assert engine._invented(inputs, targets, 8)[0]["tokens"].max() > 1
+
+
 def test_a_loss_from_elsewhere_is_screened():
     loss = CASES["own mse"][1]
     for given, word in ((loss, SCREENED), ("mse", KNOWN_LAYERS)):
