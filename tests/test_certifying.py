@@ -130,27 +130,6 @@ def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
     assert len(dpdist.certify("support.foreign:constant", "digits", few).index) == 3
 
 
-@pytest.mark.parametrize("actors", [1, 3])
-def test_the_same_bytes_on_any_number_of_actors_and_after_an_interruption(
-    here: None, tmp_path: Path, actors: int
-) -> None:
-    many = SETTINGS.model_copy(update={"batch": 100})
-    whole = certify(network(), points(), many, folder=tmp_path / "whole")
-
-    def stop(done: int, total: int, rate: float) -> None:
-        if done >= 2:
-            raise KeyboardInterrupt
-
-    options = {"resources": {"certify_actors": actors}, "chunk_seconds": 1e-9}
-    with pytest.raises(KeyboardInterrupt):
-        certify(network(), points(), many, folder=tmp_path / "cut", progress=stop, **options)
-    certify(network(), points(), many, folder=tmp_path / "cut", **options)
-    first, second = (tmp_path / name / "certificates.parquet" for name in ("whole", "cut"))
-    assert first.read_bytes() == second.read_bytes()
-    again = certify(network(), points(), many, folder=tmp_path / "cut")  # finished: nothing counted
-    assert again.to_arrow().equals(whole.to_arrow())
-
-
 def test_another_model_or_other_data_in_the_folder_are_refused(tmp_path: Path) -> None:
     x, y = points()
     certify(network(), (x, y), SETTINGS, folder=tmp_path / "c", executor="local")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import Any
 
 import pytest
@@ -11,11 +9,8 @@ import yaml
 from support.local_execution import command, run_without_ray
 from support.settings import sets
 
-import dpdist.config
-import dpdist.methods
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Section, iter_unused_options
-from dpdist.methods.registry import installed_methods
+from dpdist.core.fields import iter_unused_options
 from dpdist.runs.recipe import (
     built_in_recipes,
     load_recipe,
@@ -112,11 +107,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 def recipe_of(sections: dict[str, Any]) -> Any:
     raw = {"name": "r", "data": {"name": "digits"}, "model": "linear", "privacy": PRIVATE, **loop()}
-    if (sections.get("method") or {}) and sections["method"] != "functional":
-        if sections["method"]["name"] == "dpal":
-            raw |= {"privacy": OPEN, "model": {"name": "dpal-cnn", "mean": [0.5], "std": [0.5]}}
-        if sections["method"].get("paper_faithful"):
-            raw |= {"privacy": PRIVATE}
     return parse_recipe(raw | sections, "r.yaml")
 
 
@@ -131,19 +121,6 @@ def test_an_option_that_nothing_would_use_is_refused(case):
     assert all(", got " in line and line.endswith("; leave it out") for line in said)
     if used is not None:
         refuse_unused(recipe_of(used), "r.yaml")
-
-
-def sections() -> list[type[Section]]:
-    """Every section that a recipe may have, and every method."""
-    for package in (dpdist.config, dpdist.methods):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    installed_methods()
-    found, grown = [Section], 0
-    while grown < len(found):
-        found += [each for each in found[grown].__subclasses__() if each not in found]
-        grown += 1
-    return [each for each in found if each.__module__.startswith("dpdist.")]
 
 
 @pytest.mark.slow

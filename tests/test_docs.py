@@ -85,24 +85,6 @@ def test_the_decision_table_has_every_method():
     assert {method.model_fields["name"].default for method in installed_methods()} <= named
 
 
-def test_every_recipe_key_has_a_kind():
-    from tools import recipe_keys
-
-    found = "".join(
-        page()
-        for page in (
-            recipe_keys.recipe_page, recipe_keys.methods_page, recipe_keys.certificates_page
-        )
-    )  # fmt: skip
-    names = re.findall(r"^```\{recipe-key\} (.+)$", found, flags=re.M)
-    assert len(names) == len(set(names)) > 250
-    for name in ("privacy.noise_multiplier", "training.batch_size", "tune.space.KEY.log_uniform",
-                 "certify.sigma", "resources.workers.min"):  # fmt: skip
-        assert name in names
-    kinds = re.findall(r"^```\{recipe-key\} .+\n(.*)$", found, flags=re.M)
-    assert all(kinds) and len(kinds) == len(names)
-
-
 def test_every_recipe_key_has_a_meaning_in_one_place():
     """In the docstring of its section or in the description of its field."""
     from tools import recipe_keys
@@ -117,52 +99,6 @@ def test_every_recipe_key_has_a_meaning_in_one_place():
         and name in recipe_keys.documented(section.__doc__ or "")
     ]
     assert twice == []
-
-
-def test_every_command_and_option_is_told():
-    from tools import commands
-
-    text = commands.page()
-    for name, command in commands.every_command():
-        assert f"### {name}\n" in text
-        for param in command.params:
-            for option in param.opts:
-                shown = option == "--help" or param.hidden or param.param_type_name == "argument"
-                assert shown or re.search(rf"\{{option\}} (.*, )?{option}\b", text), (name, option)
-
-
-def test_every_exit_code_is_told():
-    from tools.commands import exit_codes
-
-    from dpdist.core.errors import ExitCode
-
-    rows = re.findall(r"^\| \*\*(\d+)\*\* \| .{20,} \|$", exit_codes(), flags=re.M)
-    assert [int(row) for row in rows] == list(ExitCode)
-
-
-def test_every_file_and_shape_of_a_run_is_told():
-    from tools import run_files
-
-    from dpdist.core.fields import FileShape
-
-    text = run_files.page()
-    for path in ("private/ledger.jsonl", "release", "recipe.yaml"):
-        assert f"| `{path}` |" in text
-    shapes, todo = set(), [FileShape]
-    while todo:
-        todo += (inner := todo.pop().__subclasses__())
-        shapes |= {each for each in inner if each.__module__.startswith("dpdist.")}
-    assert shapes == set(run_files.shapes())
-    rows = re.findall(r"^\| `\w+` \| [\w ,()]+ \| (.*) \|$", text, flags=re.M)
-    assert len(rows) == sum(len(shape.model_fields) for shape in shapes) and all(rows)
-
-
-def test_every_public_name_is_told():
-    from tools import python_api
-
-    text = python_api.page()
-    for name in set(dpdist.__all__) - {"__version__"}:
-        assert text.count(f":: dpdist.{name}\n") == 1, name
 
 
 def test_the_reference_is_that_of_the_code():

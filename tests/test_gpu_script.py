@@ -42,17 +42,6 @@ import runpy
 runpy.run_path(script, run_name="__main__")
 """
 
-SIMULATED = f"""
-import sys
-benchmarks, results, *parts = sys.argv[1:]
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from support.simulated_device import simulated_device
-simulated_device()
-sys.path.insert(0, benchmarks)
-import gpu
-gpu.main(["--quick", "--device", "simulated:0", "--results", results, "--only", *parts])
-"""
-
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
@@ -71,23 +60,3 @@ def test_it_runs_where_ray_and_all_else_is_missing(tmp_path: Path) -> None:
     assert len(lines) == 13
     assert {line["state"] for line in lines.values()} == {"passed", "measured"}, done.stdout
     assert set(lines["step-cnn"]["found"]["ms"]) == {"ours", "ordinary", "ordinary channels-last"}
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
-def test_its_parts_run_on_the_simulated_device(tmp_path: Path) -> None:
-    results = tmp_path / "gpu.jsonl"
-    command = [sys.executable, "-c", SIMULATED, str(GPU), str(results)]
-    done = subprocess.run(
-        [*command, "check-*", "noise-speed", "certify-cifar10", "memory"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    ended = {line["part"]: line for line in lines if line["state"] != "begun"}
-    assert len(lines) == 24 and len(ended) == 12
-    assert {line["state"] for line in ended.values()} == {"passed", "measured"}
-    assert {line["device"] for line in ended.values()} == {"Simulated 1"}

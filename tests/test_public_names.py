@@ -21,14 +21,6 @@ def test_every_name_is_listed_and_there():
         _ = dpdist.nothing
 
 
-def test_the_reference_marks_every_name():
-    """docs/reference/api.md lists what is there, and nothing else."""
-    page = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
-    marks = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page.read_text(), flags=re.M))
-    assert set(marks.values()) <= {"stable", "experimental"}
-    assert set(marks) == set(dpdist.__all__) - {"__version__"}
-
-
 def test_one_version_stands_everywhere():
     root = Path(__file__).resolve().parents[1]
     for name, line in (("pyproject.toml", 'version = "{}"'), ("CITATION.cff", "version: {}")):

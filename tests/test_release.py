@@ -256,10 +256,6 @@ def halved(card: Any) -> None:
     card["guarantee"]["epsilon"] /= 2
 
 
-def more_noise(card: Any) -> None:
-    card["accounted"]["phases"][0]["noise_multiplier"] *= 2
-
-
 def at(*path: Any, to: Any) -> Callable[[Any], None]:
     def change(value: Any) -> None:
         for part in path[:-1]:
@@ -269,56 +265,19 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
-        (PRIVACY_CARD, halved, "guarantee does not follow"),
-        (PRIVACY_CARD, more_noise, "does not follow"),
-        (PRIVACY_CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
-        (PRIVACY_CARD, at("unit", to="five records"), "does not say"),
-        (PRIVACY_CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"),
-            "speaks of another"),
-        (PRIVACY_CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
-        (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
-        (PRIVACY_CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}),
-            "must be a number >= 0"),
-        (DESCRIPTION, at("method", to="x\n\n(0.1, 1e-9)-differential privacy"), "must be one line"),
-        (DESCRIPTION, at("certificate", "seed", to="7"), "certificate.seed must be left out"),
-        (PRIVACY_CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
-        (PRIVACY_CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
-        (PRIVACY_CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
-        (PRIVACY_CARD, at("assumptions", to=[]), "assumptions does not"),
-        (PRIVACY_CARD, at("notes", to=[]), "notes does not"),
-        (PRIVACY_CARD, at("relation", to="replace-one"), "relation does not"),
-        (PRIVACY_CARD, at("library", to="dp-accounting 9"), "does not"),
-        (PRIVACY_CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
-        (PRIVACY_CARD, at("extra", "model", to="other"), "privacy_card.md: does not say"),
-        (DESCRIPTION, at("method", to="dp-sgd"), "speaks of another method"),
-        (DESCRIPTION, at("dpdist", to="9.9"), "speaks of another dpdist"),
-        (DESCRIPTION, at("certified", 0, "norm", to="l1"), "norm does not follow"),
-        (DESCRIPTION, at("certified", 0, "accuracy", to=[0.5, 0.7]), "must not rise"),
-        (DESCRIPTION, at("certified", 0, "accuracy", to=[1.0, 1.0]), "accuracy does not follow"),
-        (DESCRIPTION, at("certified", 0, "radii", to=[0.0, 3.0]), "radii does not follow"),
-        (DESCRIPTION, at("certified", 0, "alpha", to=1e-9), "alpha does not follow"),
-        (DESCRIPTION, at("certified", 0, "inputs", to=400), "inputs does not follow"),
-        (DESCRIPTION, at("certified", to=[]), "has 1 tables of certificates"),
-        (DESCRIPTION, at("tested", "accuracy", to=0.12345), "must be a share of"),
-        (DESCRIPTION, at("model", to="0" * 32), "another model"),
-        (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
-        (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
-        (DESCRIPTION, at("certified", 0, "population", to="99 %"), "population does not follow"),
-        (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "accuracy"),
-        (DESCRIPTION, at("data", "root", to="/etc"), "data.root must be left out"),
-        ("model.json", at("mean", to=[0.0]), "not the one that release.json names"),
-        ("model.json", at("classes", to=11), "tells 11 classes"),
+        (PRIVACY_CARD, halved, "guarantee"),
+        (DESCRIPTION, at("certified", 0, "accuracy", to=[1.0, 1.0]), "accuracy"),
+        ("model.json", at("classes", to=11), "classes"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_follow_is_noticed_with_right_sums(copied, call, name, change, match):
+    """Every single field of every file: test_release_edits.py."""
     edit(copied, name, change)
     fails(call, copied, match)
-    fails(call, copied, "is not signed by the key" if "does not" in match else "", "--signer",
-          PUBLIC)  # fmt: skip
+    fails(call, copied, "", "--signer", PUBLIC)
 
 
 def test_other_weights_are_noticed_with_right_sums(copied, call):

@@ -51,9 +51,9 @@ def others(value: Any) -> list[Any]:
     elif isinstance(value, int):
         found = [value + 1, max(0, value - 1)]
     elif isinstance(value, float):
-        found = [value * 1.01 + 0.01, value / 2, 0.0]
+        found = [value * 1.01 + 0.01, value / 2, 0.0, "inf", "nan"]
     elif isinstance(value, str):
-        found = [f"{value} of mine", f"{value[:-1]}0", "l1"]
+        found = [f"{value} of mine", f"{value}\n\n(0.1, 1e-9)-DP", f"{value[:-1]}0", "l1"]
     elif isinstance(value, list):
         found = [value[:-1], [*value, *value[-1:]]]
         for place, each in enumerate(value):
@@ -99,6 +99,8 @@ def edits_of_json(folder: Path, name: str) -> set[str]:
     whole, passed = json.loads((folder / name).read_text()), set()
     for path in leaves(whole):
         for value in others(found_at(whole, path)):
+            if name == "model.json" and "\n" in str(value):
+                continue
 
             def edit(again: Path, path: Any = path, value: Any = value) -> None:
                 text = json.dumps(changed_at(whole, path, value), indent=2, sort_keys=True) + "\n"

@@ -37,34 +37,6 @@ def without_luck(line: str) -> str:
     return re.sub(r"(?<![\w/.-])\d[\d,]*(\.\d+)?(?= %| s$|$|,?\d* draws)", "?", line)
 
 
-def test_the_page_goes_from_the_install_to_an_answer():
-    (install,) = [text for kind, text in BLOCKS if kind == ""]
-    assert install.splitlines() == ["make install", ". .venv/bin/activate"]
-    known = subprocess.run(["make", "--dry-run", "install"], cwd=ROOT, capture_output=True)
-    assert known.returncode == 0
-    assert list(FILES) == ["first.yaml", "ask.py"]
-    asked = [text.splitlines()[-1].split()[:2] for text, _ in COMMANDS]
-    assert asked == [
-        ["cd", "first-model"],
-        ["dpdist", "run"],
-        ["dpdist", "run"],
-        ["dpdist", "report"],
-        ["dpdist", "release"],
-        ["dpdist", "verify"],
-        ["python", "ask.py"],
-    ]
-
-
-@pytest.mark.slow
-def test_the_plan_is_the_one_printed(dpdist, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    (tmp_path / "first.yaml").write_text(FILES["first.yaml"])
-    ((command, printed),) = [each for each in COMMANDS if "--dry-run" in each[0]]
-    done = dpdist(*command.split()[1:])
-    assert done.code == 0, done.err
-    assert lines(done.out)[: len(lines(printed))] == lines(printed)
-
-
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_every_command_does_what_is_printed(tmp_path):

@@ -102,33 +102,6 @@ def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_interrupted_attack_computes_only_what_is_missing(
-    references, model_folder: Path, tmp_path: Path
-) -> None:
-    settings, output = KINDS["smoothed"], references["smoothed"]
-
-    class Interrupted(Exception):
-        pass
-
-    def stop_midway(done: int, total: int, rate: float) -> None:
-        assert total == 60
-        if done >= 20:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        certificates.attack_model(
-            model_folder, FakeData(), settings, tmp_path, actors=1, progress=stop_midway
-        )
-    journal = tmp_path / "journal.jsonl"
-    before = journal.read_bytes()
-    assert before and not (tmp_path / TABLE).exists()
-    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=2)
-    assert journal.read_bytes().startswith(before)
-    assert len(journal.read_bytes().splitlines()) == 1 + 15  # whose they are, and the blocks
-    assert raw(tmp_path) == raw(output)
-
-
-@pytest.mark.slow
 def test_sizes_and_attacks_can_be_added_and_change_nothing(
     references, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -152,20 +125,6 @@ def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_p
     save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model was"):
         certificates.attack_model(tmp_path, FakeData(), settings, output)
-
-
-@pytest.mark.slow
-def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
-    save_small_cnn(tmp_path / "model", noise=0.5)
-    for folder, actors in (("1", 1), ("2", 2)):
-        certificates.attack_model(
-            tmp_path / "model", FakeData(), SETTINGS, tmp_path / folder, actors=actors
-        )
-    assert raw(tmp_path / "1") == raw(tmp_path / "2")
-    found = rows(tmp_path / "1")
-    assert {row["n"] for row in found} == {200}
-    # Random answers: not all draws agree everywhere.
-    assert any(row["hits"] < 200 for row in found)
 
 
 POINTS = Points(4, count=16)

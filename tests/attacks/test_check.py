@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from support.certificates import certify, check_certificates, scale_sensitivity,
 from support.separable_points import Points
 
 from dpdist import models
+from dpdist.attacks.job import CertificateCheckJob
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import assess_plausibility
+from dpdist.attacks.table import VERDICT, assess_plausibility, read_check
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
+from dpdist.certification.subject import Subject
 from dpdist.core.errors import UserError
 
 CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
@@ -202,22 +206,43 @@ def test_false_claims_of_votes_are_caught(
     assert {row["prediction"] for row in found.to_pylist()} == {vote_score_disagreement.SCORE}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data": "other"}, "certificates of other data"),
-        ({"model": "other"}, "certificates of another model"),
-    ],
-)
-def test_other_certificates_are_refused(
-    certified, model_folder, tmp_path, change: dict, message: str
-) -> None:
-    table = certificates.read(certified)
-    about = {**certificates.read_job_record(table), **change}
-    path = tmp_path / "other.parquet"
-    certificates.write(certificates.build(table.to_pylist(), about), path)
-    with pytest.raises(UserError, match=message):
-        check_certificates(model_folder, POINTS, path, ATTACK, tmp_path / "check")
+@pytest.mark.parametrize("kind", ["model", "data", "half", "pieces"])
+def test_tables_of_something_else_are_refused(certified, model_folder, tmp_path, kind):
+    model, data, path = model_folder, POINTS, tmp_path / job.TABLE
+    shutil.copy(certified, path)
+    if kind == "model":
+        spec = models.ModelSpec("linear", (8,), 2)
+        models.save(models.initialize(spec, 7), spec, model := tmp_path / "model")
+    elif kind == "data":
+        data = replace(POINTS, fingerprint="others")
+    elif kind == "half":
+        certificates.write(certificates.read(path).slice(0, 6), path)
+    else:
+        path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError):
+        CertificateCheckJob(Subject.load(model), data, path, ATTACK)
+
+
+@pytest.mark.parametrize("claim", ["", "_", "radius", "l2", "as_printed_linf", "x_l2", "a_b_c"])
+def test_a_claim_that_the_table_does_not_make_is_refused(certified, model_folder, claim):
+    with pytest.raises(UserError, match="no column"):
+        CertificateCheckJob(Subject.load(model_folder), POINTS, certified, ATTACK, claim)
+
+
+def test_a_weaker_attack_does_not_take_back_what_another_found(
+    here, certified, model_folder, tmp_path
+):
+    """The verdict is on all points that the folder has, with the error of all."""
+    for attacks in (("pgd",), ("fgsm",)):
+        attack = ATTACK.model_copy(update={"attacks": attacks})
+        table, verdict = check_certificates(
+            model_folder, POINTS, certified, attack, tmp_path / "check", actors=1
+        )
+    assert set(table["attack"].to_pylist()) == {"fgsm", "pgd"}
+    assert verdict.error == pytest.approx(3 * 0.001)
+    counts = Counter(table["index"].to_pylist())
+    assert set(counts.values()) == {2} and len(counts) == table.num_rows // 2
+    assert read_check(tmp_path / "check" / VERDICT)["plausible"]
 
 
 def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:

@@ -18,11 +18,7 @@ from dpdist import pipeline
 from dpdist.audits.membership import Membership
 from dpdist.audits.trainings import ShadowTrainer
 from dpdist.core.errors import UserError
-from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
-from dpdist.reports.results import load_results
-from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training import job, records
@@ -161,27 +157,6 @@ def test_an_interrupted_bank_continues_to_the_same_bytes(
     (broken / "models/0000/scores.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="not the model that the journal knows"):
         pipeline.evaluation_stage(recipe, folder, settings, broken)
-
-
-@pytest.mark.slow
-def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    folder = _begun(recipe, tmp_path)
-    train(recipe, folder)
-    pipeline.evaluate_stage(recipe, folder)
-    pipeline.evaluation_stage(recipe, folder, Membership(models=2, seed=SEED))
-    pipeline.report_stage(folder)
-    assert "membership" not in folder.report_file.read_text()
-    assert all("membership" not in name for name, _ in load_results(folder).summary())
-    assert write_release(folder) and "membership" not in "".join(contents(folder.release_folder))
-    unpack_export(export_text(folder), tmp_path / "fetched")
-    assert "membership" not in "".join(contents(tmp_path / "fetched"))
-    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
-    assert archive is not None
-    archive.update()
-    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
-    assert "membership" not in "".join(contents(tmp_path / "archived"))
-    assert not any(b"membership" in content for content in contents(tmp_path / "archive").values())
 
 
 @pytest.mark.slow

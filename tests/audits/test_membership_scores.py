@@ -77,18 +77,6 @@ def test_no_attack_looks_at_the_targets_members(bank: BankScores) -> None:
             assert np.array_equal(first, scored), attack.name
 
 
-# --- models that remember: random labels, fewer records than dimensions
-
-
-def trained(x: np.ndarray, y: np.ndarray, member: np.ndarray) -> np.ndarray:
-    """Weights (models, d) of logistic regressions, each trained on its members of (x, y)."""
-    weights = np.zeros((len(member), x.shape[1]))
-    for _ in range(60):
-        pull = member * y / (1 + np.exp(np.clip(weights @ x.T * y, -50, 50)))
-        weights += 0.5 * pull @ x
-    return weights
-
-
 def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     rng = np.random.default_rng(2)
     game = Quarters()

@@ -60,5 +60,5 @@ def test_the_recipe_gives_what_the_command_line_does_not() -> None:
     )
     # its defaults are nobody's wish, where another kind is asked for; what it chose is one
     assert settings_of({"sigma": 0.5}, scores) == settings_of({"sigma": 0.5, "n": 50, "n0": 7})
-    with pytest.raises(UserError, match=r"certify\.norm: unknown key"):
+    with pytest.raises(UserError, match=r"certify\.norm:"):
         settings_of({"sigma": 0.5}, settings_of({"norm": "linf"}))

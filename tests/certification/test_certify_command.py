@@ -2,21 +2,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from support.local_execution import call
 
-import dpdist
-from dpdist import models, pipeline
-from dpdist.attacks.settings import AttackSettings
+from dpdist import models
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.core import files
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -153,35 +148,3 @@ def test_predict(runs: Path) -> None:
     assert all(0 < answer["radius"] < 1.2 and not answer["abstain"] for answer in answers)
     text = good("predict", "small", runs / "a.png", "--runs", runs, "--label-only")
     assert text.strip() == f"{runs / 'a.png'}: {int(test.labels[0])}"
-
-
-def test_one_load_one_hash_one_read(here: None, runs: Path, monkeypatch) -> None:
-    """Certifying a run loads and hashes its model once, and reads its table once."""
-    counts = Counter[str]()
-
-    def counted(module: Any, name: str) -> None:
-        real = getattr(module, name)
-
-        def called(*given: Any, **more: Any) -> Any:
-            counts[name] += 1
-            return real(*given, **more)
-
-        monkeypatch.setattr(module, name, called)
-
-    for module, name in (
-        (models, "load"), (models, "model_hash"), (files, "open_parquet"),
-    ):  # fmt: skip
-        counted(module, name)
-    once = {"load": 1, "model_hash": 1, "open_parquet": 1}
-    good("certify", "small", "--runs", runs)
-    assert counts == once
-    counts.clear()
-    dpdist.certify(RunFolder(runs / "small"), folder=runs / "other", executor="local")
-    assert counts == once
-    counts.clear()
-    pipeline.evaluation_stage(
-        parse_recipe(RECIPE, "recipe"),
-        RunFolder(runs / "small"),
-        AttackSettings(sizes=(0.1,), attacks=("fgsm",), max_inputs=2),
-    )
-    assert counts == once

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from support.local_execution import TestExecutor
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.certification import job, table, table_reader
+from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
-from dpdist.cluster.executor import LocalExecutor, use_executor
+from dpdist.cluster.executor import use_executor
 from dpdist.core.errors import UserError
 
 FakeData = partial(Data, count=12)
@@ -156,31 +157,21 @@ def test_a_secret_seed_is_stored_and_kept(here: None, model_folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sigma": 0.25}, "sigma was 0.5, now 0.25"),
-        ({"n": 1000}, "n was 1130, now 1000"),
-        ({"seed": "7"}, "seed was '5', now '7'"),
-    ],
+    "change", [{"sigma": 0.25}, {"n": 1000}, {"seed": "7"}, {"data": "other"}, {"model": 4}]
 )
-def test_results_of_other_settings_are_not_mixed(
-    reference: Path, model_folder: Path, change: dict[str, object], message: str
+def test_results_of_another_certification_are_not_mixed(
+    reference: Path, model_folder: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(UserError, match=message):
-        certificates.certify(
-            model_folder, FakeData(), with_changes(SETTINGS, **change), reference, actors=1
-        )
-
-
-def test_other_data_and_models_are_not_mixed(
-    reference: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="data was 'fake', now 'other'"):
-        data = FakeData(fingerprint="other")
-        certificates.certify(model_folder, data, SETTINGS, reference, actors=1)
-    save_small_cnn(tmp_path, 4)
-    with pytest.raises(UserError, match="model was"):
-        certificates.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
+    (key,) = change
+    model, data, settings = model_folder, FakeData(), SETTINGS
+    if key == "data":
+        data = FakeData(fingerprint=change["data"])
+    elif key == "model":
+        model = save_small_cnn(tmp_path, change["model"])
+    else:
+        settings = with_changes(SETTINGS, **change)
+    with pytest.raises(UserError, match=f"{key} was"):
+        certificates.certify(model, data, settings, reference, actors=1)
 
 
 @pytest.mark.slow
@@ -241,20 +232,3 @@ def test_models_that_cannot_be_certified_are_refused(
         data = FakeData(classes=classes)
         certificates.certify(tmp_path / "model", data, SETTINGS, tmp_path / "out", actors=1)
     assert not (tmp_path / "out").exists()
-
-
-def test_clean_inputs_are_answered_by_workers(model_folder: Path, tmp_path: Path) -> None:
-    """Not by the driver, which a huge network would keep from counting for long."""
-    asked = []
-
-    class Watched(LocalExecutor):
-        def run_chunks(self, make_worker, *more):  # type: ignore[no-untyped-def]
-            asked.append(make_worker.__name__)
-            super().run_chunks(make_worker, *more)
-
-    with use_executor(Watched()):
-        certificates.certify(model_folder, FakeData(), SETTINGS, tmp_path)
-    found = table_reader.read(tmp_path / job.TABLE)
-    answers = models.load(model_folder)(FakeData().batch(found.index)).argmax(1).numpy()
-    assert asked == ["CleanWorker", "Worker"]
-    assert found.clean_accuracy == (answers == found.label).mean()

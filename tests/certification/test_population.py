@@ -8,9 +8,8 @@ from scipy import stats
 from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
 
 from dpdist.certification import table_reader
-from dpdist.certification.statistics import population_bounds, population_row
+from dpdist.certification.statistics import population_bounds
 from dpdist.certification.table_reader import recertify
-from dpdist.core.console import format_percent
 
 ALPHA = 0.1
 
@@ -88,14 +87,3 @@ def test_other_alphas_and_kinds() -> None:
     early = make(HISTOGRAMS, LABELS, mode="target-radius")  # keeps no counts of all classes
     (each,) = population_bounds(table_reader.from_arrow(early), [0.25])
     assert each.certifiable_upper_bound is None
-
-
-def test_what_is_printed_is_rounded_down() -> None:
-    assert format_percent(0.98769) == "98.76" and format_percent(0.0) == "0.00"
-    found = table_reader.from_arrow(counted(np.array([DRAWS] * 60), 0.001))
-    name, value = population_row(found)[:2]
-    shares = [
-        f"{format_percent(each.accuracy_lower_bound)} % at {each.radius:g}"
-        for each in population_bounds(found)
-    ]
-    assert "population" in name and value.startswith(f"{', '.join(shares)} (95 %")

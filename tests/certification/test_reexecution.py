@@ -72,16 +72,6 @@ def test_experts_are_never_full_for_different_inputs_but_for_copies(capacity: in
     assert find_batch_dependence(Honest().eval(), batch, copies) is None
 
 
-def test_copies_stand_among_other_inputs_in_several_numbers() -> None:
-    batch, copies = batches()
-    seen = []
-    for _, rows, arranged in batch_independence._copy_arrangements(copies, batch):
-        assert torch.equal(arranged[: len(rows)], copies[rows])
-        assert torch.equal(arranged[len(rows) :], batch[: len(arranged) - len(rows)])
-        seen.append((len(rows), len(arranged)))
-    assert seen == [(16, 16), (8, 16), (4, 16), (2, 16), (1, 16), (1, 1)]
-
-
 def test_a_copy_without_a_number_has_no_answer_to_change() -> None:
     class Overflows(Honest):
         def forward(self, x: Tensor) -> Tensor:

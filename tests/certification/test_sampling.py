@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,8 +11,7 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification import inference, job, worker
-from dpdist.certification.certificate import BackendName
+from dpdist.certification import job, worker
 from dpdist.certification.inference import (
     ExecutedClassifier,
     choose_backend,
@@ -26,7 +25,6 @@ from dpdist.certification.subject import Subject
 from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
 from dpdist.certifying import test_inputs as inputs_with_labels
 from dpdist.cluster.executor import LocalExecutor, use_executor
-from dpdist.core.errors import UserError
 from dpdist.randomness import keys as units
 from dpdist.randomness.keys import AesWords, StreamKeys
 
@@ -264,12 +262,6 @@ def test_a_trace_of_one_batch_size_is_refused(ones: bool) -> None:
             for count in rows:
                 inputs = torch.randn(count, 1, 2, 2)
                 assert torch.equal(classify(inputs), model(inputs).argmax(1))
-
-
-def test_forms_have_one_list_of_names() -> None:
-    assert set(get_args(BackendName)) == set(inference.FORMS)
-    with pytest.raises(UserError, match=r"backend: .*'frozen'"):
-        settings_of({"sigma": 0.5, "backend": "frozn"})
 
 
 def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:

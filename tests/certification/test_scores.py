@@ -21,7 +21,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores, certify_scores
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
-from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.table_reader import recertify
 from dpdist.certification.worker import (
     HiddenNoiseCounter,
@@ -189,30 +189,6 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         table_reader.from_arrow(got).size_if_correct("magic", "l2")
 
 
-def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
-    reference: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    raw = (reference / job.TABLE).read_bytes()
-    certificates.certify(
-        model_folder, FakeData(), SETTINGS, tmp_path / "two", actors=2, chunk_seconds=1e-9
-    )
-    assert (tmp_path / "two" / job.TABLE).read_bytes() == raw
-    # Interrupted: what the journal holds is kept, in pieces of another size.
-    again = tmp_path / "again"
-    again.mkdir()
-    for name in ("settings.json", "rate.json"):
-        (again / name).write_bytes((reference / name).read_bytes())
-    lines = (tmp_path / "two" / "journal.jsonl").read_text().splitlines()
-    assert len(lines) > 20
-    (again / "journal.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
-    certificates.certify(model_folder, FakeData(), SETTINGS, again, actors=1)
-    assert (again / job.TABLE).read_bytes() == raw
-    other = certificates.certify(
-        model_folder, FakeData(), with_changes(SETTINGS, seed="6"), tmp_path / "other", actors=1
-    )
-    assert other["sums"] != table.read(reference / job.TABLE)["sums"]
-
-
 def test_another_certification_in_the_folder_is_refused(
     reference: Path, model_folder: Path
 ) -> None:
@@ -260,19 +236,6 @@ def test_a_component_without_noise_certifies_nothing() -> None:
         first_layer_sensitivity(split, HiddenNoise("0", std), (1, 6, 6))
 
 
-def test_sizes_scale_with_noise_over_norm() -> None:
-    sums = np.array([900, 60, 40]) * SCORE_UNIT
-    counts, settings = np.array([1000, 0, 0]), ExpectedScores(n=1000, alpha=0.05)
-    one = certify_scores(
-        sums, sums * 0, counts, 0, settings, 1.0, Sensitivity(1.0, 10.0, 1.0)
-    ).sizes
-    two = certify_scores(sums, sums * 0, counts, 0, settings, 3.0, Sensitivity(0.5, 5.0, 1.0)).sizes
-    for name in SIZES:
-        assert two[name] == pytest.approx(6 * one[name])
-        if name.endswith("_l2"):
-            assert one[name] == pytest.approx(10 * one[name.replace("_l2", "_linf")])
-
-
 @pytest.mark.parametrize("more", [{}, {"bound": "betting"}, {"mode": "target-scores"}])
 def test_sums_of_squares_are_no_larger_than_their_columns(more: dict[str, object]) -> None:
     section = {"radii": (0.1,), **more}
@@ -287,5 +250,5 @@ def test_sums_of_squares_are_no_larger_than_their_columns(more: dict[str, object
     assert total.tolist() == [most * SCORE_UNIT**2] and total.dtype == np.int64
     assert settings.n == most
     for n in (most + 1, 10**9, 1):
-        with pytest.raises(UserError, match=r"certify\.n: must be"):
+        with pytest.raises(UserError, match=r"certify\.n:"):
             settings_of({**section, "n": n})

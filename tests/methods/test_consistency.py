@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, consistency_targets, weighted_cross_entropy
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.dp_sgd import InputNoiseMethod
-from dpdist.runs.recipe import parse_recipe
 
 KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0
 
@@ -77,14 +75,3 @@ def test_a_record_changes_the_sum_by_no_more_than_the_clip():
 def test_an_empty_batch_has_empty_targets():
     inputs, labels, ids = (part[:0] for part in batch())
     assert consistency_targets(engine(), inputs, labels, KEY, ids, WEIGHT).shape == (0, 4)
-
-
-def test_one_copy_cannot_agree():
-    raw = {
-        "name": "run", "data": {"name": "digits"}, "model": "linear",
-        "method": {"name": "input-noise", "sigma": 0.25, "augmentations": 1, "consistency": 5},
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
-        "training": {"batch_size": 40, "steps": 1, "learning_rate": 0.1},
-    }  # fmt: skip
-    with pytest.raises(UserError, match="augmentations >= 2"):
-        parse_recipe(raw, "test")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.local_execution import command, run_without_ray
 from support.training import execute, make, parameters, prepare_job, train, train_and_crash
 from torch import Tensor, nn
 
@@ -28,7 +26,6 @@ from dpdist.papers.stobatch.functional_sums import (
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import read_verified_ledger
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step
 from dpdist.training.checkpoint import load_latest
 
@@ -304,7 +301,7 @@ def test_a_declared_number_leaves_room_for_many_more(
         assumed = job.recipe.method.assumptions(job.recipe)
         assert any(f"there are at most {most:,} records" in line for line in assumed)
         assert check_record_limit(job.recipe, most) == most
-        with pytest.raises(UserError, match=r"privacy\.nominal_records: must be at least a"):
+        with pytest.raises(UserError, match=r"privacy\.nominal_records:"):
             check_record_limit(job.recipe, most + 1)
     plain = job_of(tmp_path, "plain").recipe
     assert check_record_limit(plain, 2**30) == 2**30
@@ -316,55 +313,3 @@ def test_a_declared_number_leaves_room_for_many_more(
 
 
 # ---- whole commands
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"privacy": {"clip_norm": 2.0}}, "leave out privacy.clipping, clip_norm"),
-        ({"privacy": {"batch_cap": 50}}, "leave out privacy.clipping, clip_norm and batch_cap"),
-        ({"training": {"ema": 0.5}}, "leave out training.ema, crop and flip"),
-        ({"training": {"flip": True}}, "leave out training.ema, crop and flip"),
-        ({"audit": {"kind": "canaries"}}, "must be mislabeled or blank"),
-        ({"model": {**MODEL, "vmap": True}}, "runs records together"),
-        ({"method": {**METHOD, "center": 1.0}}, "method.center"),
-        ({"method": {**METHOD, "refine": 0.95}}, "their sum must be < 1"),
-    ],
-)
-def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
-    raw: dict[str, Any] = {
-        "name": "x", "data": {"name": "digits"}, "model": MODEL, "method": METHOD,
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
-        "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
-    }  # fmt: skip
-    for key, value in more.items():
-        raw[key] = {**raw.get(key, {}), **value}
-    with pytest.raises(UserError, match=message):
-        parse_recipe(raw, "test")
-
-
-@pytest.mark.slow
-def test_all_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_without_ray(monkeypatch)
-
-    def dpdist(*arguments: object, code: int = 0) -> str:
-        done = command(monkeypatch, capsys, tmp_path, *arguments)
-        assert done.code == code, done.err
-        return done.out + done.err
-
-    out = dpdist("run", "digits-functional", "--name", "f", "--set", "resources.workers=2")
-    assert "epsilon 0.99" in out
-    run = tmp_path / "runs" / "f"
-    assert json.loads((run / "evaluation.json").read_text())["accuracy"] > 0.87
-    np.save(tmp_path / "image.npy", np.zeros(SHAPE, np.float32))
-    few = ("--set", "attack.max_inputs=3")
-    dpdist("predict", "f", "image.npy", "--set", "certify.sigma=0.1", "--set", "certify.n=100")
-    few_certified = ("--set", "certify.n0=10", "--set", "certify.max_inputs=3")
-    dpdist("certify", "f", "--sigma", 0.1, "--n", 100, *few_certified)
-    dpdist("attack", "f", "--set", "attack.attacks=[pgd]", "--set", "attack.steps=2", *few)
-    assert "releases no sums of clipped gradients" in dpdist("audit", "f", code=2)
-    dpdist("release", "f")
-    card = (run / "release" / "privacy_card.md").read_text()
-    assert "8 Gaussian steps, noise multiplier" in card and "before its last layer" in card

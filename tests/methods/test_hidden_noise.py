@@ -201,7 +201,7 @@ def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> 
 def test_options_refuse_what_does_not_hold() -> None:
     with pytest.raises(ValidationError, match="epsilon_r <= 1"):
         PixelDP(epsilon_r=4)
-    with pytest.raises(ValidationError, match="paper_faithful: true"):
+    with pytest.raises(ValidationError, match="paper_faithful:"):
         SecureSGD(redistribution=Redistribution(source="private"))
     steps = GaussianSteps(10, 1.0, 0.1)
     assert SecureSGD().cost(steps) == (steps,)

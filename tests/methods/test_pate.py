@@ -229,33 +229,6 @@ def test_no_more_is_told_than_was_paid_for() -> None:
 # ---- once
 
 
-@pytest.mark.parametrize(
-    ("section", "given", "said"),
-    [
-        ("method", {"answers": 30}, "answers: must be <= queries"),
-        ("method", {"threshold": 0.0}, "threshold and screening belong together"),
-        ("method", {"threshold": 0.0, "screening": 0.0}, "leave as many"),
-        ("data", {"public": 0.0}, "data.public: required"),
-        ("privacy", {"nominal_records": None, "batch_cap": 60}, "does not go with privacy.batch"),
-        ("data", {"max_train": 60}, "does not go with data.max_train"),
-        ("audit", {"kind": "canaries"}, "does not go with audit"),
-        ("method", {"screening": 1e-310}, "screening: must be 0, or at least 1e-09"),
-        (
-            "method",
-            {"teaching": {"model": {"name": "linear", "initial": {"folder": "w",
-            "pretraining_data": "it"}}}},
-            "public weights of method.teaching.model",
-        ),
-        ("resources", {"archive": "s3://a/b", "archive_private": True}, "votes stay where"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
-    raw = RAW | {section: {**RAW.get(section, {}), **given}}
-    with pytest.raises(UserError, match=said) as error:
-        parse_recipe(raw, "test")
-    assert len(str(error.value).splitlines()) == 1
-
-
 def test_a_crash_replays_the_votes_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from methods.test_pate import METHOD, job_of, plan_of, votes_of
+from methods.test_pate import job_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.local_execution import JobRecorder, run_without_ray
 from support.training import execute, parameters
 
 from dpdist.methods.pate import (
-    PATE,
     UNANSWERED,
     PATEExecution,
     SpreadingRecipe,
@@ -155,15 +154,6 @@ def test_a_crash_before_they_spread_asks_nothing_again(
     assert Ledger.read(job.folder.ledger).num_queries == 1
     assert given_to(job).fingerprint == given_to(undisturbed).fingerprint
     assert job.folder.ledger.read_bytes() == kept
-
-
-@pytest.mark.slow
-def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
-    plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
-    assert np.array_equal(votes_of(plain), votes_of(one))
-    assert plain.plan.guarantee() == one.plan.guarantee()
-    assert "labels spread over all public inputs" in one.recipe.method.describe(one.plan)
-    assert "spread" not in PATE(**METHOD).describe(plan_of(2.0))
 
 
 @pytest.mark.slow

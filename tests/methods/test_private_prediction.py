@@ -32,7 +32,6 @@ from dpdist.publishing import write_release
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder, read_verified_ledger
-from dpdist.runs.recipe import parse_recipe
 from dpdist.training.ensembles import QueryOracle
 from dpdist.training.records import data_source, load_test_records
 
@@ -149,26 +148,6 @@ def test_epsilon_is_that_of_one_gaussian(
 
 
 # ---- counting
-
-
-@pytest.mark.parametrize(
-    ("section", "given", "said"),
-    [
-        ("data", {"max_train": 100}, "does not go with data.max_train"),
-        ("privacy", {"clip_norm": 2.0}, "teachers have none"),
-        ("privacy", {"adjacency": "replace-one", "nominal_records": None, "batch_cap": 60},
-         "teachers have none"),
-        ("certify", {"sigma": 0.5}, "does not go with certify"),
-        ("audit", {"kind": "mechanism"}, "does not go with audit"),
-        ("resources", {"archive": "s3://a/b", "archive_private": True}, "does not know what was"),
-        ("method", {"evaluate": 7}, "evaluate: must be <= queries"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
-    raw = RAW | {section: {**RAW.get(section, {}), **given}}
-    with pytest.raises(UserError, match=said) as error:
-        parse_recipe(raw, "test")
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:

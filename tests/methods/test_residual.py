@@ -15,7 +15,6 @@ from support.benchmarks import load as load_benchmark
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.settings import sets
-from support.training import make, train, train_and_crash
 from torch import Tensor, nn
 
 import dpdist.data
@@ -273,29 +272,6 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     released = models.load(tmp_path / "runs/r/release")
     stds = {f"network.{b}": 0.5 for b in (1, 2, 3)}
     assert find_noise_location(released) == ModuleNoise(stds, input_std=0.25)
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
-    tmp_path, monkeypatch
-) -> None:
-    found = []
-    for name, killed in (("whole", False), ("killed", True)):
-        recipe, folder = make(
-            tmp_path, name, data__max_train=200, model=RECIPE["model"], method=RECIPE["method"],
-            privacy__noise_multiplier=0, privacy__clipping="none", training__batch_size=20,
-            training__steps=3, training__learning_rate=0.1,
-        )  # fmt: skip
-        if killed:
-            train_and_crash(recipe, folder, monkeypatch, 2)
-            assert set(json.loads((folder.private / "assumptions.json").read_text())) == {
-                "images", "within", "before",
-            }  # fmt: skip
-        last = train(recipe, folder)
-        found.append((last, json.loads((folder.private / "assumptions.json").read_text())))
-        ((_, said),) = recipe.method.reported_values(folder.private)
-        assert "before training" in said and "after" in said
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
 @pytest.mark.slow

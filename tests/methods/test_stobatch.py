@@ -339,17 +339,3 @@ def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None
     both = combined_noise_of_model(where, loaded, SPEC.input_shape, method.input_noise_std)
     worth = method.input_noise_std if both is None else both.combined_sigma
     assert worth >= method.sigma * (1 - 1e-6)  # the layer's norm is at most what is allowed
-
-
-def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> None:
-    captured: dict[int, np.ndarray] = {}
-    for workers in (1, 2):
-        recipe, folder = recipe_of(tmp_path, f"w{workers}")
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                private_step,
-                "add_noise",
-                lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy(),
-            )
-            execute(prepare(recipe, folder, "test"), workers, until=1)
-    assert captured[1] == pytest.approx(captured[2], abs=1e-4)

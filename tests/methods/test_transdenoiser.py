@@ -285,16 +285,6 @@ def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
-def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
-    described = raw(tmp_path / "new", data={"name": "digits", "public": 0.0})
-    with pytest.raises(UserError, match=r"data\.public: must be > 0"):
-        pretrain(parse_recipe(described, "test"), "test")
-    described["public"]["data"] = {"name": "digits"}
-    with pytest.raises(UserError, match="among the public ones"):
-        pretrain(parse_recipe(described, "test"), "test")
-    assert not (tmp_path / "new").exists()
-
-
 # ---- denoised smoothing: the same denoiser before another classifier -------------------------
 
 

@@ -44,36 +44,6 @@ def test_every_model_runs_saves_and_loads(name, tmp_path):
     assert module(inputs).shape == (2, 7)
 
 
-def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
-    spec = ModelSpec(
-        "unet-cnn", (1, 16, 16), 3,
-        {"channels": [4], "kernel": 4, "activation": "tanh", "width": 5, "dense": True},
-    )  # fmt: skip
-    whole = models.build_model(spec)
-    unet = models.build_model(ModelSpec("unet", (1, 16, 16), 3, {"channels": [4], "kernel": 4}))
-    options = {"activation": "tanh", "width": 5, "dense": True}
-    cnn = models.build_model(ModelSpec("tf-cnn", (1, 16, 16), 3, options))
-    parts = zip(whole.children(), (unet, cnn), strict=True)
-    for ours, theirs in parts:
-        ours.load_state_dict(theirs.state_dict())
-    inputs = torch.rand(2, 1, 16, 16)
-    assert torch.equal(whole(inputs), cnn(unet(inputs)))
-    assert all(parameter.requires_grad for parameter in whole.parameters())
-
-
-def test_a_pooled_cnn_is_its_layers_in_order():
-    options = {"filters": [4, 6], "kernels": [5, 3], "groups": 2, "activation": "tanh"}
-    network = models.build_model(ModelSpec("pool-cnn", (1, 9, 12), 3, options))
-    first, norm, _, second, other_norm, _, _, _, last = network
-    x = torch.rand(2, 1, 9, 12)
-    found = norm(torch.conv2d(x, first.weight, first.bias, 2, 2)).tanh()
-    found = other_norm(torch.conv2d(found, second.weight, second.bias, 1, 1)).tanh()
-    found = last(torch.max_pool2d(found, 2).flatten(1))
-    assert torch.equal(network(x), found) and norm.num_groups == other_norm.num_groups == 2
-    plain = models.build_model(ModelSpec("pool-cnn", (1, 9, 12), 3, options | {"groups": 0}))
-    assert not any(isinstance(layer, nn.GroupNorm) for layer in plain)
-
-
 def test_initial_weights_depend_on_the_seed_only():
     spec = ModelSpec("linear", (4,), 2)
     torch.manual_seed(1)

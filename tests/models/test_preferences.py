@@ -145,18 +145,6 @@ def test_prompts_and_padding_do_not_count():
     assert clipped(model, nothing).norm() == 0
 
 
-@pytest.mark.slow
-def test_one_pair_moves_the_sum_by_its_own_clipped_gradient():
-    model = tiny()
-    fields = fields_of(model)
-    engine = GradientEngine(model, OwnLoss(LOSS), clipping=FlatClipping(CLIP), micro_batch=4)
-    whole = engine.clipped_sum(fields, torch.zeros(6, dtype=torch.int64)).flat
-    less = engine.clipped_sum(take(fields, slice(1, 6)), torch.zeros(5, dtype=torch.int64)).flat
-    own = engine.clipped_sum(take(fields, slice(0, 1)), torch.zeros(1, dtype=torch.int64)).flat
-    assert float((whole - less - own).norm()) <= 1e-9 * CLIP
-    assert 0 < float((whole - less).norm()) <= CLIP * (1 + 1e-9)
-
-
 # --- records
 
 
@@ -333,7 +321,7 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
         with pytest.raises(UserError, match=said):
             start(data=data, loss=loss, folder=tmp_path / "refused")
     twice = make([*rows, *rows], reference=model, unit="prompt")
-    with pytest.raises(UserError, match=r"privacy\.unit: must be user"):
+    with pytest.raises(UserError, match=r"privacy\.unit:"):
         start(data=twice, folder=tmp_path / "refused")
     training = start(data=records, folder=tmp_path / "run")
     assert training.recipe.privacy_unit == "one pair of answers, a row of the data"

@@ -113,5 +113,5 @@ def test_a_subclass_that_does_more_is_refused_or_keeps_what_follows():
     assert dpdist.prepare(nn.Sequential(_WithActivation(8)))(torch.randn(2, 8, 3, 3)).min() == 0
     with pytest.raises(UserError, match="must have stored statistics"):
         dpdist.prepare(nn.BatchNorm2d(8, track_running_stats=False), batch_norm="eval")
-    with pytest.raises(UserError, match="batch_norm: must be"):
+    with pytest.raises(UserError, match="batch_norm:"):
         dpdist.prepare(nn.Linear(2, 2), batch_norm="layer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from support.settings import sets
 from support.training import make
 
 from dpdist import models, pipeline
-from dpdist.cli.audit import _assumption_rows
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.poisoning import job as voting_models
@@ -196,21 +194,6 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     assert len({tuple(each) for each in votes.vote.tolist()}) == 3
 
 
-def test_noise_on_the_input_is_each_models_own(dpdist_without_ray: Any, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    folder = begun(recipe, tmp_path)
-    quiet, loud = (
-        read_votes(
-            pipeline.evaluation_stage(
-                recipe, folder, Poisoning(models=2, seed=SEED, every=10, sigma=s)
-            )
-        )
-        for s in (None, 3.0)
-    )
-    changed = quiet.vote != loud.vote
-    assert changed.any(axis=1).all() and not (changed[0] == changed[1]).all()
-
-
 def test_models_that_are_alike_vote_under_noises_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,17 +348,6 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     )  # fmt: skip
     jobs = [Poisoning(**{"models": 2, **other}).job_spec(subject).identity() for other in others]
     assert len({json.dumps(job, sort_keys=True) for job in (secret, *jobs)}) == 1 + len(others)
-
-
-def test_public_records_are_trusted() -> None:
-    votes = votes_of(np.zeros((9, 1)))
-    found = [certify_random_models(votes, POISONED, select=1, alpha=0.1)]
-    assert "trusted" not in dict(_assumption_rows(votes, found, PLAN))
-    for more in ({}, {"bag": 30}):
-        told = replace(votes, job_record={"settings": {"data.public": 0.2, **more}})
-        assert "data.public" in dict(_assumption_rows(told, found, PLAN))["trusted"]
-    exact = [certify_partitioned_models(votes)]
-    assert "data.public" in dict(_assumption_rows(told, exact, PLAN))["trusted"]
 
 
 # ---- and poisoned records do not

@@ -9,10 +9,6 @@ import pytest
 from support.local_execution import command
 from support.recipes import write_recipe
 
-from dpdist.certification import statistics
-from dpdist.core.console import format_exact, format_percent
-from dpdist.release.description import certified_accuracy_record
-from dpdist.reports import html
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 
@@ -89,24 +85,3 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         said = names(found)
         assert not [name for name in said for private in PRIVATE if name.startswith(private)]
         assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
-
-
-@pytest.mark.slow
-def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch, capsys):
-    """One set of radii, so one share of the error for each of them."""
-    answer("run", "small.yaml")
-    shown = answer("certify", "small")["certificates"][0]["population"]
-    printed = command(monkeypatch, capsys, work, "certify", "small").out
-    folder = RunFolder(work / "runs" / "small")
-    facts = load_results(folder)
-    found = next(table for table in facts.tables if "alpha-" not in table.name)
-    shares = [
-        f"{format_percent(each['at_least'])} % at {format_exact(each['radius'])}" for each in shown
-    ]
-    value = statistics.population_row(found).value
-    assert value.startswith(", ".join(shares)) and len(shares) == len(found.reported_radii) == 2
-    assert value in " ".join(printed.split()) and value in [each for _, each in facts.summary()]
-    assert shares == [
-        f"{row[2]} % at {row[0]}" for row in html._certificate_section(found, folder)["rows"]
-    ]
-    assert certified_accuracy_record(found)["radii"] == found.reported_radii

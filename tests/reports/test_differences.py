@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.training import make, train
 
 from dpdist import evaluation, pipeline
 from dpdist.certification import table as tables
@@ -223,13 +223,11 @@ def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
 
 
 def test_a_run_says_which_inputs_it_got_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    golden: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, run = make(
-        tmp_path, "x", data__max_train=40, training__batch_size=40, training__steps=1,
-        model="linear", privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, run)
+    run = golden("release", tmp_path)
+    shutil.rmtree(run.certificates)
+    recipe = run.read_recipe()
     monkeypatch.setattr(evaluation, "_BATCH", 100)
     pipeline.evaluate_stage(recipe, run)
     facts = load_results(run)

@@ -30,7 +30,6 @@ from dpdist.reports.html import (
 from dpdist.reports.results import RunResults, load_results
 from dpdist.reports.summary import (
     accuracy_interval,
-    explain_numbers,
     make_verdict,
     max_correct_guess_percent,
 )
@@ -113,43 +112,32 @@ def with_results(facts: RunResults, kind: type, result: Any) -> RunResults:
     return dataclasses.replace(facts, evaluations={**facts.evaluations, kind: [result]})
 
 
-def test_the_sentence_says_what_holds(facts: RunResults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_as_bad_as_the_worst_that_is_known(
+    facts: RunResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
     about = facts.evaluation  # three steps may have taught it no more than the commonest class
     right = {"correct": 300, "accuracy": 300 / about["inputs"]}
     facts = dataclasses.replace(facts, evaluation=about | right)
-    told = make_verdict(facts)
-    assert told.severity == ("caution" if facts.guarantee.epsilon > 10 else "good")
-    assert f"with epsilon {format_epsilon(facts.guarantee.epsilon)}" in told.sentence
-    assert told.sentence.count(". ") == 0
-    share = 100 * facts.tables[0].certified_accuracy(0.1)
-    assert f"{share:.1f} % of 30." in told.sentence
-    assert "within L2 distance 0.1" in told.sentence
-    none = make_verdict(dataclasses.replace(facts, tables=[], evaluation=None))
-    assert "nothing is certified" in none.sentence and "was not measured" in none.sentence
+    told, epsilon = make_verdict(facts), facts.guarantee.epsilon
+    assert told.severity == ("caution" if epsilon > 10 else "good")
+    assert format_epsilon(epsilon) in told.sentence
+    assert f"{100 * facts.tables[0].certified_accuracy(0.1):.1f} % of 30." in told.sentence
     infinite = Guarantee(math.inf, 1e-4, "add-or-remove-one", "proved", "none")
-    open_ = dataclasses.replace(
-        facts, account=dataclasses.replace(facts.account, guarantee=infinite)
-    )
-    assert (
-        make_verdict(open_).severity == "bad"
-        and "epsilon is infinite" in make_verdict(open_).sentence
-    )
-    assert "single records away" in dict(explain_numbers(open_))["epsilon"]
-    bug = make_verdict(with_results(facts, AuditResult, audit(proved=1.0)))
-    assert bug.severity == "bad" and bug.sentence.startswith("An audit contradicts what is proved")
-    broken = make_verdict(with_results(facts, CheckSettings, {"plausible": False}))
-    assert broken.severity == "bad" and broken.sentence.startswith("An attack contradicts")
+    account = dataclasses.replace(facts.account, guarantee=infinite)
+    for bad in (
+        dataclasses.replace(facts, account=account),
+        with_results(facts, AuditResult, audit(proved=1.0)),
+        with_results(facts, CheckSettings, {"plausible": False}),
+    ):
+        assert make_verdict(bad).severity == "bad"
     claimed = Guarantee(1.0, 1e-4, "add-or-remove-one", "claimed", "Theorem 1")
     claim = Claim("X", "here", None, claimed, facts.guarantee, "not sound", "no proof")
     monkeypatch.setattr(RunResults, "claim", claim)
-    assert "the paper's epsilon 1 does not hold" in make_verdict(facts).sentence
+    assert "does not hold" in make_verdict(facts).sentence
     refuted = make_verdict(with_results(facts, AuditResult, audit()))
-    assert refuted.severity != "good" and "is refuted by an audit" in refuted.sentence
+    assert refuted.severity != "good" and "refuted" in refuted.sentence
     monkeypatch.setattr(RunResults, "has_fixed_key", True)
-    assert (
-        make_verdict(facts).severity == "bad"
-        and "run key was fixed" in make_verdict(facts).sentence
-    )
+    assert make_verdict(facts).severity == "bad"
 
 
 def test_what_epsilon_lets_a_guess_be_right() -> None:

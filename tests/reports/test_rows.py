@@ -63,38 +63,3 @@ def test_every_rendering_has_the_rows(
     assert format_markdown_table(stated) in card
     same = [row for row in rows if row.name in ("privacy", "certified accuracy")]
     assert all(row in stated for row in same) and len(same) == 2
-
-
-def test_what_is_doubtful_is_first_everywhere() -> None:
-    """A model that says one class only: its first line says so."""
-    import numpy as np
-    import torch
-
-    class One(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([x[:, 0] * 0 + 5, x[:, 0] * 0], 1)
-
-    inputs = np.random.default_rng(0).random((30, 2), dtype=np.float32)
-    labels = np.arange(30) % 2
-    settings = dpdist.Cohen(sigma=0.25, n=200, n0=20, radii=(0.1,))
-    with pytest.warns(UserWarning):
-        table = dpdist.certify(One(), (inputs, labels), settings, executor="local")
-    first = str(table).splitlines()[1]
-    assert first.startswith("  Verdict") and "commonest class" in first.replace("\n", " ")
-    assert not repr(table).startswith("CertificateTable(")
-
-
-def test_a_training_prints_what_it_released(tmp_path: Path) -> None:
-    import torch
-
-    module = torch.nn.Linear(4, 2)
-    training = dpdist.PrivateTraining(
-        module, torch.optim.SGD(module.parameters(), lr=0.1),
-        (torch.rand(100, 4), torch.randint(2, (100,))), loss="cross-entropy",
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
-        batch_size=20, steps=2, folder=tmp_path / "run",
-    )  # fmt: skip
-    training.step()
-    title, privacy, steps = str(training).splitlines()
-    assert title.startswith("Training run (") and "ε = " in privacy and "1 of 2 steps" in steps
-    assert str(training.run).endswith("its training has not finished")

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import re
 
-from support.local_execution import command, run_without_ray
-
 import dpdist
-from dpdist import pipeline
 from dpdist.reports.technical_file import technical_file
-from dpdist.runs.recipe import parse_recipe
 
-BASE = {
-    "name": "small",
-    "data": {"name": "digits", "max_train": 200},
-    "model": {"name": "linear"},
-    "privacy": {"epsilon": 3, "delta": 1e-4},
-    "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
-    "certify": {"sigma": 0.25, "n": 200, "max_inputs": 20},
-}
 OPEN = "Not held by this run: to be written by the provider."
-
-NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 
 
 def test_it_has_the_points_of_both_regulations_and_states_what_the_report_states(
-    tmp_path, monkeypatch, capsys
+    golden, tmp_path, monkeypatch, dpdist_without_ray
 ):
-    run_without_ray(monkeypatch)
-    folder = pipeline.run(parse_recipe(BASE, "test"), runs=tmp_path)
-    done = command(
-        monkeypatch, capsys, tmp_path, "report", "small", "--runs", ".", "--technical-file"
-    )
+    folder = golden("release", tmp_path / "runs")
+    done = dpdist_without_ray("report", "x", "--technical-file")
     assert done.code == 0, done.err
     page = (folder.path / "report" / "technical-file.md").read_text()
     parts = re.split(r"^### (.+)$", page, flags=re.MULTILINE)[1:]
@@ -45,10 +28,6 @@ def test_it_has_the_points_of_both_regulations_and_states_what_the_report_states
     card = facts.privacy_card()
     for line in (*card["mechanism"], *card["assumptions"], *card["notes"]):
         assert f"* {line}\n" in page
-    ours = {*map(str, range(1, 10)), "35", "2024", "1689", "2016", "679", "14", "47", "72", "256",
-            "25519"}  # fmt: skip
-    told = folder.report_file.read_text()
-    assert set(re.findall(NUMBER, page)) - set(re.findall(NUMBER, told)) <= ours
     for secret in (str(tmp_path), folder.read_run_key().hex()):
         assert secret not in page
 

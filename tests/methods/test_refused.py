@@ -1,0 +1,89 @@
+"""What does not go with a method is refused by its key, before anything is read or trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from methods import test_noisy_records, test_pate, test_private_prediction
+
+from dpdist.core.errors import UserError
+from dpdist.runs.recipe import parse_recipe
+
+BASE: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits"},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+    "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
+}
+FUNCTIONAL = BASE | {
+    "method": {"name": "functional", "rounds": 2},
+    "model": {"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}},
+}
+AGREED = {"name": "input-noise", "sigma": 0.25, "augmentations": 2, "consistency": 5}
+METHODS: dict[str, dict[str, Any]] = {
+    "pate": test_pate.RAW,
+    "private-prediction": test_private_prediction.RAW,
+    "noisy-records": test_noisy_records.RAW,
+    "functional": FUNCTIONAL,
+    "consistency": BASE | {"method": AGREED},
+    "dp-sgd": BASE | {"method": "dp-sgd"},
+}
+ARCHIVED = {"archive": "s3://a/b", "archive_private": True}
+INITIAL = {"name": "linear", "initial": {"folder": "w", "pretraining_data": "it"}}
+# The method, the section, what is changed in it, and the key that must be named.
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("pate", "method", {"answers": 30}, "answers"),
+    ("pate", "method", {"threshold": 0.0}, "threshold and screening"),
+    ("pate", "method", {"threshold": 0.0, "screening": 0.0}, "leave as many"),
+    ("pate", "method", {"screening": 1e-310}, "screening"),
+    ("pate", "method", {"teaching": {"model": INITIAL}}, "method.teaching.model"),
+    ("pate", "data", {"public": 0.0}, "data.public"),
+    ("pate", "data", {"max_train": 60}, "data.max_train"),
+    ("pate", "privacy", {"nominal_records": None, "batch_cap": 60}, "privacy.batch"),
+    ("pate", "audit", {"kind": "canaries"}, "audit"),
+    ("pate", "resources", ARCHIVED, "votes stay"),
+    ("private-prediction", "data", {"max_train": 100}, "data.max_train"),
+    ("private-prediction", "privacy", {"clip_norm": 2.0}, "teachers have none"),
+    (
+        "private-prediction", "privacy",
+        {"adjacency": "replace-one", "nominal_records": None, "batch_cap": 60},
+        "teachers have none",
+    ),
+    ("private-prediction", "certify", {"sigma": 0.5}, "certify"),
+    ("private-prediction", "audit", {"kind": "mechanism"}, "audit"),
+    ("private-prediction", "resources", ARCHIVED, "does not know"),
+    ("private-prediction", "method", {"evaluate": 7}, "evaluate"),
+    ("noisy-records", "privacy", {"adjacency": "add-or-remove-one"}, "replace-one"),
+    ("noisy-records", "audit", {"kind": "canaries"}, "audit"),
+    *(
+        ("noisy-records", "data", {key: value}, f"data.{key}")
+        for key, value in {
+            "public": 0.1, "private_eval_fraction": 0.1, "fraction": 0.5, "max_train": 900,
+            "labels": [3, 5], "drop_test_records": True,
+        }.items()
+    ),
+    ("dp-sgd", "privacy", {"clipping": "none"}, "clipping"),
+    ("functional", "privacy", {"clip_norm": 2.0}, "privacy.clipping"),
+    ("functional", "privacy", {"batch_cap": 50}, "batch_cap"),
+    ("functional", "training", {"ema": 0.5}, "training.ema"),
+    ("functional", "training", {"flip": True}, "flip"),
+    ("functional", "audit", {"kind": "canaries"}, "mislabeled or blank"),
+    ("functional", "model", {"vmap": True}, "together"),
+    ("functional", "method", {"center": 1.0}, "method.center"),
+    ("functional", "method", {"refine": 0.95}, "their sum"),
+    ("consistency", "method", {"augmentations": 1}, "augmentations"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "section", "given", "key"), REFUSED)
+def test_what_does_not_go_with_a_method_is_refused(
+    name: str, section: str, given: dict[str, Any], key: str
+) -> None:
+    raw = METHODS[name]
+    parse_recipe(raw, "test")
+    with pytest.raises(UserError) as refused:
+        parse_recipe(raw | {section: raw.get(section, {}) | given}, "test")
+    said = str(refused.value)
+    assert key in said and "\n" not in said
