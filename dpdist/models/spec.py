@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MAX_SHIFT, FileShape, key_error
+from dpdist.core.fields import MAX_SHIFT, FileShape, SingleLine, key_error
 from dpdist.core.files import (
     MissingFileError,
     check_regular_file,
@@ -363,8 +364,8 @@ class BlockNoiseRecord(FileShape):
         floor: The least standard deviation.
     """
 
-    modules: list[str]
-    mode: str
+    modules: list[SingleLine]
+    mode: SingleLine
     floor: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -391,7 +392,7 @@ class ModelRecord(FileShape):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
+    name: SingleLine
     input_shape: Annotated[list[_Size], Field(min_length=1)]
     classes: _Size
     options: dict[str, Any]
@@ -440,8 +441,8 @@ def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object)
         if name not in named_networks() and name != trusted_factory:
             raise UserError(
                 f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
-                f"its code. If you trust it, name it (--trust-factory {name}; in Python "
-                f"trusted_factory={name!r})",
+                "its code. If you trust it, name it (--trust-factory "
+                f"{shlex.quote(name)}; in Python trusted_factory={name!r})",
                 see="how-to/extending.md#a-model",
             )
 

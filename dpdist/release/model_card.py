@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -127,7 +128,7 @@ def _text_usage(description: ReleaseDescription, spec: ModelSpec) -> str:
     said = "the most probable next tokens" if spec.following else "class and probability"
     trust, trusted, sampled = "", "", ""
     for factory in spec.user_factories[:1]:
-        trust, trusted = f" --trust-factory {factory}", f', trusted_factory="{factory}"'
+        trust, trusted = f" --trust-factory {quote(factory)}", f", trusted_factory={factory!r}"
     if spec.following:
         # Given always: not every tokenizer begins a text by itself, where a prompt is required.
         sampled = (
