@@ -250,6 +250,13 @@ def doubts(found: CertificateTable) -> list[str]:
             "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
+    if lacks_classes(found):
+        held, all_of = len(np.unique(found.label)), found.job_record["classes"]
+        said.append(
+            f"the inputs are in the order of their classes, and the first {len(found.index):,} "
+            f"have {held} of {all_of}: they are no sample of the others; take every k-th "
+            "(certify.every) instead of the first ones (certify.max_inputs)"
+        )
     if found.abstention_rate == 1:
         return [
             *said,
@@ -271,6 +278,15 @@ def doubts(found: CertificateTable) -> list[str]:
     return said
 
 
+def lacks_classes(found: CertificateTable) -> bool:
+    """Return whether a table holds the first inputs of data in the order of their classes."""
+    limited = found.job_record["settings"].get("max_inputs") is not None
+    labels = found.label
+    ordered = len(labels) >= _ORDERED_BY_CHANCE and bool((np.diff(labels) >= 0).all())
+    return limited and ordered and len(np.unique(labels)) < found.job_record["classes"]
+
+
+_ORDERED_BY_CHANCE = 10  # so many labels of two equal classes are so once in a hundred times
 _RANGE_SLACK = 1e-3  # of what resizing and formats of images round
 
 
@@ -370,6 +386,8 @@ def population_row(certificates: CertificateTable) -> Row:
 
     One table has one such statement: reports, `certify`, `release` and `verify` print it from here.
     """
+    if lacks_classes(certificates):
+        return Row(POPULATION, "not stated: the inputs lack classes, as they are in their order")
     stated = population_bounds(certificates)
     shares = ", ".join(
         f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"

@@ -67,3 +67,23 @@ class _Inputs:
 def test_the_range_is_that_of_the_chosen_inputs() -> None:
     assert input_range(_Inputs(), range(100, 200)) == (200.0, 399.0)
     assert input_range(_Inputs(), range(2000)) == (0.0, 3999.0)  # the last of many is looked at
+
+
+@pytest.mark.parametrize(("every", "doubted"), [(None, True), (3, False)])
+def test_the_first_inputs_of_data_in_the_order_of_classes_are_no_sample(
+    every: int | None, doubted: bool, tmp_path: Path
+) -> None:
+    x, labels = points(1.0)
+    order = np.argsort(labels, kind="stable")
+    part = {"every": every} if every else {"max_inputs": 10}
+    settings = dpdist.Cohen(
+        sigma=0.1, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a", **part
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = dpdist.certify(
+            Scaled(), (x[order], labels[order]), settings, folder=tmp_path, executor="local"
+        )
+    told = [text for text in statistics.doubts(found) if "order of their classes" in text]
+    assert bool(told) is doubted
+    assert statistics.population_row(found).value.startswith("not stated") is doubted
