@@ -38,7 +38,11 @@ def test_a_release_is_served(golden, tmp_path):
 
     image = np.linspace(0, 1, 64).reshape(1, 8, 8)
     command = [sys.executable, EXAMPLE, folder.release_folder, "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as served:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        # A shell's background jobs, and what they start, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as served:  # fmt: skip
         try:
             for _ in range(300):
                 try:

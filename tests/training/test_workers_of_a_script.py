@@ -204,7 +204,7 @@ def interrupted(rank: int, folder: Path) -> tuple[int, str, int, list[float]]:
     t.close()
     t = begin(folder, model=Interrupting(*net()), resources=resources)
     t.run_all()
-    return taken, said, kept, flat(t.model)
+    return taken, said, kept, flat(t.model).tolist()
 
 
 @pytest.mark.e2e
