@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dpdist
 
@@ -38,6 +39,20 @@ def test_every_link_leads_somewhere(pages):
 
     assert dead_links(pages) == []
     assert len(pages) > 30 and sum(len(page.links) for page in pages) > 150
+
+
+def test_every_question_is_answered_within_two_links(pages):
+    from tools.pages import resolve
+
+    links = {page.path: {resolve(page.path, link) for link in page.links} for page in pages}
+    near = {"README.md", "docs/index.md"}
+    for _ in range(2):
+        near |= {link.partition("#")[0] for page in near for link in links.get(page, ())}
+    anchors = {f"{page.path}#{anchor}" for page in pages for anchor in page.anchors}
+    questions = yaml.safe_load((ROOT / "tests" / "docs_questions.yaml").read_text())
+    for each in questions:
+        assert each["answer"] in anchors, each
+        assert each["answer"].partition("#")[0] in near, each
 
 
 def test_every_page_is_on_a_shelf_once(pages):

@@ -168,11 +168,16 @@ def dead_links(found: list[Page], root: Path = ROOT) -> list[str]:
 
 
 def _leads(page: Page, link: str, anchors: dict[str, frozenset[str]], root: Path) -> bool:
-    file, _, anchor = unquote(link).partition("#")
-    target = _from_root(page.path, file) if file else page.path
+    target, _, anchor = resolve(page.path, link).partition("#")
     if anchor:
         return anchor in anchors.get(target, ())
     return not target.startswith("..") and (root / target).exists()
+
+
+def resolve(page: str, link: str) -> str:
+    """Return what a page's link leads to, from the root: FILE or FILE#ANCHOR."""
+    file, sign, anchor = unquote(link).partition("#")
+    return f"{_from_root(page, file) if file else page}{sign}{anchor}"
 
 
 def _from_root(page: str, link: str) -> str:

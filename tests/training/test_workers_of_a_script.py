@@ -190,7 +190,7 @@ class Interrupting(nn.Sequential):
 def interrupted(rank: int, folder: Path) -> tuple[int, str, int, list[float]]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     resources = {"checkpoint_seconds": 3600}
-    t = begin(folder, model=Interrupting(*net()), resources=resources)
+    t = started(folder, model=Interrupting(*net()), resources=resources)
     t.step()
     Interrupting.soon = rank == 1
     taken, said = 1, ""
@@ -202,7 +202,7 @@ def interrupted(rank: int, folder: Path) -> tuple[int, str, int, list[float]]:
         said = str(error)
     kept = t._loop.kept
     t.close()
-    t = begin(folder, model=Interrupting(*net()), resources=resources)
+    t = started(folder, model=Interrupting(*net()), resources=resources)
     t.run_all()
     return taken, said, kept, flat(t.model).tolist()
 
