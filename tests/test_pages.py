@@ -64,7 +64,7 @@ def test_every_snippet_on_certifying_any_model(here, tmp_path, monkeypatch):
             torch.save(importlib.import_module("nets").small().state_dict(), "net.pt")
         elif kind == "python":
             exec(compile(text, page, "exec"), {})
-        else:
+        elif kind != "bash":  # that of a cluster
             for line in text.splitlines():
                 done = call(*shlex.split(line)[1:])
                 assert done.exit_code == 0, (line, done.output, done.exception)
