@@ -25,7 +25,7 @@ from dpdist.core.files import write_atomic
 from dpdist.runs.folder import RunFolder
 from dpdist.training.monitoring import is_stop_requested, read_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 STEPS = 12
 RECIPE = {

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from faults import no_orphans, releases
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 STEPS = 300
 RECIPE = {
