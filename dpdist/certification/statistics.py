@@ -286,7 +286,7 @@ def lacks_classes(found: CertificateTable) -> bool:
     return limited and ordered and len(np.unique(labels)) < found.job_record["classes"]
 
 
-_ORDERED_BY_CHANCE = 10  # so many labels of two equal classes are so once in a hundred times
+_ORDERED_BY_CHANCE = 10  # labels: fewer are in order by chance too often
 _RANGE_SLACK = 1e-3  # of what resizing and formats of images round
 
 
@@ -381,14 +381,19 @@ def table_rows(found: CertificateTable) -> list[Row]:
 POPULATION = "of the population, at least"
 
 
+def stated_bounds(certificates: CertificateTable) -> list[PopulationBound]:
+    """Return the bounds that reports state; none if the inputs are visibly no sample."""
+    return [] if lacks_classes(certificates) else population_bounds(certificates)
+
+
 def population_row(certificates: CertificateTable) -> Row:
     """Return the row with a lower bound of the population's accuracy.
 
     One table has one such statement: reports, `certify`, `release` and `verify` print it from here.
     """
-    if lacks_classes(certificates):
+    stated = stated_bounds(certificates)
+    if not stated:
         return Row(POPULATION, "not stated: the inputs lack classes, as they are in their order")
-    stated = population_bounds(certificates)
     shares = ", ".join(
         f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"
         for each in stated

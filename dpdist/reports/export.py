@@ -77,7 +77,7 @@ def table_as_json(table: CertificateTable) -> dict[str, Any]:
         ],
         "population": [
             {"radius": each.radius, "at_least": each.accuracy_lower_bound}
-            for each in statistics.population_bounds(table)
+            for each in statistics.stated_bounds(table)
         ],
     }
 

@@ -544,7 +544,7 @@ def _image_section(facts: RunResults, images: ImageSource | str) -> dict[str, An
 
 
 def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
-    stated = {at.radius: at for at in statistics.population_bounds(table)}
+    stated = {at.radius: at for at in statistics.stated_bounds(table)}
     return {
         "words": table.description,
         "mode": table.mode,

@@ -13,6 +13,7 @@ from torch import nn
 import dpdist
 from dpdist.certification import statistics
 from dpdist.certification.table import input_range
+from dpdist.reports.export import table_as_json
 
 
 class Scaled(nn.Module):
@@ -87,3 +88,4 @@ def test_the_first_inputs_of_data_in_the_order_of_classes_are_no_sample(
     told = [text for text in statistics.doubts(found) if "order of their classes" in text]
     assert bool(told) is doubted
     assert statistics.population_row(found).value.startswith("not stated") is doubted
+    assert (table_as_json(found)["population"] == []) is doubted
