@@ -452,7 +452,7 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
 
 def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
     """Return the rate that benchmarks/quality/real_tables.py found best for such a model."""
-    rate = 2.0 if model[0].startswith("model: linear") else 0.5
+    rate = 2.0 if model == _LINEAR_MODEL else 0.5
     rate = 0.1 if not pictures and units < _FEW_UNITS else rate
     return [
         f"  learning_rate: {rate}           # try others with `dpdist tune`: "
@@ -511,15 +511,16 @@ def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
         inputs = sum(map(len, names))
     weights = _HIDDEN * (inputs + dataset.classes)
     if units < _UNITS_PER_WEIGHT * weights:
-        return [
-            "model: linear                  # logistic regression; or your own: package.module:f"
-        ]
+        return _LINEAR_MODEL
     return [
         "model:                         # or linear, or your own: package.module:factory",
         f"  name: mlp\n  options: {{hidden: [{_HIDDEN}]}}",
     ]
 
 
+_LINEAR_MODEL = [
+    "model: linear                  # logistic regression; or your own: package.module:f"
+]
 _HIDDEN, _UNITS_PER_WEIGHT = 32, 10
 
 

@@ -491,11 +491,11 @@ class RecurrentByExample(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _CELLS and func is getattr(torch, name):
+        if name in _CELLS and func is getattr(torch, name) and len(args) > 1:
             inputs, state, *rest = args
             own = torch.zeros_like(inputs[..., :1])
             state = state + own if isinstance(state, Tensor) else [each + own for each in state]
-            return func(inputs, state, *rest)
+            return func(inputs, state, *rest, **(kwargs or {}))
         by_step = _RECURRENT.get(name) if func is getattr(torch, name, None) else None
         if by_step is None or len(args) != 9:  # packed sequences have 8
             return func(*args, **(kwargs or {}))
