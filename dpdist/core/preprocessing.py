@@ -49,9 +49,9 @@ class ColumnPreprocessing(Section):
 
     Attributes:
         range: Public constants [LOW, HIGH] that become 0 and 1; values beyond are cut.
-        missing: What a missing cell becomes: a constant in the column's own units (of categories,
-            one of them), or flag, which gives 0 and adds a column that is 1 where a cell is
-            missing. Without it, a missing cell raises an error.
+        missing: What replaces a missing cell. A constant is in the column's own units, or one of
+            the categories. `flag` gives 0, and adds a column that is 1 if the cell is missing.
+            Without it, a missing cell raises an error.
         categories: Public list of the values of a column, which becomes a column of 0 and 1 for
             each, and one for any other value.
         codes: Make one column of the categories' numbers from 0 instead, for an embedding; any

@@ -76,7 +76,7 @@ def count_cells(values: np.ndarray, edges: np.ndarray, users: Users | None = Non
 
 @dataclass(frozen=True)
 class ColumnEstimate:
-    """What noisy counts say of a column.
+    """Estimates of a column from its noisy counts.
 
     low, median, high: ends of a range by two quantiles, and the middle one, in the column's own
     units, low < high. missing: share of missing numbers, 0 to 1.

@@ -359,8 +359,8 @@ def statistics(
 
     Guarantee: all constants together are (epsilon, delta)-differentially private as `guarantee` of
     the result states. Each column of numbers is counted on a fixed grid, and all counts get
-    Gaussian noise, once: the same call gives the same constants again, also after a crash, at no
-    further cost. Rows are never dropped.
+    Gaussian noise once. If you repeat the call, also after a crash, you get the same constants at
+    no further cost. Rows are never dropped.
 
     Args:
         data: the private table: a pandas DataFrame, a pyarrow Table, a dict of columns, or the path

@@ -1,4 +1,4 @@
-"""What does not go with a method is refused by its key, before anything is read or trained."""
+"""A recipe whose settings do not fit its method raises an error that names the key."""
 
 from __future__ import annotations
 

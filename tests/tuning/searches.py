@@ -43,7 +43,7 @@ def load(folder: Path) -> nn.Module:
 
 
 def finish(search: Any) -> RunFolder:
-    """What a search does after its trials."""
+    """Choose the winner of a search after its trials, and return the run."""
     search._choose_winner()
     search.run(LocalExecutor())
     return search.run_folder
