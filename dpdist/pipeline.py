@@ -9,7 +9,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from dpdist.cluster.executor import (
 from dpdist.cluster.session import count_local_cpus, require_gpus, require_workers
 from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
+from dpdist.core.files import read_json
 from dpdist.evaluation import (
     data_units_row,
     evaluate_stage,
@@ -273,10 +274,34 @@ def dry_run(
     return [
         *taken,
         ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
+        *_other_runs(work.recipe, folder, work.dataset.fingerprint),
         *told,
         *describe_cost(work.recipe, work.plan),
         *units,
     ]
+
+
+def _other_runs(recipe: Recipe, folder: RunFolder, fingerprint: str) -> list[tuple[str, str]]:
+    """Return a row of runs beside this one on the same records, unless a budget counts them.
+
+    fingerprint: of the training records.
+    """
+    if recipe.privacy.budget is not None:
+        return []
+    own, others = folder.path, list[str]()
+    for path in own.parent.glob("*/private/data.json"):
+        other = RunFolder(path.parent.parent)
+        if other.path.name != own.name and other.ledger.exists():
+            with suppress(UserError):  # what is damaged is told where it is used
+                if read_json(path, {"train": str})["train"] == fingerprint:
+                    others.append(other.name)
+    if not others:
+        return []
+    names = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
+    said = f"{len(others)} trained on these records ({names}): their epsilons add up"
+    if recipe.user_unit is None:
+        said += "; privacy.budget would keep the sum below a ceiling"
+    return [("other runs", said)]
 
 
 def _require_gpus(recipe: Recipe) -> None:
@@ -397,6 +422,9 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
     done = job.recipe.guarantee_of(job.plan, job.plan.phases)
     console.log(f"training: {_describe_work(job)}, {place}")
     console.log(f"training: when done, {done.row.text}")
+    trained_on = read_json(folder.data_fingerprint, {"train": str})["train"]
+    for name, said in _other_runs(job.recipe, folder, trained_on):
+        console.log(f"training: {name}: {said}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
 

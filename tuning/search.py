@@ -580,8 +580,10 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
             "leave public out to score on a held-out part, with noise"
         )
         private = private_records(recipe, data_source(recipe))
-        refuse_common_records(private, records, f"{context}: tune.score.public", why)
-        refuse_common_users(private, records, f"{context}: tune.score.public")
+        if private.by_user:
+            refuse_common_users(private, records, f"{context}: tune.score.public")
+        else:
+            refuse_common_records(private, records, f"{context}: tune.score.public", why)
     classes, weights = recipe.data.num_classes, score.class_weights
     if weights is not None and len(weights) != classes:
         raise UserError(

@@ -29,6 +29,7 @@ from dpdist.cli.options import (
     path_callback,
     path_option,
 )
+from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Finite
 
@@ -71,7 +72,8 @@ _PretrainingData = Annotated[
 _Ranges = Annotated[
     list[str] | None,
     option(
-        "Public constants of columns: the range of numbers, which becomes [0, 1], the categories "
+        "Public constants of columns: the range of numbers, which becomes [0, 1] (0,5000,log1p for "
+        "amounts, 0,9,flag to flag missing cells), the categories "
         "of words (A,B,C), or the first and the last day of dates. May be repeated, for one "
         "column, several (A,B=0,1) or a pattern; of two that fit, the first counts, so put "
         "'*=0,1' last.",
@@ -119,6 +121,7 @@ def init_command(
     model = _base_model(found, base, pretraining_data)
     _write_recipe(found, output, rules, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
+    typer.echo(f"protected: training {_units(found)}; not test records, scores on which are public")
     if found.unread:
         typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
     _tell_left_out(found, rules)
@@ -240,7 +243,7 @@ def _propose_preprocessing(
     for name in features:
         known = public_range(name)
         if dataset.kinds[name] == "truth":
-            found[name] = _scaling("truth", 0, 1)
+            found[name] = _scaling("truth", "0,1")
         elif known is not None:
             fill = known.typical if dataset.kinds[name] == "numbers" else None
             found[name] = ColumnPreprocessing(
@@ -268,7 +271,8 @@ def _propose_preprocessing(
 
 
 _ASKED = {
-    "numbers": "LOW,HIGH", "lists": "LOW,HIGH", "words": "the categories, A,B,C",
+    "numbers": "LOW,HIGH, or LOW,HIGH,log1p,flag", "lists": "LOW,HIGH",
+    "words": "the categories, A,B,C",
     "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
 }  # fmt: skip
 
@@ -294,8 +298,7 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
             f"'*=0,1'), got {text}"
         )
     if by_kind["numbers"] and not (by_kind["words"] and not _is_range(said)):
-        ends = _parse_range(said)
-        return {name: _scaling(dataset.kinds[name], *ends) for name in by_kind["numbers"]}
+        return {name: _scaling(dataset.kinds[name], said) for name in by_kind["numbers"]}
     if by_kind["dates"] and not by_kind["words"]:
         return dict.fromkeys(by_kind["dates"], _date_rule(said))
     words = [word.strip() for word in said.split(",")]
@@ -307,16 +310,29 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
 
 def _is_range(text: str) -> bool:
     with suppress(UserError):
-        return bool(_parse_range(text))
+        return bool(_scaling("numbers", text))
     return False
 
 
-def _scaling(kind: str, low: float, high: float) -> ColumnPreprocessing:
-    """Return the rule of numbers in a public range: a missing one becomes its middle."""
+def _scaling(kind: str, text: str) -> ColumnPreprocessing:
+    """Return the rule LOW,HIGH[,log1p][,flag] of numbers in a public range.
+
+    A missing one becomes the range's middle without `flag`, and is flagged with `log1p`, which is
+    for ranges whose middle is far from most values. Raises UserError.
+    """
     from dpdist.core.preprocessing import ColumnPreprocessing
 
-    missing = None if kind == "lists" else (low + high) / 2
-    return ColumnPreprocessing(range=(low, high), missing=missing)
+    parts = [part.strip() for part in text.split(",")]
+    ends, words = parse_numbers(",".join(parts[:2]), "--range", Finite), set(parts[2:])
+    if ends is None or len(ends) != 2 or not ends[0] < ends[1] or words - {"log1p", "flag"}:
+        rule = "must be LOW,HIGH, such as 0,120, or LOW,HIGH,log1p,flag"
+        raise UserError(f"--range: {rule}, got {text}")
+    missing = "flag" if words else (ends[0] + ends[1]) / 2
+    return ColumnPreprocessing(
+        range=(ends[0], ends[1]),
+        log1p="log1p" in words,
+        missing=None if kind == "lists" else missing,
+    )
 
 
 def _date_rule(text: str) -> ColumnPreprocessing:
@@ -340,13 +356,6 @@ def _at_terminal() -> bool:
 
 
 _MOST_ASKED = 30  # columns; more are given by a pattern
-
-
-def _parse_range(text: str) -> tuple[float, float]:
-    numbers = parse_numbers(text, "--range", Finite)
-    if numbers is None or len(numbers) != 2 or not numbers[0] < numbers[1]:
-        raise UserError(f"--range: must be LOW,HIGH, such as 0,120, got {text}")
-    return numbers[0], numbers[1]
 
 
 def _write_recipe(
@@ -429,6 +438,10 @@ def starter_recipe(
     return "\n".join(lines) + "\n"
 
 
+def _units(dataset: DiscoveredDataset) -> str:
+    return "records" if dataset.user_column is None else f"records, by {dataset.user_column}"
+
+
 def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     """Return the lines that say what the guarantee protects: a record, or a user."""
     from dpdist.data.column_names import repeats_words
@@ -437,7 +450,7 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
         whose = _on_one_line(f"# all records of one {dataset.user_column}")
         return [
             f"  unit: user                  {whose}",
-            "  max_records_per_user: 4     # that count in one step, drawn anew each time",
+            "  max_records_per_user: 4     # in a step, drawn anew; more cost time, no epsilon",
         ]
     suspects = [
         f"  {_on_one_line(f'# {repeats_words(*each)} Then: dpdist init --user {each[0]}')}"
@@ -696,10 +709,12 @@ def check_data(recipe: RecipeArgument, changes: Changes = None) -> None:
             _tell_repeats(discovery.repeating_columns(tables, None if following else label))
     for _, said in data_units_row(resolved, test):
         typer.echo(f"units: {said}")
-    typer.echo(f"no private record is in {test.name}: compared by content")
+    unit, how = ("record", "content") if resolved.user_unit is None else ("user", "name")
+    typer.echo(f"protected: the training {counted}; no {unit} is in both splits, by {how}")
+    typer.echo(f"not protected: the records of {test.name}; scores on them are published")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
-    typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")
-    typer.echo(f"training.batch_size {batch:,}: at most {len(train):,}")
+    typer.echo(f"privacy.delta {delta:g}: below 1 / {len(train):,}, as it must be")
+    typer.echo(f"training.batch_size {batch:,}: {format_percent(batch / len(train), 1)} % of them")
 
 
 _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to tell"}

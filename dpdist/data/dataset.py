@@ -333,19 +333,22 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
     """Raise UserError unless the two splits can be used with one model and share no record.
 
     train: all records that are not declared public. Scores and certificates on the test split are
-    published, so it must not hold protected ones.
+    published, so it must not hold protected ones. Where users are protected, no user may be in
+    both; equal rows of two users are two users' records.
     """
     if train.input_shape != test.input_shape:
         raise UserError(
             f"{context}: {train.name} has inputs of shape {train.input_shape}, {test.name} of "
             f"{test.input_shape}"
         )
+    if train.by_user:
+        refuse_common_users(train, test, context)
+        return
     why = (
         f"are in {test.name} too: scores on private records would be published; take them out of "
         f"the files, or {_how_to_leave_out(train, test)}"
     )
     refuse_common_records(train, test, context, why)
-    refuse_common_users(train, test, context)
 
 
 def _how_to_leave_out(train: Dataset, test: Dataset) -> str:
@@ -359,16 +362,13 @@ def _how_to_leave_out(train: Dataset, test: Dataset) -> str:
 
 
 def refuse_common_users(private: Dataset, others: Dataset, context: str) -> None:
-    """Raise UserError where a user is the unit and a private one has records among public ones.
-
-    Scores on these are published, or used as if they were public.
+    """Raise UserError where a private user has records among public ones, whose scores are
+    published, or used as if they were public.
     """
-    if not private.by_user:
-        return
     if both := np.intersect1d(private.user_hashes, others.user_hashes).size:
         raise UserError(
             f"{context}: {both:,} users of {private.name} are in {others.name} too: scores on "
-            "private users would be published; take them out of one of the files",
+            "private users would be published; move all records of a user to one of the files",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
 

@@ -491,8 +491,8 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
     how = ""
     if names is TEST:
         how = (
-            "; move some records, chosen without looking at them, such as every tenth, out of the "
-            "training file into another file"
+            "; move some records, chosen without looking at them, such as every tenth (all records "
+            "of every tenth person), out of the training file into another file"
         )
     raise UserError(
         f"{folder}: no {what} split: must have {names[0]}.parquet, {names[0]}.csv, "

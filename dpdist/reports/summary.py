@@ -180,10 +180,10 @@ def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:
         if_true = ", if what it assumes holds" if assumed else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
-        whose = "training record" if guarantee.user is None else "user"
+        whose = "record" if guarantee.user is None else "user"
         found.append(
             ("caution" if weak or assumed else "good",
-             f"each {whose} is {how} with {stated}{if_true}")
+             f"each training {whose} is {how} with {stated}{if_true} (test {whose}s are not)")
         )  # fmt: skip
     if facts.canary_notice is not None:
         found.append(("caution", "canaries of an audit were trained on, so it is not for release"))

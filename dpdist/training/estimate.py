@@ -389,9 +389,10 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     """
     dataset = records_with_canaries(recipe, data_source(recipe))
     test = load_test_records(recipe, data_source(recipe))
-    counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
-    if plan.user is None:
-        counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
+    counted = (
+        plan.counted,
+        f"{len(dataset):,} to train, protected; {len(test):,} records to test, not protected",
+    )
     if not (plan.steps and recipe.method.capabilities.takes_gradient_steps):
         return [("training", recipe.method.describe(plan)), counted]
     step, resources = plan.step(0), recipe.resources

@@ -220,6 +220,44 @@ def test_equal_rows_on_both_sides_are_named(shared, cure):
     check(str(done.exception))
 
 
+def test_equal_rows_of_two_persons_are_two_records_and_a_person_in_both_files_is_refused():
+    """Equal rows of two persons are ordinary; a person in both files would be published."""
+    Path("st").mkdir()
+    for split, first in (("train", 0), ("test", 1000)):
+        rows = [[str(first + n // 2), *row] for n, row in enumerate(ROWS)]
+        Path("st", f"{split}.csv").write_text(lines(rows, names=["pid", *NAMES]))
+    CliRunner().invoke(app, ["init", "st", "--user", "pid"])
+    checked = CliRunner().invoke(app, ["data", "check", "st.yaml"])
+    assert checked.exception is None, checked.exception
+    rows = [[str(n // 2), *row] for n, row in enumerate(ROWS[::-1])]
+    Path("st", "test.csv").write_text(lines(rows, names=["pid", *NAMES]))
+    done = CliRunner().invoke(app, ["data", "check", "st.yaml"])
+    assert isinstance(done.exception, UserError) and "12 users" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("said", "rule"),
+    [
+        ("0,9", {"range": (0, 9), "missing": 4.5}),
+        ("0,9,flag", {"range": (0, 9), "missing": "flag"}),
+        ("0,9,log1p", {"range": (0, 9), "missing": "flag", "log1p": True}),
+        ("0,9,5", None),
+        ("9,0", None),
+    ],
+)
+def test_a_range_may_say_log1p_and_flag(said, rule):
+    Path("st").mkdir()
+    for split, first in (("train", 0), ("test", 1000)):
+        rows = [[f"{first + n}", str(n % 2)] for n in range(40)]
+        Path("st", f"{split}.csv").write_text(lines(rows, names=["spend", "label"]))
+    done = CliRunner().invoke(app, ["init", "st", "--range", f"spend={said}"])
+    if rule is None:
+        assert isinstance(done.exception, UserError)
+        return
+    columns = load_recipe(Path("st.yaml")).data.columns
+    assert columns.preprocessing["spend"].model_dump(exclude_defaults=True) == rule
+
+
 # --- images -------------------------------------------------------------------------------------
 
 
