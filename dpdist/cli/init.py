@@ -619,7 +619,8 @@ def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
         lines.append("# preprocessing:")
     for name in lacking:
         more = "" if name in dataset.feature_columns else "   # and name it in features"
-        lines.append(_on_one_line(f"# {_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}"))
+        line = _on_one_line(f"{_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}")
+        lines.append(f"  # {line}" if rules else f"#   {line}")
     return lines
 
 
@@ -639,7 +640,7 @@ def _bought_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
 
 _TO_FILL = {
     "numbers": "{range: [LOW, HIGH], missing: VALUE}", "lists": "{range: [LOW, HIGH]}",
-    "words": "{categories: [A, B], missing: flag}",
+    "words": "{categories: [A, B], missing: flag}, or of free text {text: 256}",
     "dates": "{date: {origin: YYYY-MM-DD, unit: years}, range: [0, YEARS], missing: flag}",
 }  # fmt: skip
 

@@ -58,6 +58,9 @@ class ColumnPreprocessing(Section):
             other value has the next number.
         date: Turn dates into numbers.
         log1p: Take log(1 + value), also of the ends of `range`.
+        text: Make so many inputs of the words of a text: each word is counted at the place of its
+            hash, and the counts of a text are scaled to an L2 norm of 1. A missing text has no
+            words.
         drop: Leave out a column that a pattern in `features` names.
     """
 
@@ -69,6 +72,7 @@ class ColumnPreprocessing(Section):
     codes: bool = False
     date: DateNumbers | None = None
     log1p: bool = False
+    text: int | None = Field(default=None, ge=2, le=100_000)
     drop: bool = False
 
     def rules(self) -> Iterator[Rule]:
@@ -89,18 +93,23 @@ class ColumnPreprocessing(Section):
         yield Rule(words and not filled, rule, "missing")
         other = not words and isinstance(fill, str) and fill != "flag"
         yield Rule(other, f"must be flag or a number, got {fill}", "missing")
+        mixed = self.text is not None and bool(words or numbers or fill not in (None, "flag"))
+        yield Rule(mixed, "not beside other rules but missing: flag", "text")
         low = self.log1p and self.range is None and isinstance(fill, float) and fill <= -1
         yield Rule(low, f"must be above -1 with log1p, got {fill}", "missing")
 
     @property
     def in_unit_range(self) -> bool:
         """Return whether the inputs lie in [0, 1] whatever the cells hold."""
-        return self.range is not None or (bool(self.categories) and not self.codes)
+        scaled = self.range is not None or self.text is not None
+        return scaled or (bool(self.categories) and not self.codes)
 
     def names(self, column: str) -> list[str]:
         """Return the names of the inputs that a column becomes."""
         kinds = [f"{column}={word}" for word in (*self.categories, "other")]
         names = kinds if self.categories and not self.codes else [column]
+        if self.text is not None:
+            names = [f"{column} words {place}" for place in range(self.text)]
         return [*names, f"{column} missing"] if self.missing == "flag" else names
 
     def describe(self) -> str:
@@ -110,6 +119,7 @@ class ColumnPreprocessing(Section):
         words = [
             f"{len(self.categories)} categories and other" if self.categories else "",
             "as numbers" if self.codes else "",
+            f"words counted at {self.text} places by hash" if self.text else "",
             f"{self.date.unit} since {self.date.origin}" if self.date else "",
             f"cut to [{self.range[0]:g}, {self.range[1]:g}]" if self.range else "",
             "log(1 + x)" if self.log1p else "",

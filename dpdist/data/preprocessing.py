@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,7 @@ from dpdist.core.preprocessing import SECONDS, ColumnPreprocessing, word_of
 from dpdist.data.tables import TableFile, is_list, is_text, open_table
 
 _AS_IT_IS = ColumnPreprocessing()
+_WORD = re.compile(r"\w+")
 
 
 def preprocess(
@@ -47,7 +50,7 @@ def preprocess(
     found = []
     for name in columns:
         rule, place = rules.get(name, _AS_IT_IS), (file, first_row, name)
-        convert = _categories if rule.categories else _numbers
+        convert = _categories if rule.categories else _text if rule.text else _numbers
         found.append(convert(table[name].combine_chunks(), rule, *place))
     if len(found) > 1 and any(is_list(table[name].type) for name in columns):
         raise UserError("data.columns.features: must be columns of numbers, or one column of lists")
@@ -186,6 +189,30 @@ def _categories(
     return found.astype(np.float32), identity
 
 
+def _text(
+    values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return texts as counts of words at the places of their hashes, and hashes of the texts.
+
+    Source: Weinberger et al. (2009), "Feature hashing for large scale multitask learning".
+    """
+    assert rule.text is not None
+    texts = [
+        "" if t in (None, *file.missing_words) else t
+        for t in _words(values, file, name).to_pylist()
+    ]
+    found = np.zeros((len(texts), rule.text))
+    for row, text in enumerate(texts):
+        places = [crc32(word.encode()) % rule.text for word in _WORD.findall(text.lower())]
+        np.add.at(found[row], places, 1)
+    found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
+    if rule.missing == "flag":
+        absent = np.array([[not text] for text in texts])
+        found = np.concatenate([found, absent], axis=1)
+    digests = [list(hashlib.blake2b(text.encode(), digest_size=8).digest()) for text in texts]
+    return found.astype(np.float32), np.array(digests, np.float32).reshape(-1, 8)
+
+
 def _words(values: pa.Array, file: TableFile, name: str) -> pa.Array:
     """Return a column as words without blanks around them; whole numbers as such."""
     kind = values.type
@@ -200,6 +227,21 @@ def _words(values: pa.Array, file: TableFile, name: str) -> pa.Array:
     return pc.utf8_trim_whitespace(values.cast(pa.string()))
 
 
+class Sequences(NamedTuple):
+    """Records of one person each, from several rows a person.
+
+    Attributes:
+        inputs: float32 (persons, length, inputs + 1). A person's last rows, the latest last, behind
+            rows of zeros if there are fewer; the last input is 1 for a row and 0 for padding.
+        targets: the target of each person's last row, (persons,); None without a target column.
+        persons: the persons, in the order of the records.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray | None
+    persons: list[Any]
+
+
 class Preprocessing:
     """Turn raw columns into a model's inputs by public constants, each record by itself.
 
@@ -208,8 +250,8 @@ class Preprocessing:
 
     Args:
         columns: by name, in the order of the inputs, the rules of
-            `data.columns.preprocessing`: range, missing, categories, codes, date, log1p, drop; {}
-            for numbers as they are. Other columns of a table are not read.
+            `data.columns.preprocessing`: range, missing, categories, codes, date, log1p,
+            text, drop; {} for numbers as they are. Other columns of a table are not read.
 
     Raises:
         UserError: a rule is none.
@@ -264,6 +306,54 @@ class Preprocessing:
         if not parts:
             raise file.error("must hold one record at least, got no records")
         return np.concatenate(parts)
+
+    def sequences(
+        self, data: Any, *, person: str, order: str, length: int, target: str | None = None
+    ) -> Sequences:
+        """Return one record per person from a table of several rows a person, such as visits.
+
+        Guarantee: a record follows from the rows of its person and the constants alone, so that one
+        record is one person, and the unit of privacy can stay one record.
+
+        Args:
+            data: as in `transform`.
+            person: column that says whom a row belongs to.
+            order: column of numbers, dates or ISO dates as text by which a person's rows are
+                sorted; rows that are equal there stay in the table's order.
+            length: number of rows that are read of a person, the last ones; a public constant.
+            target: column of the person's class or number, which is read from the last row.
+
+        Raises:
+            UserError: as `transform` does, or a row has no person or no order.
+
+        Example:
+            >>> import dpdist
+            >>> made = dpdist.Preprocessing({"dose": {"range": [0, 10]}})
+            >>> visits = {"who": ["a", "b", "a"], "day": [2, 1, 1], "dose": [10, 5, 0]}
+            >>> made.sequences(visits, person="who", order="day", length=2).inputs.tolist()
+            [[[0.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [0.5, 1.0]]]
+        """
+        if length < 1:
+            raise UserError(f"sequences: length: must be 1 or more, got {length}")
+        file = as_table_file(data)
+        others = [person, order] + ([] if target is None else [target])
+        table = pa.concat_tables(table.select(others) for _, table in file.rows(others))
+        for name in others:
+            if len(gone := np.flatnonzero(table[name].is_null().to_numpy())):
+                raise file.error("must have a value", int(gone[0]), name)
+        rows = self.transform_file(file)
+        ranks = pc.rank(table[order], tiebreaker="first").to_numpy()
+        persons = table[person].combine_chunks().dictionary_encode()
+        codes = persons.indices.to_numpy()
+        by_person = np.lexsort((ranks, codes))
+        ends = np.cumsum(np.bincount(codes))
+        inputs = np.zeros((len(ends), length, rows.shape[1] + 1), np.float32)
+        for number, own in enumerate(np.split(by_person, ends[:-1])):
+            last = own[-length:]
+            inputs[number, length - len(last) :, :-1] = rows[last]
+            inputs[number, length - len(last) :, -1] = 1
+        targets = None if target is None else table[target].to_numpy()[by_person[ends - 1]]
+        return Sequences(inputs, targets, persons.dictionary.to_pylist())
 
     def transform_record(self, record: Any) -> np.ndarray:
         """Return the inputs of one record, float32 (inputs,).

@@ -56,6 +56,8 @@ YES_NO = ["no", "yes"]
         ({"date": {"origin": "2000-01-01", "unit": "hours"}},
          [datetime.datetime(2000, 1, 1, 3, tzinfo=datetime.UTC)], [[3]]),
         ({"range": [0, 2]}, [[0, 1], [2, 4]], [[0, 0.5], [1, 1]]),
+        ({"text": 4, "missing": "flag"}, ["Cough, cough; a COLD.", None],  # CRC-32 modulo 4
+         [[2 / 6**0.5, 0, 1 / 6**0.5, 1 / 6**0.5, 0], [0, 0, 0, 0, 1]]),
     ],
 )  # fmt: skip
 def test_cells_become_inputs(rule: dict, cells: list, wanted: list):
@@ -75,6 +77,8 @@ def test_cells_become_inputs(rule: dict, cells: list, wanted: list):
         ({"categories": ["a", " a"]}, "x.categories"), ({"codes": True}, "x.codes"),
         ({"categories": [False]}, "in quotes"), ({"scale": 1}, "x.scale"),
         ({"categories": ["a"], "log1p": True}, "x.categories"),
+        ({"text": 1}, "x.text"), ({"text": 9, "range": [0, 1]}, "x.text"),
+        ({"text": 9, "missing": 0}, "x.text"),
         ({"categories": ["a"], "missing": "b"}, "x.missing"), ({"missing": "b"}, "x.missing"),
         ({"missing": float("nan")}, "x.missing"),
         ({"missing": -1, "log1p": True}, "x.missing"),
@@ -100,6 +104,37 @@ def test_no_message_holds_a_value(rule: dict, cells: list):
         dpdist.Preprocessing({"x": rule}).transform({"x": cells})
     said = str(caught.value)
     assert "column 'x'" in said and "s3cret" not in said and "618033" not in said
+
+
+def test_sequences_are_those_of_pandas_and_of_one_person_alone():
+    """A person's last rows in order, padded in front; another person's rows change nothing."""
+    rng = np.random.default_rng(5)
+    frame = pd.DataFrame(
+        {
+            "who": rng.integers(0, 30, 200).astype(str),
+            "day": pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 90, 200), "D"),
+            "dose": rng.uniform(0, 10, 200),
+            "ill": rng.integers(0, 2, 200),
+        }
+    )
+    made = dpdist.Preprocessing({"dose": {"range": [0, 10]}})
+    options = {"person": "who", "order": "day", "length": 5, "target": "ill"}
+    found = made.sequences(frame, **options)
+    assert sorted(found.persons) == sorted(frame["who"].unique())
+    for number, who in enumerate(found.persons):
+        own = frame[frame["who"] == who].sort_values("day", kind="stable")
+        last = own["dose"].to_numpy()[-5:]
+        assert np.allclose(found.inputs[number, 5 - len(last) :, 0], last / 10)
+        assert found.inputs[number, :, 1].tolist() == [0] * (5 - len(last)) + [1] * len(last)
+        assert not found.inputs[number, : 5 - len(last)].any()
+        assert found.targets[number] == own["ill"].to_numpy()[-1]
+        alone = made.sequences(own, **options)
+        assert np.array_equal(alone.inputs[0], found.inputs[number])
+    with pytest.raises(UserError, match=r"length: must be 1 or more"):
+        made.sequences(frame, **{**options, "length": 0})
+    frame.loc[3, "day"] = pd.NaT
+    with pytest.raises(UserError, match="row 3: column 'day'"):
+        made.sequences(frame, **options)
 
 
 def test_it_cannot_be_fitted():
