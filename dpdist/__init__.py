@@ -19,6 +19,7 @@ install_torchvision_hook()  # for what is imported after dpdist
 install_error_hooks()
 
 if TYPE_CHECKING:
+    from dpdist.attacks.attacking import attack as attack
     from dpdist.certification.cohen import Cohen as Cohen
     from dpdist.certification.expected_scores import ExpectedScores as ExpectedScores
     from dpdist.certification.registry import settings_of as settings_of
@@ -86,6 +87,7 @@ _LAZY = {
     "load_results": "dpdist.reports.results",
     "settings_of": "dpdist.certification.registry",
     "certify": "dpdist.certifying",
+    "attack": "dpdist.attacks.attacking",
     "CertificateTable": "dpdist.certifying",
     "Cohen": "dpdist.certification.cohen",
     "HoeffdingVotes": "dpdist.certification.variants",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dpdist
 from dpdist.attacks.gradient_attacks import (
     Ball,
     RandomizedClassifier,
@@ -229,3 +230,23 @@ def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
     other = run(name, model, x, 0.1, targets, "l2", seed="2", **options)
     random = noise is not None or name == "pgd"
     assert torch.equal(other, whole) != random
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", float("inf")), ("l2", 2)])
+def test_one_call_attacks_any_classifier_within_its_size(norm, order):
+    """A linear model has a margin of |x0 - x1|: points beyond it are lost, closer ones are not."""
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data.copy_(torch.eye(2))
+    gaps = torch.linspace(0.02, 0.6, 100)
+    inputs = torch.stack([0.5 + gaps / 2, 0.5 - gaps / 2], 1)
+    labels = torch.zeros(100, dtype=torch.int64)
+    points = dpdist.attack(model, inputs, labels, size=0.1, norm=norm, steps=40)
+    moved = torch.linalg.vector_norm((points - inputs).double(), ord=order, dim=1)
+    assert moved.max() <= 0.1 and points.min() >= 0 and points.max() <= 1
+    margin = gaps / 2 if norm == "linf" else gaps / 2**0.5
+    wrong = model(points).argmax(1) != 0
+    assert wrong[margin < 0.0999].all() and not wrong[margin > 0.1001].any()
+    alone = dpdist.attack(model, inputs[:70], labels[:70], size=0.1, norm=norm, steps=40)
+    assert torch.equal(alone, points[:70])
+    with pytest.raises(dpdist.UserError, match="labels: must be 100"):
+        dpdist.attack(model, inputs, labels[:3], size=0.1)
