@@ -63,7 +63,7 @@ def plot_certificates(table: CertificateTable, ax: Any = None) -> Any:
     largest = float(np.max(table.size_if_correct(), initial=0.0))
     radii = np.linspace(0.0, largest * 1.05 or 1.0, _POINTS)
     axes.plot(radii, [table.certified_accuracy(radius) for radius in radii],
-              label=f"sigma {table.sigma:g}")  # fmt: skip
+              label=f"{table.mode}, sigma {table.sigma:g}, n {table.n:,}")  # fmt: skip
     axes.set_xlabel(f"radius ({table.norm})")
     axes.set_ylabel("certified accuracy")
     axes.set_ylim(0, 1)
