@@ -73,10 +73,10 @@ _Ranges = Annotated[
     list[str] | None,
     option(
         "Public constants of columns: the range of numbers, which becomes [0, 1] (0,5000,log1p for "
-        "amounts, 0,9,flag to flag missing cells), the categories "
-        "of words (A,B,C), or the first and the last day of dates. May be repeated, for one "
-        "column, several (A,B=0,1) or a pattern; of two that fit, the first counts, so put "
-        "'*=0,1' last.",
+        "amounts, 0,9,flag to flag missing cells); the categories of words (A,B,C; or text,64, "
+        "which counts words by their hash); or the first and the last day of dates. May be "
+        "repeated, for one column, several (A,B=0,1) or a pattern; of two that fit, the first "
+        "counts, so put '*=0,1' last.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",
@@ -272,7 +272,7 @@ def _propose_preprocessing(
 
 _ASKED = {
     "numbers": "LOW,HIGH, or LOW,HIGH,log1p,flag", "lists": "LOW,HIGH",
-    "words": "the categories, A,B,C",
+    "words": "the categories, A,B,C, or text,64 to count words by hash",
     "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
 }  # fmt: skip
 
@@ -304,7 +304,9 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
     words = [word.strip() for word in said.split(",")]
     from dpdist.data.preprocessing import checked_rule
 
-    rule = checked_rule("--range", {"categories": words, "missing": "flag"})
+    hashed = words[0] == "text" and len(words) == 2 and words[1].isdigit()
+    named = {"text": int(words[1])} if hashed else {"categories": words, "missing": "flag"}
+    rule = checked_rule("--range", named)
     return dict.fromkeys(by_kind["words"], rule)
 
 

@@ -245,7 +245,7 @@ def test_equal_rows_of_two_persons_are_two_records_and_a_person_in_both_files_is
         ("9,0", None),
     ],
 )
-def test_a_range_may_say_log1p_and_flag(said, rule):
+def test_a_column_of_numbers_may_be_scaled_by_logarithms_and_flagged(said, rule):
     Path("st").mkdir()
     for split, first in (("train", 0), ("test", 1000)):
         rows = [[f"{first + n}", str(n % 2)] for n in range(40)]
@@ -256,6 +256,17 @@ def test_a_range_may_say_log1p_and_flag(said, rule):
         return
     columns = load_recipe(Path("st.yaml")).data.columns
     assert columns.preprocessing["spend"].model_dump(exclude_defaults=True) == rule
+
+
+def test_words_that_nobody_can_list_are_counted_by_hash():
+    Path("st").mkdir()
+    for split in ("train", "test"):
+        rows = [[f"word{split}{n}", str(n), str(n % 2)] for n in range(40)]
+        Path("st", f"{split}.csv").write_text(lines(rows, names=["note", "x", "label"]))
+    CliRunner().invoke(app, ["init", "st", "--range", "note=text,16", "--range", "x=0,40"])
+    recipe = load_recipe(Path("st.yaml"))
+    assert recipe.data.columns.preprocessing["note"].text == 16
+    assert load(data_source(recipe), "train").input_shape == (17,)
 
 
 # --- images -------------------------------------------------------------------------------------
