@@ -64,7 +64,11 @@ _User = Annotated[
 ]
 _Base = Annotated[
     Path | None,
-    path_option("Folder of a causal model and its tokenizer, for chats and texts.", "--base"),
+    path_option(
+        "Folder of a model and its tokenizer, whose adapters are trained: a causal one for chats "
+        "and texts, any one for texts with labels.",
+        "--base",
+    ),
 ]
 _PretrainingData = Annotated[
     str | None, option("Public data that the base was trained on.", None, "--pretraining-data")
@@ -102,7 +106,8 @@ def init_command(
     by public constants is proposed from the names and types of columns, never from values; on a
     terminal, you are asked for the rest. A column of chats, or of texts beside no label, becomes a
     recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
-    and answers, of which the answers are learned.
+    and answers, of which the answers are learned. Texts with labels become a classifier, with
+    --base on that model.
     """
     from dpdist.data import discovery
 
@@ -133,15 +138,17 @@ Rules = Mapping[str, "ColumnPreprocessing"]
 
 @dataclass(frozen=True)
 class _BaseModel:
-    """A folder of a causal model and its tokenizer, and what the model was made of.
+    """A folder of a model and its tokenizer, and what the model was made of.
 
     length: tokens that are read of a document. marks: the tokenizer names a begin or end of texts.
+    kind: model_type of its configuration.
     """
 
     folder: Path
     length: int
     pretraining_data: str
     marks: bool
+    kind: str
 
 
 _TOKENS = 256  # of a document, where the base reads so many
@@ -165,8 +172,8 @@ def _base_model(
         if pretraining_data is not None:
             raise UserError("--pretraining-data: must be left out without --base")
         return None
-    if not dataset.predicts_next_token:
-        raise UserError("--base: must be left out, as the records have labels or are no texts")
+    if dataset.text_column is None and not dataset.predicts_next_token:
+        raise UserError("--base: must be left out, as the records are no texts")
     if not (pretraining_data or "").strip():
         raise UserError(
             "--pretraining-data: must say what public data the base was trained on, and no "
@@ -179,7 +186,8 @@ def _base_model(
     most = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     known = [each for each in most if isinstance(each, int) and each >= 4]
     marks = any(settings.get(key) for key in ("bos_token", "eos_token"))
-    return _BaseModel(base.resolve(), min([_TOKENS, *known]), str(pretraining_data), marks)
+    length, kind = min([_TOKENS, *known]), str(config.get("model_type"))
+    return _BaseModel(base.resolve(), length, str(pretraining_data), marks, kind)
 
 
 def _conversations(dataset: DiscoveredDataset) -> str | None:
@@ -408,9 +416,9 @@ def starter_recipe(
     texts = dataset.text_column is not None or dataset.predicts_next_token
     pictures = dataset.image_column is not None
     model = _picture_model(dataset) if pictures else _table_model(dataset, rules)
-    model = _TEXT_MODEL if texts else model
-    if dataset.predicts_next_token:
-        model = _NEXT_MODEL if base is None else _base_lines(base)
+    if texts:
+        bytewise = _NEXT_MODEL if dataset.predicts_next_token else _TEXT_MODEL
+        model = bytewise if base is None else _base_lines(base, dataset.predicts_next_token)
     lines = [
         _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
@@ -491,7 +499,7 @@ def _on_one_line(comment: str) -> str:
 _TEXT_MODEL = [
     "model:",
     "  name: transformer            # needs dpdist[hf]; tokens are bytes",
-    "  options:                     # or weights of yours: model.initial (docs/how-to/adapters.md)",
+    "  options:                     # or weights of yours: dpdist init FOLDER --base MODEL ...",
     "    config: {model_type: bert, vocab_size: 258, hidden_size: 128, num_hidden_layers: 2,",
     "      num_attention_heads: 4, intermediate_size: 256, max_position_embeddings: 128}",
     "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: [query, value]}",
@@ -506,13 +514,18 @@ _NEXT_MODEL = [
 ]
 
 
-def _base_lines(base: _BaseModel) -> list[str]:
+_ATTENTION = {"bert": "[query, value]", "roberta": "[query, value]", "distilbert": "[q_lin, v_lin]"}
+
+
+def _base_lines(base: _BaseModel, next_token: bool) -> list[str]:
+    head = ["    head: own                  # that of the folder"] if next_token else []
+    layers = "all-linear" if next_token else _ATTENTION.get(base.kind, "all-linear")
     return [
         "model:",
         "  name: transformer            # needs dpdist[hf]",
         "  options:",
-        "    head: own                  # that of the folder",
-        "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: all-linear}",
+        *head,
+        f"    adapter: {{kind: lora, r: 8, lora_alpha: 16, target_modules: {layers}}}",
         f"  initial: {{folder: {_json_text(str(base.folder))}, "
         f"pretraining_data: {_json_text(base.pretraining_data)}}}",
     ]
@@ -570,7 +583,7 @@ def _text_line(dataset: DiscoveredDataset, base: _BaseModel | None) -> str:
         line += ", predict: next"
     if base is not None:
         line += f", tokenizer: {_json_text(str(base.folder))}"
-        if base.marks and dataset.text_column is not None:
+        if base.marks and dataset.text_column is not None and dataset.predicts_next_token:
             line += ", bos_eos: true"
     return line + "}"
 

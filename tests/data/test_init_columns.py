@@ -123,6 +123,21 @@ def test_texts_become_a_recipe_of_texts():
     assert len(load_test_records(recipe, data_source(recipe))) == 20
 
 
+@pytest.mark.slow
+def test_texts_with_labels_become_a_classifier_on_a_model_of_ones_own():
+    needs_hf()
+    write_jsonl("films", review=LINES, label=["bad", "good"] * 24)
+    lm.save_model(Path("base"))
+    said("films", "--base", "base", "--pretraining-data", "books")
+    recipe = load_recipe(Path("films.yaml"))
+    assert (recipe.data.num_classes, recipe.data.predicts_next_token) == (2, False)
+    assert recipe.model.initial.folder == Path("base").resolve()
+    assert trained("films.yaml").model_folder.is_dir()
+    with pytest.raises(UserError, match="--base: must be left out"):
+        write_csv()
+        said("scans", "--base", "base", "--pretraining-data", "books")
+
+
 # --- next tokens of texts and chats
 
 
