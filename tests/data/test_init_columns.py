@@ -135,7 +135,7 @@ def test_texts_with_labels_become_a_classifier_on_a_model_of_ones_own():
     assert trained("films.yaml").model_folder.is_dir()
     with pytest.raises(UserError, match="--base: must be left out"):
         write_csv()
-        said("scans", "--base", "base", "--pretraining-data", "books")
+        said("scans", "--label", "ill", "--base", "base", "--pretraining-data", "books")
 
 
 # --- next tokens of texts and chats
