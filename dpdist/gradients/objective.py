@@ -45,40 +45,12 @@ from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.hooks import Inputs, Losses, Objective, OwnLoss, example_losses
 
-
-def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy of one yes or no a record: logits (B,) or (B, 1) and 0 or 1."""
-    return _compared(functional.binary_cross_entropy_with_logits, "bce", outputs, targets)
-
-
-def multi_label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of a record's labels: logits (B, K) and 0 or 1 (B, K)."""
-    if targets.dim() != 2:
-        raise UserError(
-            f"loss: multi-label-bce needs targets of shape (B, K), got {_shape(targets)}: give one "
-            "column a label, or take bce"
-        )
-    return _compared(
-        functional.binary_cross_entropy_with_logits, "multi-label-bce", outputs, targets
-    )
-
-
-def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean of a record's squared errors."""
-    return _compared(functional.mse_loss, "mse", outputs, targets)
-
-
-def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean of Huber's function of a record's errors, linear beyond 1."""
-    return _compared(functional.huber_loss, "huber", outputs, targets)
-
-
 LOSSES: dict[str, Losses] = {
     "cross-entropy": cross_entropy,
-    "bce": binary_cross_entropy,
-    "multi-label-bce": multi_label_cross_entropy,
-    "mse": mean_squared_error,
-    "huber": huber,
+    "bce": CriterionLoss(nn.BCEWithLogitsLoss()).of_outputs,
+    "multi-label-bce": CriterionLoss(nn.BCEWithLogitsLoss()).of_outputs,
+    "mse": CriterionLoss(nn.MSELoss()).of_outputs,
+    "huber": CriterionLoss(nn.HuberLoss()).of_outputs,
 }
 
 
@@ -118,12 +90,6 @@ def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> 
         raise UserError(
             "loss: must be a name, a criterion object or a function of module and batch, got a "
             f"{type(loss).__name__}"
-        )
-    kind: Any = loss
-    if isinstance(kind, type) and issubclass(kind, nn.Module):
-        raise UserError(
-            f"loss: must be a name, a criterion object or a function of module and batch, got the "
-            f"class {kind.__name__}; make one, {kind.__name__}()"
         )
     inner: Any = loss.func if isinstance(loss, partial) else loss
     if str(getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
@@ -239,20 +205,6 @@ def _name_of(loss: Any) -> str:
 
 _FUNCTIONS = {"cross_entropy": "cross-entropy", "binary_cross_entropy_with_logits": "bce",
               "mse_loss": "mse", "huber_loss": "huber"}  # fmt: skip
-
-
-def _compared(loss: Callable[..., Tensor], name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return a loss of outputs and targets that have one shape, but for a last dimension of 1."""
-    if outputs.shape != targets.shape:
-        if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
-            outputs = outputs.squeeze(-1)  # never broadcast: (B, 1) and (B,) would be (B, B)
-        if outputs.shape != targets.shape:
-            raise UserError(
-                f"loss: {name} needs outputs of the targets' shape, got {_shape(outputs)} and "
-                f"{_shape(targets)}: give the model as many outputs as a record has targets"
-            )
-    losses = loss(outputs, targets.to(outputs.dtype), reduction="none")
-    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import Generic, TypeVar
 
 import dp_accounting as dpa
 import numpy as np
@@ -241,7 +242,7 @@ def compose_pld(
             total = total.compose(piece)
         return total
     if isinstance(event, RepeatAndSelectDpEvent):
-        searched = _cached_selection_pld(_HashableEvent(event), adjacency, grid)
+        searched = _cached_selection_pld(Hashable(event), adjacency, grid)
         return None if searched is None else _self_compose_or_none(searched, count)
     if isinstance(event, WorstOfDpEvent):
         found = [compose_pld(choice, adjacency, grid) for choice in event.events]
@@ -252,25 +253,28 @@ def compose_pld(
     return _mechanism_pld(event, adjacency, grid, count)
 
 
-class _HashableEvent:
-    """An event by its text: events that hold lists have no hash."""
+_T = TypeVar("_T")
 
-    def __init__(self, event: RepeatAndSelectDpEvent) -> None:
-        self.event, self.text = event, repr(event)
+
+class Hashable(Generic[_T]):
+    """An event, or a list of events, by its text: events that hold lists have no hash."""
+
+    def __init__(self, value: _T) -> None:
+        self.value, self._text = value, repr(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HashableEvent) and self.text == other.text
+        return isinstance(other, Hashable) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self._text)
 
 
 @lru_cache(maxsize=32)  # small: a search's distribution has a few thousand losses
 def _cached_selection_pld(
-    search: _HashableEvent, adjacency: Neighbors, grid: float
+    search: Hashable[RepeatAndSelectDpEvent], adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution | None:
-    one = compose_pld(search.event.event, adjacency, grid)
-    distribution = TrialDistribution(search.event.mean, search.event.shape)
+    one = compose_pld(search.value.event, adjacency, grid)
+    distribution = TrialDistribution(search.value.mean, search.value.shape)
     return None if one is None else selection_pld(one, distribution)
 
 
