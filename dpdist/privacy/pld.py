@@ -176,27 +176,6 @@ def _count_releases(event: dpa.DpEvent) -> int:
     return 1
 
 
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _gaussian_pld(
-    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
-) -> PrivacyLossDistribution:
-    return sampled_gaussian_pld(noise_multiplier, sample_rate, adjacency, grid)
-
-
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _truncated_pld(
-    event: dpa.TruncatedSubsampledGaussianDpEvent, adjacency: Neighbors, grid: float
-) -> PrivacyLossDistribution:
-    return truncated_gaussian_pld(
-        records=event.dataset_size,
-        noise_multiplier=event.noise_multiplier,
-        sample_rate=event.sampling_probability,
-        batch_cap=event.truncated_batch_size,
-        adjacency=adjacency,
-        grid=grid,
-    )
-
-
 def _laplace_pld(
     noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
@@ -304,8 +283,10 @@ def _mechanism_pld(
         if inner.noise_multiplier == 0:
             return None
         if sample_rate == 1.0:  # n Gaussian releases are one with sigma / sqrt(n), exactly
-            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, adjacency, grid)
-        one = _gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
+            return sampled_gaussian_pld(
+                inner.noise_multiplier / math.sqrt(count), 1.0, adjacency, grid
+            )
+        one = sampled_gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
         return one.self_compose(count)
     if isinstance(inner, dpa.LaplaceDpEvent):
         if inner.noise_multiplier == 0:
@@ -315,7 +296,11 @@ def _mechanism_pld(
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         if event.noise_multiplier == 0:
             return None
-        return _truncated_pld(event, adjacency, grid).self_compose(count)
+        one = truncated_gaussian_pld(
+            event.dataset_size, event.noise_multiplier, event.sampling_probability,
+            event.truncated_batch_size, adjacency, grid,
+        )  # fmt: skip
+        return one.self_compose(count)
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         if adjacency != "replace-one":
             raise UnsupportedMechanismError(
@@ -414,6 +399,7 @@ def _sampled_gaussian_pmf(
     return pld_pmf.DensePLDPmf(grid, low, np.maximum(p, 0.0), float(deltas.min()), True)
 
 
+@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
 def sampled_gaussian_pld(
     noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
@@ -436,6 +422,7 @@ def sampled_gaussian_pld(
     )
 
 
+@lru_cache(maxsize=4)
 def truncated_gaussian_pld(
     records: int,
     noise_multiplier: float,
