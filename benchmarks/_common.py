@@ -143,40 +143,6 @@ def train_small_run(name: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def processor_seconds(root: int) -> dict[tuple[str, str], float]:
-    """Return the processor seconds of all processes below `root`, by number and name."""
-    parents, found = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        parents[int(entry.name)] = int(fields[1])
-        found[int(entry.name)] = (title, (int(fields[11]) + int(fields[12])) / 100)
-
-    def below(pid: int) -> bool:
-        while pid > 1 and pid != root:
-            pid = parents.get(pid, 0)
-        return pid == root
-
-    return {(str(p), process_label(t)): seconds for p, (t, seconds) in found.items() if below(p)}
-
-
-def process_label(title: str) -> str:
-    """Return a process's title, or the name that Ray's own processes go by."""
-    for name in ("gcs_server", "raylet/raylet", "log_monitor", "monitor.py", "dashboard/agent",
-                 "runtime_env/agent", "dashboard.py", "plasma"):  # fmt: skip
-        if name in title:
-            return name
-    return title.strip()[:40]
-
-
-def processor() -> str:
-    """Return the processor's name: another one may round otherwise."""
-    return find_processor()[0]
-
-
 def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
     """Return the parts of a script whose names match one of the patterns, in order."""
     return {
@@ -239,13 +205,3 @@ def find_processor() -> tuple[str, str]:
     makers = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
     family = makers.get(said.get("vendor_id", ""), platform.machine())
     return said.get("model name", platform.machine()), family
-
-
-def show_gap(gaps: Sequence[float]) -> str:
-    """Return the mean of differences with Student's 95 % interval, where there are two or more."""
-    from dpdist.audits.membership_statistics import Estimate
-
-    found = Estimate.from_values(gaps)
-    if len(gaps) < 2:
-        return f"{found.value:+.2f}"
-    return f"{found.value:+.2f} ({found.low:+.2f} to {found.high:+.2f})"

@@ -22,7 +22,7 @@ NEEDED = {
 ALONE = """
 import sys
 needed, own = set(sys.argv[1].split(",")), {"dpdist", "_common", "_networks", "_gpu_checks",
-    "_resnet20", "training", "certification", "language_models", "gpu", "__main__"}
+    "_resnet20", "_training", "_certification", "_language_models", "gpu", "__main__"}
 class Fewer:
     def __init__(self, finder):
         self.finder = finder

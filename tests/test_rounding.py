@@ -25,7 +25,6 @@ from dpdist.core.console import (
 )
 from dpdist.privacy.budget import (
     BudgetExceeded,
-    BudgetTerms,
     Charge,
     check_fits,
     composed_guarantee,
@@ -91,7 +90,7 @@ def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
     total = composed_guarantee([charge, replace(charge, run="b")], 1e-5).epsilon
     with pytest.raises(BudgetExceeded) as error:
         new = replace(charge, run="b")
-        check_fits(BudgetTerms(), [charge], new, "add-or-remove-one", (spent, 1e-5))
+        check_fits(None, [charge], new, "add-or-remove-one", (spent, 1e-5))
     said = re.search(r"cost epsilon (\S+) at delta (\S+), .*ceiling of (\S+) .so far (\S+)\)$",
                      str(error.value))  # fmt: skip
     assert said is not None

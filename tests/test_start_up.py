@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import contextlib, io, os, sys
 from pathlib import Path
-from refusals import CASES, prepare
+from support.refusals import CASES, prepare
 from dpdist.cli.main import main
 
 prepare(Path("."))
@@ -45,7 +45,7 @@ def test_no_refusal_loads_torch_or_ray(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'speed'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
     )

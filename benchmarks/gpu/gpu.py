@@ -102,7 +102,7 @@ def peak_mib(device: torch.device, step: Callable[[], object]) -> float | None:
 
 def compared(device: torch.device, steps: dict[str, Callable[[], None]], quick: bool) -> Found:
     """Measure steps in turn: milliseconds each, peaks of memory, and ratios to ours."""
-    from training import interleave
+    from _training import interleave
 
     named = list(steps)
     medians = interleave(steps, 1 if quick else 7, 1 if quick else 3, waiting(device))
@@ -122,7 +122,7 @@ def classifier_steps(
 ) -> dict[str, Callable[[], None]]:
     """Return ours, ordinary and Opacus' steps of an image classifier on invented pictures."""
     import torch
-    from training import peers
+    from _training import peers
 
     torch.manual_seed(0)
     inputs, targets = torch.rand(batch, *shape), torch.randint(0, classes, (batch,))
@@ -159,8 +159,8 @@ def step_vit_small(device: torch.device, quick: bool) -> Found:
 
 def step_gpt2_small_lora(device: torch.device, quick: bool) -> Found:
     import torch
+    from _language_models import documents, language_model_loss, opacus_step, ordinary_step
     from _networks import gpt2
-    from language_models import documents, language_model_loss, opacus_step, ordinary_step
 
     from dpdist.gradients.clipping import FlatClipping
     from dpdist.gradients.engine import GradientEngine
@@ -206,7 +206,7 @@ def noise_speed(device: torch.device, quick: bool) -> Found:
         "add_noise on the CPU": lambda: add_noise(total.numpy(), key, 1.0),
         "torch.randn": lambda: torch.randn(count, device=device),
     }
-    from training import interleave
+    from _training import interleave
 
     medians = interleave(works, 1 if quick else 5, 1, waiting(device))  # type: ignore[arg-type]
     found: Found = {"entries": count}
@@ -226,7 +226,7 @@ def counted(
         inputs: of the test set.
     """
     import torch
-    from certification import BATCH, CAP, SOURCE
+    from _certification import BATCH, CAP, SOURCE
 
     from dpdist.certification import inference
     from dpdist.certification.inference import ExecutedClassifier, Philox
@@ -272,10 +272,10 @@ def counted(
 def stopping_draws(replays: int) -> dict[float, float]:
     """Return the mean draws that early stopping takes, by the probability of the top class.
 
-    For the radius and the deviation of `certification.py`, where 0.977 is needed.
+    For the radius and the deviation of `_certification.py`, where 0.977 is needed.
     """
     import numpy as np
-    from certification import early_stopping
+    from _certification import early_stopping
 
     rng = np.random.default_rng(0)
     return {
@@ -313,7 +313,7 @@ def certify_imagenet(device: torch.device, quick: bool) -> Found:
 def memory(device: torch.device, quick: bool) -> Found:
     """Peaks of steps of the linear-heavy model, batch 512, beyond parameters and data."""
     import torch
-    from training import linear_heavy, peers
+    from _training import linear_heavy, peers
 
     batch, width = (4, 64) if quick else (512, 2048)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""How training and certification scale with workers, and whether the driver keeps up.
+"""How training and certification scale with workers.
 
-Five parts, each by its own flag (all without one):
+Three parts, each by its own flag (all without one):
 
 * --train: TF-Privacy CNN, one thread per worker, 1, 2, 4 ... workers up to the cores here. Strong
   scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
@@ -11,41 +11,29 @@ Five parts, each by its own flag (all without one):
 * --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
   assumptions. The sampling is measured, and so is the release, digest and noise, the whole of
   which each worker makes on its CPU.
-* --paper: a calculation, not a measurement: where the time of a step would go on 1, 8 and 64 GPUs.
-  Constants are measured on this machine with one worker, or read from --constants if that file is
-  there (else it is written): sampling, digest, noise, the ledger's write, what a step costs besides
-  its records, Ray's start. The GPU and its links are assumed, as for --predict.
 * --certify: draws per second of 1, 2, 4 ... actors.
-* --driver: a million chunks without models through the actor pool, first its scheduling alone (for
-  2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
-  per chunk, its memory.
 
-    python benchmarks/scaling/scaling.py [--train] [--predict] [--paper [--constants FILE]]
-        [--certify] [--driver] [--quick]
+    python benchmarks/scaling/scaling.py [--train] [--predict] [--certify] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _common import make_images, parse_arguments, train_small_run
-from training_ray import _ALONE, RECORDS, recipe
-
-from dpdist.reports.compare import markdown_table
+from _training_ray import _ALONE, RECORDS, recipe
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -104,21 +92,13 @@ def release_seconds(entries: int) -> float:
 
     total = np.zeros(entries)
 
-    def release(key: int) -> None:
+    took = []
+    for key in range(9):
+        began = time.process_time()
         leaf_digests("benchmark", total)
         add_noise(total, key.to_bytes(32, "big"), 1.0)
-
-    return processor_seconds_of(release) / entries
-
-
-def processor_seconds_of(work: Callable[[int], object]) -> float:
-    """Return the median of nine calls' processor seconds."""
-    took = []
-    for number in range(9):
-        began = time.process_time()
-        work(number)
         took.append(time.process_time() - began)
-    return statistics.median(took)
+    return statistics.median(took) / entries
 
 
 class StepModel:
@@ -138,11 +118,8 @@ class StepModel:
         """A ring all-reduce of the float64 sum."""
         if workers == 1:
             return 0.0
-        return 2 * (workers - 1) * self.latency + self.sent(workers) / self.bandwidth
-
-    def sent(self, workers: int) -> float:
-        """Bytes that each worker sends for one reduction."""
-        return 2 * (workers - 1) / workers * 8 * self.size
+        sent = 2 * (workers - 1) / workers * 8 * self.size  # bytes of each worker
+        return 2 * (workers - 1) * self.latency + sent / self.bandwidth
 
     def step(self, workers: int, batch: float) -> float:
         compute = batch / (workers * self.rate)
@@ -209,157 +186,6 @@ class Assumed:
             f"and noise of {1e-6 / each:,.0f} million parameters a second on one core"
         )
         predict("model", self.model(sample, release), 60_000)
-
-
-# --- on paper
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Hold what one worker was measured to take on a machine.
-
-    Of a step, in seconds: sampling of 60,000 records, digest and noise per parameter, one durable
-    entry of a ledger, and what a step costs besides records and those (fixed). rate: examples per
-    second of a CPU worker, which the fixed cost was told apart from. ray_start: until the first
-    answer of a session's actor. load: of the machine before and after.
-    """
-
-    sampling: float
-    digest: float
-    noise: float
-    ledger: float
-    fixed: float
-    rate: float
-    ray_start: float
-    load: tuple[float, float]
-
-    @classmethod
-    def measure(cls, quick: bool) -> Constants:
-        """Measure all of them here; minutes, of which most are two trainings of one worker."""
-        import numpy as np
-
-        from dpdist.gradients.noise import add_noise
-        from dpdist.training.collectives import leaf_digests
-
-        before, entries = os.getloadavg()[0], 10_000 if quick else 1_000_000
-        total = np.zeros(entries)
-        digest = processor_seconds_of(lambda key: leaf_digests("benchmark", total)) / entries
-        noise = processor_seconds_of(
-            lambda key: add_noise(total, key.to_bytes(32, "big"), 1.0)
-        ) / entries  # fmt: skip
-        sampling, ledger = sampling_seconds(60_000), ledger_seconds(5 if quick else 100)
-        rate, fixed = worker_constants(quick)
-        start, besides = ray_start_seconds(), max(0.0, fixed - ledger)  # the runs had a ledger
-        return cls(
-            sampling, digest, noise, ledger, besides, rate, start, (before, os.getloadavg()[0])
-        )
-
-    @classmethod
-    def of(cls, path: Path | None, quick: bool) -> Constants:
-        """Return those of a file; where it is not there, measure them and write it."""
-        if path is not None and path.exists():
-            known = json.loads(path.read_text())
-            return cls(**known | {"load": tuple(known["load"])})
-        found = cls.measure(quick)
-        if path is not None:
-            path.write_text(json.dumps(asdict(found), indent=1) + "\n")
-        return found
-
-    def describe(self) -> str:
-        """Return the constants in words."""
-        return (
-            f"MEASURED with one worker (load average {self.load[0]:.1f} to {self.load[1]:.1f}): "
-            f"{1e3 * self.sampling:.2f} ms to sample 60,000 records, digest of "
-            f"{1e-6 / self.digest:,.0f} and noise for {1e-6 / self.noise:,.0f} million parameters "
-            f"a second and core, {1e3 * self.ledger:.2f} ms for a ledger entry, "
-            f"{1e3 * self.fixed:.2f} ms of a step besides, {self.ray_start:.1f} s until Ray's "
-            "first answer"
-        )
-
-
-def ledger_seconds(entries: int) -> float:
-    """Return the median seconds of a line that is appended to a file and made durable."""
-    took = []
-    with tempfile.TemporaryDirectory() as scratch, open(Path(scratch) / "ledger", "ab") as file:
-        for number in range(entries):
-            began = time.perf_counter()
-            file.write(b'{"step": %d, "release": "%s"}\n' % (number, b"0" * 64))
-            file.flush()
-            os.fsync(file.fileno())
-            took.append(time.perf_counter() - began)
-    return statistics.median(took)
-
-
-def worker_constants(quick: bool) -> tuple[float, float]:
-    """Return one CPU worker's examples per second, and a step's seconds besides its records.
-
-    Of two trainings without Ray whose batches differ by a factor of eight.
-    """
-    records, steps = (256, 30) if quick else (RECORDS, 150)
-    batches = (records // 64, records // 8)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        make_images(folder / "data", "random", records)
-        small, large = (
-            1 / train_rate(folder, batch, 1, steps, ray=False) for batch in batches
-        )  # fmt: skip
-    rate = (batches[1] - batches[0]) / max(large - small, 1e-9)
-    return rate, max(0.0, small - batches[0] / rate)
-
-
-def ray_start_seconds() -> float:
-    """Return the seconds from a session's start to the first answer of an actor that has torch."""
-    code = """
-import time
-began = time.perf_counter()
-import dpdist
-with dpdist.connect(cpus=1):
-    import ray
-    class Worker:
-        def ready(self):
-            import torch
-            return torch.__version__
-    ray.get(ray.remote(Worker).remote().ready.remote())
-    print(time.perf_counter() - began)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
-
-
-def paper(assumed: Assumed, constants: Constants, batch: int, steps: int) -> None:
-    """Print the parts of a step on 1, 8 and 64 GPUs, as the model has them."""
-    print("\nON PAPER: a calculation from constants and assumptions, nothing here ran on a GPU")
-    print(constants.describe())
-    print(
-        f"ASSUMED: {assumed.rate:,.0f} examples/s per GPU at any batch, {assumed.parameters:,} "
-        f"parameters, {assumed.gbit:g} Gbit/s and {1e6 * assumed.hop:g} us per hop between any "
-        "two workers, all workers equally fast and one core each for digest and noise; ledger and "
-        "fixed cost as measured, shared by nobody; workers start side by side, as fast as one"
-    )
-    print(f"{batch:,} records expected in a step, {steps:,} steps; milliseconds of a step")
-    rows = [[
-        "workers", "sampling", "passes", "MiB sent", "reduction", "digest, noise",
-        "ledger, fixed", "step", "efficiency", "start and run, s",
-    ]]  # fmt: skip
-    model = StepModel(
-        constants.sampling, assumed.rate, constants.fixed + constants.ledger,
-        assumed.parameters, assumed.hop, assumed.gbit * 1e9 / 8,
-        (constants.digest + constants.noise) * assumed.parameters,
-    )  # fmt: skip
-    for workers in (1, 8, 64):
-        parts = [
-            constants.sampling / workers, batch / (workers * assumed.rate),
-            model.reduce(workers), model.release, model.fixed,
-        ]  # fmt: skip
-        step = model.step(workers, batch)
-        shown = [f"{1e3 * part:.2f}" for part in parts]
-        shown.insert(2, f"{model.sent(workers) / 2**20:.0f}")
-        rows.append([
-            str(workers), *shown, f"{1e3 * step:.1f}",
-            f"{model.efficiency(workers, batch):.0%}",
-            f"{constants.ray_start + steps * step:,.0f}",
-        ])  # fmt: skip
-    print(markdown_table(rows))
 
 
 def leave_one_out(
@@ -495,168 +321,19 @@ def _draw_rate(process: subprocess.Popen, journal: Path, total: int) -> float:
     return total * (last - first) / last / (ended - begun)
 
 
-# --- the driver
-
-
-def driver(chunks: int, actors: int) -> dict[str, float]:
-    """Chunks without work through the pool: chunks/s, driver CPU us per chunk, and by how many MiB
-    its memory had grown when nine tenths were done."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray
-
-    from dpdist.cluster.actor_pool import run_chunks
-    from dpdist.cluster.work import Chunk, PoolSettings
-
-    ray.init(
-        "local", num_cpus=actors, include_dashboard=False, configure_logging=False,
-        log_to_driver=False,
-    )  # fmt: skip
-    begun = cpu = 0.0
-    done, grew = 0, 0
-
-    def factory(shared: object) -> object:
-        return lambda payload: payload
-
-    def stream() -> Iterator[Chunk]:
-        return (Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
-
-    def on_result(key: str, result: int) -> None:
-        nonlocal begun, cpu, done, grew
-        if not done:
-            begun, cpu = time.perf_counter(), time.process_time()
-        done += 1
-        if done == chunks * 9 // 10:
-            grew = resident() - before
-
-    before = resident()
-    run_chunks(factory, None, stream(), on_result, PoolSettings(actors=actors))
-    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
-    result = {
-        "chunks": done,
-        "per_second": done / seconds,
-        "cpu_us": 1e6 * used / done,
-        "grew_mib": grew / 2**20,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-    ray.shutdown()
-    return result
-
-
-class _Instant:
-    """Stands in for Ray in the pool: every call is answered at once, so that what is left is the
-    pool's own scheduling."""
-
-    def __init__(self, actors: int, pace: float) -> None:
-        self.actors, self.pace, self.made = actors, pace, 0
-        self.answers: dict[int, object] = {}
-
-    def put(self, value: object) -> object:
-        return value
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": float(self.actors)}
-
-    def remote(self, runner: type) -> _Instant:
-        return self
-
-    def options(self, **_: object) -> _Instant:
-        return _Factory(self)  # type: ignore[return-value]
-
-    def wait(self, refs: list, num_returns: int, timeout: float) -> tuple[list, list]:
-        return refs[:num_returns], []
-
-    def get(self, refs: object) -> object:
-        if isinstance(refs, list):
-            return [self.answers.pop(ref) for ref in refs]
-        return self.answers.pop(refs)
-
-    def kill(self, actor: object, no_restart: bool) -> None:
-        pass
-
-    def answer(self, value: object) -> int:
-        self.made += 1
-        self.answers[self.made] = value
-        return self.made
-
-
-class _Factory:
-    def __init__(self, ray: _Instant) -> None:
-        self._ray = ray
-
-    def remote(self, *arguments: object) -> _Actor:
-        return _Actor(self._ray)
-
-
-class _Actor:
-    """`ready` and `run` are called as actor.ready.remote() and actor.run.remote(payloads, s)."""
-
-    def __init__(self, ray: _Instant) -> None:
-        self.ready = self.run = self
-        self._ray = ray
-
-    def remote(self, payloads: list | None = None, seconds: float = 0.0) -> int:
-        if payloads is None:
-            return self._ray.answer(True)
-        return self._ray.answer((payloads, len(payloads) * self._ray.pace))
-
-
-def scheduling(
-    chunks: int, actors: int, stored: bool = False, pace: float = 1e-6
-) -> dict[str, float]:
-    """Many chunks through the pool's own code, for a cluster of `actors` instant actors.
-
-    grew_mib: by how much the process was larger than before when nine tenths were done. stored:
-    hand the chunks over as a list, for comparison. pace: seconds that an actor says it took for a
-    chunk; from 0.1 on, each chunk is a call of its own.
-    """
-    from dpdist.cluster import actor_pool
-
-    real, done, grew = actor_pool.ray, 0, 0
-
-    def on_result(key: str, result: object) -> None:
-        nonlocal done, grew
-        done += 1
-        if done == chunks * 9 // 10:
-            grew = resident() - before
-
-    actor_pool.ray = fake = _Instant(actors, pace)
-    before, begun = resident(), time.process_time()
-    try:
-        stream = (actor_pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
-        given = list(stream) if stored else stream
-        actor_pool.run_chunks(None, None, given, on_result, actor_pool.PoolSettings(actors=actors))
-    finally:
-        actor_pool.ray = real
-    used = time.process_time() - begun
-    calls = fake.made - actors
-    return {
-        "chunks": done, "per_second": done / used, "grew_mib": grew / 2**20, "calls": calls,
-    }  # fmt: skip
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for part in ("train", "predict", "paper", "certify", "driver"):
+    for part in ("train", "predict", "certify"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
     parser.add_argument("--records", type=int, default=RECORDS, help="of --train")
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="of --driver")
-    parser.add_argument("--constants", type=Path, help="of --paper: read, or measured and written")
-    parser.add_argument("--batch", type=int, default=16_384, help="of --paper: expected records")
-    parser.add_argument("--steps", type=int, default=1_000, help="of --paper")
     gpu = parser.add_argument_group("the predicted GPU worker (assumptions)")
     gpu.add_argument("--gpu-rate", type=float, default=50_000, help="examples per second")
     gpu.add_argument("--link-gbit", type=float, default=100, help="between two hosts")
     gpu.add_argument("--hop-us", type=float, default=20, help="one message, microseconds")
     gpu.add_argument("--parameters", type=int, default=11_000_000, help="of the model")
     gpu.add_argument("--fixed-ms", type=float, default=5, help="of a step, on every worker")
-    options = parse_arguments(parser, {"workers": 1, "records": 256, "chunks": 5_000})
+    options = parse_arguments(parser, {"workers": 1, "records": 256})
     assumed = Assumed(
         options.gpu_rate,
         options.link_gbit,
@@ -664,34 +341,13 @@ def main() -> None:
         options.parameters,
         1e-3 * options.fixed_ms,
     )
-    chosen = options.train, options.predict, options.paper, options.certify, options.driver
-    everything = not any(chosen)
+    everything = not (options.train or options.predict or options.certify)
     if options.train or everything:
         training(options.quick, options.workers, options.records)
     if options.predict or everything:
         assumed.predict()
-    if options.paper or everything:
-        constants = Constants.of(options.constants, options.quick)
-        paper(assumed, constants, options.batch, options.steps)
     if options.certify or everything:
         certification(options.quick, options.workers)
-    if options.driver or everything:
-        chunks = options.chunks
-        for actors, pace in ((2, 1e-6), (2, 1.0), (64, 1.0), (512, 1.0)):
-            alone = scheduling(chunks, actors, pace=pace)
-            print(
-                f"scheduling alone, {actors} instant actors that claim {pace:g} s per chunk: "
-                f"{alone['chunks']:,} chunks, {alone['per_second']:,.0f} per CPU second; memory "
-                f"grew by {alone['grew_mib']:.1f} MiB",
-                flush=True,
-            )
-        found = driver(chunks, 2)
-        print(
-            f"\ndriver with Ray, 2 actors, {load()}: {found['chunks']:,} chunks, "
-            f"{found['per_second']:,.0f}/s, "
-            f"{found['cpu_us']:.0f} us of its CPU each; memory peaked at {found['peak_mib']:.0f} "
-            f"MiB and grew by {found['grew_mib']:.0f} MiB"
-        )
 
 
 if __name__ == "__main__":

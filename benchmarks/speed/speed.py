@@ -3,7 +3,6 @@
     make bench                                     all rows, about half an hour on two cores
     python benchmarks/speed/speed.py --only cnn 'gpt2-*' some of them
     python benchmarks/speed/speed.py --write             only makes the page
-    python benchmarks/speed/speed.py --operations        where a step's time goes, not how long
 
 A row is measured in a process of its own, beside its peers, in turn; medians are compared. Its line
 in speed.jsonl replaces the one of the same row, threads and processor family; other processors keep
@@ -34,10 +33,8 @@ if TYPE_CHECKING:
 
 RESULTS, PAGE = RESULTS_FOLDER / "speed.jsonl", RESULTS_FOLDER / "speed.md"
 GPU_RESULTS = RESULTS_FOLDER / "gpu.jsonl"
-OPERATIONS = RESULTS_FOLDER / "speed_operations.jsonl"
 FAMILIES = ("AMD", "Intel")  # columns of the page even before they are measured
 ROUND_SECONDS, MOST_SECONDS = 30.0, 600  # of a row's rounds; of a row in all
-PROFILED = False  # in the process of a row under --operations
 Figures = dict[str, Any]
 
 
@@ -59,43 +56,12 @@ def ratios(medians: dict[str, float]) -> Figures:
     return found
 
 
-def by_operation(works: dict[str, Callable[[], Any]], turns: int = 3) -> Figures:
-    """Return milliseconds that each of torch's operations takes in its own code, under its
-    profiler: the twelve dearest, the others together, and the rest of the time, which is spent
-    outside of torch."""
-    import torch
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities):
-        torch.ones(1)  # the profiler's own start
-    found: dict[str, dict[str, float]] = {}
-    for name, work in works.items():
-        if name.startswith(("opacus", "plain")):
-            continue
-        for _ in range(2):
-            work()
-        with torch.profiler.profile(activities=activities) as seen:
-            began = time.perf_counter()
-            for _ in range(turns):
-                work()
-            whole = 1e3 * (time.perf_counter() - began) / turns
-        spent = {each.key: each.self_cpu_time_total / 1e3 / turns for each in seen.key_averages()}
-        told = dict(sorted(spent.items(), key=lambda each: -each[1])[:12])
-        inside = sum(spent.values())
-        told |= {"others": inside - sum(told.values()), "outside": whole - inside}
-        found[name] = {"in all": round(whole, 2)} | {n: round(ms, 2) for n, ms in told.items()}
-    return {"ms": found}
-
-
 def in_turn(steps: dict[str, Callable[[], None]], quick: bool) -> Figures:
     """Measure steps in turn, for as many rounds as fit into `ROUND_SECONDS`, three at least.
 
     Opacus' modes that take far longer than its best one in the first round have that round alone.
     """
-    from training import interleave
-
-    if PROFILED:
-        return by_operation(steps)
+    from _training import interleave
 
     one = interleave(steps, 1, 1)
     if quick:
@@ -115,7 +81,7 @@ def classifier(
     import copy
 
     import torch
-    from training import peers
+    from _training import peers
 
     torch.manual_seed(0)
     batch = 4 if quick else batch
@@ -131,7 +97,7 @@ def fixed_rows(quick: bool) -> Figures:
 
     import torch
     from _networks import vit_tiny
-    from training import interleave, our_step
+    from _training import interleave, our_step
 
     from dpdist.models.zoo import resnet_gn, tf_cnn
 
@@ -181,15 +147,15 @@ def gpt2(lora: bool) -> Callable[[bool], Figures]:
     """A GPT-2 of six layers on invented documents of 64 tokens."""
 
     def measure(quick: bool) -> Figures:
-        import language_models
+        import _language_models as models
         from _networks import gpt2 as network
 
         rows, length = (2, 8) if quick else (8, 64) if lora else (4, 64)
         steps = {}
         for name, way in (("ours", "private"), ("ordinary", "ordinary"), ("opacus", "opacus")):
             model = network(6, lora, quick)
-            fields = language_models.documents(model, rows, length)
-            steps[name] = getattr(language_models, f"{way}_step")(model, fields)
+            fields = models.documents(model, rows, length)
+            steps[name] = getattr(models, f"{way}_step")(model, fields)
         return in_turn(steps, quick)
 
     return measure
@@ -199,8 +165,8 @@ def lstm(quick: bool) -> Figures:
     """Texts of 64 words. Opacus takes an LSTM of its own, or torch's by expanded weights."""
     import torch
     from _networks import TextClassifier
+    from _training import peers
     from torch import nn
-    from training import peers
 
     torch.manual_seed(0)
     rows, length = (4, 8) if quick else (64, 64)
@@ -218,7 +184,7 @@ def lstm(quick: bool) -> Figures:
 
 
 def memory(quick: bool) -> Figures:
-    from training import net_memory
+    from _training import net_memory
 
     net = net_memory(["ordinary", "ours"], 16 if quick else 512)
     mebibytes = {name: round(each / 2**10) for name, each in net.items()}
@@ -226,7 +192,7 @@ def memory(quick: bool) -> Figures:
 
 
 def workers(quick: bool) -> Figures:
-    from training_ray import RECORDS, rounds_of
+    from _training_ray import RECORDS, rounds_of
 
     rounds, steps, records = (1, 30, 256) if quick else (3, 450, RECORDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -239,17 +205,15 @@ def workers(quick: bool) -> Figures:
 def certify(shape: tuple[int, ...]) -> Callable[[bool], Figures]:
     def measure(quick: bool) -> Figures:
         import torch
+        from _certification import BATCH, fixed_n
         from _resnet20 import resnet20
-        from certification import BATCH, fixed_n, ways_to_count
 
         from dpdist.models.zoo import tf_cnn
 
         torch.manual_seed(0)
         model = tf_cnn(shape, 10) if shape[0] == 1 else resnet20()
-        if PROFILED:
-            return by_operation(ways_to_count(model.eval(), torch.rand(shape), BATCH, loops=False))
         blocks, rounds = (1, 1) if quick else (10, 9) if shape[0] == 1 else (1, 3)
-        found = fixed_n(model.eval(), torch.rand(shape), blocks * BATCH, rounds, loops=False)
+        found = fixed_n(model.eval(), torch.rand(shape), blocks * BATCH, rounds)
         rates = {name: round(each) for name, each in found.items()}
         bare = found["engine"] / found["bare forward, best form"]
         return {"draws/s": rates, "bare forward": round(bare, 3)}
@@ -259,7 +223,7 @@ def certify(shape: tuple[int, ...]) -> Callable[[bool], Figures]:
 
 def start_local(quick: bool) -> Figures:
     """Seconds to the first step in the command's own process, beyond those of `import torch`."""
-    from training_ray import RECORDS, until_first_step
+    from _training_ray import RECORDS, until_first_step
 
     imports, found = [], []
     for _ in range(1 if quick else 3):
@@ -275,7 +239,7 @@ def start_local(quick: bool) -> Figures:
 
 
 def start_ray(quick: bool) -> Figures:
-    from training_ray import RECORDS, until_first_step
+    from _training_ray import RECORDS, until_first_step
 
     found = []
     for _ in range(1 if quick else 3):
@@ -331,27 +295,20 @@ ROWS = {
     "start-ray": Row("from the command to the first step, two workers on Ray", start_ray,
                      {"seconds": 20.0}, (1,), at_most=True),
 }  # fmt: skip
-WITHOUT_STEPS = (
-    "fixed-rows",
-    "memory",
-    "workers",
-    "start-local",
-    "start-ray",
-)  # no operations to tell apart
 
 
 # --- rows in processes of their own -----------------------------------------------------------
 
 
-def measured(name: str, threads: int, quick: bool, operations: bool) -> Figures:
+def measured(name: str, threads: int, quick: bool) -> Figures:
     """Measure a row in a process of its own. Raises RuntimeError with what it said."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start compiles nothing
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command += ["--threads", str(threads), "--answer", str(answer), *["--quick"] * quick,
-                *["--operations"] * operations]  # fmt: skip
+        command += ["--threads", str(threads), "--answer", str(answer)]
+        command += ["--quick"] * quick
         try:
             done = subprocess.run(command, env=environment, timeout=MOST_SECONDS,
                                   capture_output=True, text=True)  # fmt: skip
@@ -369,8 +326,6 @@ def measure_one(options: argparse.Namespace) -> None:
 
     import torch
 
-    global PROFILED  # a row's function is asked for figures alone
-    PROFILED = options.operations
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     found = ROWS[options.row].measure(options.quick)
@@ -401,8 +356,7 @@ def measure_all(options: argparse.Namespace) -> list[str]:
     jobs = [
         (name, threads)
         for name, row in choose_parts(ROWS, options.only).items()
-        for threads in (row.threads[:1] if options.quick or options.operations else row.threads)
-        if not (options.operations and name in WITHOUT_STEPS)
+        for threads in (row.threads[:1] if options.quick else row.threads)
     ]
     print(f"{len(jobs)} measurements on {about['processor']}, at {about['commit']}", flush=True)
     for name, threads in jobs:
@@ -417,7 +371,7 @@ def measure_all(options: argparse.Namespace) -> list[str]:
         print(f"{name}, {threads} threads ...", flush=True)
         began = time.monotonic()
         try:
-            found = measured(name, threads, options.quick, options.operations)
+            found = measured(name, threads, options.quick)
         except RuntimeError as error:
             print(f"{name}, {threads} threads: failed: {error}", flush=True)
             failed.append(f"{name}/{threads}")
@@ -425,9 +379,6 @@ def measure_all(options: argparse.Namespace) -> list[str]:
         line |= {"figures": found, "seconds": round(time.monotonic() - began, 1),
                  "load": round(os.getloadavg()[0], 2)}  # fmt: skip
         keep(options.results, line)
-        if options.operations:
-            print(json.dumps(found, indent=1), flush=True)
-            continue
         goals = ROWS[name].goals
         told = ", ".join(f"{each} {cell(name, each, line)} (goal {goals[each]})" for each in goals)
         print(f"{name}, {threads} threads, {line['seconds']} s: {told}", flush=True)
@@ -536,11 +487,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="rows: 'gpt2-*'")
     parser.add_argument("--again", action="store_true", help="rows that were measured too")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--operations",
-        action="store_true",
-        help="profile each row's step by operation; kept beside, not on the page",
-    )
     parser.add_argument("--write", action="store_true", help="make the page, and measure nothing")
     for name, kind in (("--row", str), ("--threads", int), ("--answer", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -548,8 +494,6 @@ def main() -> None:
     options = parse_arguments(parser, tiny, ("results",))
     if options.row:
         return measure_one(options)
-    if options.operations and options.results == RESULTS:
-        options.results = OPERATIONS
     if options.write:
         PAGE.write_text(page())
         return None

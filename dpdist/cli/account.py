@@ -338,7 +338,7 @@ def _budget_record(budget: DataBudget, delta: float | None, adjacency: Neighbors
     from dpdist.privacy.budget import composed_guarantee
 
     if delta is None:  # a run alone beside its ceiling: at one delta, or they cannot be compared
-        ceiling = budget.terms.ceiling
+        ceiling = budget.ceiling
         delta = 1e-5 if ceiling is None else ceiling.delta
     total = budget.guarantee(delta, adjacency)
     return {
@@ -385,7 +385,7 @@ def _budget_lines(record: dict[str, Any]) -> Iterator[str]:
 
 def _ceiling_usage(budget: DataBudget) -> dict[str, Any] | None:
     """How far a ceiling is used up. Where runs were chosen by results, it promises nothing."""
-    ceiling = budget.terms.ceiling
+    ceiling = budget.ceiling
     if ceiling is None:
         return None
     spent = budget.spent

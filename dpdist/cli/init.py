@@ -474,7 +474,7 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
 
 
 def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
-    """Return the rate that benchmarks/quality/real_tables.py found best for such a model."""
+    """Return the rate that benchmarks/results/tables.md found best for such a model."""
     rate = 2.0 if model == _LINEAR_MODEL else 0.5
     rate = 0.1 if not pictures and units < _FEW_UNITS else rate
     return [

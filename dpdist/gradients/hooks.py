@@ -58,19 +58,6 @@ Objective = Losses | OwnLoss
 Inputs = Any  # (B, ...): a tensor, or a tuple or dict of tensors, all with B first
 
 
-class _WithLoss(nn.Module):
-    """A model and a loss of the user's as one module, so that parameters can be replaced in it."""
-
-    def __init__(self, model: nn.Module, loss: OwnLoss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        several = inputs if isinstance(inputs, tuple) else (inputs,)
-        batch = inputs if isinstance(inputs, dict) else (*several, targets)
-        return self.loss.then(self.loss.function(self.model, batch), targets)
-
-
 def example_losses(
     model: nn.Module,
     objective: Objective,
@@ -84,8 +71,12 @@ def example_losses(
         UserError: the objective does not return one value a record.
     """
     if isinstance(objective, OwnLoss):
-        named = {f"model.{name}": value for name, value in values.items()}
-        losses = call_with_values(_WithLoss(model, objective), named, (inputs, targets))
+        own = objective
+        several = inputs if isinstance(inputs, tuple) else (inputs,)
+        batch = inputs if isinstance(inputs, dict) else (*several, targets)
+        losses = run_with_values(
+            model, values, lambda: own.then(own.function(model, batch), targets)
+        )
     else:
         losses = objective(call_with_values(model, values, (inputs,)), targets)
     count = rows_of(inputs)
@@ -96,14 +87,6 @@ def example_losses(
             "reduction='none'"
         )
     return losses
-
-
-def followed_by(objective: Objective, then: Callable[[Tensor], Tensor]) -> Objective:
-    """Return an objective whose losses go through `then`."""
-    if isinstance(objective, OwnLoss):
-        before = objective.then
-        return replace(objective, then=lambda losses, targets: then(before(losses, targets)))
-    return lambda outputs, targets: then(objective(outputs, targets))
 
 
 def weighted_by_class(objective: Objective, weights: Sequence[float]) -> Objective:

@@ -33,7 +33,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -45,40 +45,12 @@ from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.hooks import Inputs, Losses, Objective, OwnLoss, example_losses
 
-
-def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy of one yes or no a record: logits (B,) or (B, 1) and 0 or 1."""
-    return _compared(functional.binary_cross_entropy_with_logits, "bce", outputs, targets)
-
-
-def multi_label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of a record's labels: logits (B, K) and 0 or 1 (B, K)."""
-    if targets.dim() != 2:
-        raise UserError(
-            f"loss: multi-label-bce needs targets of shape (B, K), got {_shape(targets)}: give one "
-            "column a label, or take bce"
-        )
-    return _compared(
-        functional.binary_cross_entropy_with_logits, "multi-label-bce", outputs, targets
-    )
-
-
-def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean of a record's squared errors."""
-    return _compared(functional.mse_loss, "mse", outputs, targets)
-
-
-def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean of Huber's function of a record's errors, linear beyond 1."""
-    return _compared(functional.huber_loss, "huber", outputs, targets)
-
-
 LOSSES: dict[str, Losses] = {
     "cross-entropy": cross_entropy,
-    "bce": binary_cross_entropy,
-    "multi-label-bce": multi_label_cross_entropy,
-    "mse": mean_squared_error,
-    "huber": huber,
+    "bce": CriterionLoss(nn.BCEWithLogitsLoss()).of_outputs,
+    "multi-label-bce": CriterionLoss(nn.BCEWithLogitsLoss()).of_outputs,
+    "mse": CriterionLoss(nn.MSELoss()).of_outputs,
+    "huber": CriterionLoss(nn.HuberLoss()).of_outputs,
 }
 
 
@@ -97,8 +69,7 @@ def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> 
         the batch, or that lets one record's value depend on another record.
 
     Raises:
-        UserError: no loss has that name, or it is a function of outputs and targets, such as
-            torch's.
+        UserError: no loss has that name.
 
     Example:
         >>> import torch
@@ -119,31 +90,6 @@ def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> 
             "loss: must be a name, a criterion object or a function of module and batch, got a "
             f"{type(loss).__name__}"
         )
-    kind: Any = loss
-    if isinstance(kind, type) and issubclass(kind, nn.Module):
-        raise UserError(
-            f"loss: must be a name, a criterion object or a function of module and batch, got the "
-            f"class {kind.__name__}; make one, {kind.__name__}()"
-        )
-    inner: Any = loss.func if isinstance(loss, partial) else loss
-    if str(getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
-        name = getattr(inner, "__name__", type(inner).__name__)
-        plain = getattr(loss, "keywords", {}).keys() <= {"reduction"}
-        known = _FUNCTIONS.get(name) if plain else None
-        take = _FORM.format(name) if known is None else repr(known)
-        raise UserError(
-            f"loss: must be a name, a criterion object or a function of module and batch, got "
-            f"torch's {name}; take {take}"
-        )
-    try:
-        inspect.signature(loss).bind(None, None)
-    except TypeError as error:
-        raise UserError(
-            f"loss: must be {_FORM.format('cross_entropy')}, got {_name_of(loss)}, which cannot be "
-            f"called with two arguments: {error}"
-        ) from None
-    except ValueError:  # of a builtin: its first call says more
-        pass
     return OwnLoss(loss)
 
 
@@ -174,10 +120,10 @@ def checked_losses(
             batch = f"the dict of {', '.join(inputs)}"
         elif isinstance(inputs, tuple):
             batch = f"the {len(inputs)} inputs and the targets"
-        form = f"{_TAKES}, such as {own_loss_example(model, inputs)}"
         raise UserError(
-            f"loss: must be {form}, got {_name_of(objective.function)}, which "
-            f"fails on invented records (batch is {batch}): {type(error).__name__}: {said}"
+            "loss: must be a function of module and batch that returns one value a record, such as "
+            f"{own_loss_example(model, inputs)}, got {_name_of(objective.function)}, which fails "
+            f"on invented records (batch is {batch}): {type(error).__name__}: {said}"
         ) from error
 
 
@@ -205,9 +151,10 @@ def under_autocast(objective: Objective) -> OwnLoss:
     return OwnLoss(function, objective)
 
 
-_TAKES = "a function of module and batch that returns one value a record"
-_EXAMPLE = "lambda module, batch: torch.nn.functional.{}(module({}), batch[{}], reduction='none')"
-_FORM = f"{_TAKES}, such as {_EXAMPLE.format('{}', 'batch[0]', 1)}"
+_EXAMPLE = (
+    "lambda module, batch: torch.nn.functional.cross_entropy(module({}), batch[{}], "
+    "reduction='none')"
+)
 _SHOWN = 300  # letters of an error
 
 
@@ -220,7 +167,7 @@ def own_loss_example(model: nn.Module, inputs: Inputs) -> str:
     if not isinstance(inputs, dict):
         count = 1 if isinstance(inputs, Tensor) else len(inputs)
         call = ", ".join(f"batch[{place}]" for place in range(count))
-        return _EXAMPLE.format("cross_entropy", call, count)
+        return _EXAMPLE.format(call, count)
     try:
         wanted = list(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):
@@ -230,29 +177,11 @@ def own_loss_example(model: nn.Module, inputs: Inputs) -> str:
     if not names or not rest:
         names, rest = list(inputs)[:-1] or list(inputs), list(inputs)[-1:]
     call = ", ".join(f"batch[{name!r}]" for name in names)
-    return _EXAMPLE.format("cross_entropy", call, repr(rest[-1]))
+    return _EXAMPLE.format(call, repr(rest[-1]))
 
 
 def _name_of(loss: Any) -> str:
     return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
-
-
-_FUNCTIONS = {"cross_entropy": "cross-entropy", "binary_cross_entropy_with_logits": "bce",
-              "mse_loss": "mse", "huber_loss": "huber"}  # fmt: skip
-
-
-def _compared(loss: Callable[..., Tensor], name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return a loss of outputs and targets that have one shape, but for a last dimension of 1."""
-    if outputs.shape != targets.shape:
-        if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
-            outputs = outputs.squeeze(-1)  # never broadcast: (B, 1) and (B,) would be (B, B)
-        if outputs.shape != targets.shape:
-            raise UserError(
-                f"loss: {name} needs outputs of the targets' shape, got {_shape(outputs)} and "
-                f"{_shape(targets)}: give the model as many outputs as a record has targets"
-            )
-    losses = loss(outputs, targets.to(outputs.dtype), reduction="none")
-    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
 
 
 def _shape(tensor: Tensor) -> str:

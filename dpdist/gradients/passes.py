@@ -58,10 +58,14 @@ def rows_per_batch(
     return blocks.count * rows * _fullest_row(members / blocks.count, rows)
 
 
-def iter_passes(
+def labeled_passes(
     blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
-) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
-    """Yield the passes over a batch.
+) -> Iterator[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]:
+    """Yield the passes over a batch, each behind a label.
+
+    The label keys what a model draws in the pass (`dpdist.gradients.random_passes`). That of a pass
+    of one row is its record, that of `fixed-row` one for all passes, that of `standard` block and
+    number.
 
     Args:
         blocks: of the step.
@@ -71,19 +75,7 @@ def iter_passes(
         rounding: layout of the passes.
 
     Yields:
-        Positions in `ids`, one for each row of the pass, and which rows count.
-    """
-    for _, members, real in labeled_passes(blocks, key, ids, rows, rounding):
-        yield members, real
-
-
-def labeled_passes(
-    blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
-) -> Iterator[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]:
-    """Yield the passes over a batch as `iter_passes` does, each behind a label.
-
-    It keys what a model draws in the pass (`dpdist.gradients.random_passes`). That of a pass of one
-    row is its record, that of `fixed-row` one for all passes, that of `standard` block and number.
+        The label, positions in `ids`, one for each row of the pass, and which rows count.
     """
     label: tuple[str | int, ...]
     for name, block in blocks.labeled(key, ids):

@@ -126,6 +126,8 @@ class Perturbation:
     hidden_modules: tuple[str, ...] = ()
     # of each draw's loss in the record's; None: equal
     draw_weights: tuple[float, ...] | None = None
+    # of the noise on the inputs, fresh for every record and draw
+    input_std: float | Tensor = 0.0
 
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
@@ -154,7 +156,11 @@ class Perturbation:
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
         """Inputs (B, ...) of this draw."""
-        return inputs
+        std = self.input_std
+        if not isinstance(std, Tensor) and std == 0:
+            return inputs
+        std = std.to(inputs.device) if isinstance(std, Tensor) else std
+        return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
     def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
@@ -208,15 +214,6 @@ class ParameterPerturbation(Perturbation):
         noise = standard_normal_shared(draw_key, "draws/parameters", draw, size)
         return self._perturbed(parameters, noise)
 
-    def perturb_inputs(
-        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
-    ) -> Tensor:
-        if self.input_std == 0:
-            return inputs
-        return inputs + self.input_std * _per_record_noise(
-            inputs, record_ids, draw_key, "draws/inputs", draw
-        )
-
     def perturb_parameters_per_example(
         self, parameters: Mapping[str, Tensor], record_ids: Tensor, draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
@@ -256,13 +253,7 @@ class InputPerturbation(Perturbation):
 
     def __init__(self, count: int, std: float | Tensor, *, aggregate: Aggregate = "mean") -> None:
         super().__init__(count, aggregate=aggregate)
-        self.std = std if isinstance(std, Tensor) else _scale("std", std)
-
-    def perturb_inputs(
-        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
-    ) -> Tensor:
-        std = self.std.to(inputs.device) if isinstance(self.std, Tensor) else self.std
-        return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
+        self.input_std = std if isinstance(std, Tensor) else _scale("std", std)
 
 
 class HiddenPerturbation(Perturbation):
@@ -295,16 +286,8 @@ class ModulePerturbation(Perturbation):
 
     def __init__(self, count: int, location: ModuleNoise, *, aggregate: Aggregate = "mean") -> None:
         super().__init__(count, aggregate=aggregate)
-        self.location = location
+        self.location, self.input_std = location, location.input_std
         self.hidden_modules = tuple(location.stds)
-
-    def perturb_inputs(
-        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
-    ) -> Tensor:
-        std = self.location.input_std
-        if std == 0:
-            return inputs
-        return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
     def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from dpdist.privacy.guarantee import Neighbors
 from dpdist.privacy.pld import (
     FINEST_GRID,
     CountsDpEvent,
+    Hashable,
     LossTooLarge,
     PrivacyLoss,
     UnsupportedMechanismError,
@@ -43,6 +43,19 @@ QUICK_ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 # --- Renyi differential privacy ---------------------------------------------------------------
 
 
+def _map_parts(event: dpa.DpEvent, change: Callable[[dpa.DpEvent], dpa.DpEvent]) -> dpa.DpEvent:
+    """Return the event with the events that it is made of changed; one that is made of none."""
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        return dpa.SelfComposedDpEvent(change(event.event), event.count)
+    if isinstance(event, dpa.ComposedDpEvent):
+        return dpa.ComposedDpEvent([change(part) for part in event.events])
+    if isinstance(event, RepeatAndSelectDpEvent):
+        return RepeatAndSelectDpEvent(change(event.event), event.mean, event.shape)
+    if isinstance(event, WorstOfDpEvent):
+        return WorstOfDpEvent([change(choice) for choice in event.events], event.floor)
+    return event
+
+
 def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
     """Return the event with noise in units of the relation's sensitivity, for the library's RDP."""
     if isinstance(event, dpa.GaussianDpEvent):
@@ -53,18 +66,10 @@ def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
         if event.noise_multiplier == 0:
             return dpa.NonPrivateDpEvent()
         return dpa.LaplaceDpEvent(event.noise_multiplier / sensitivity)
-    if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_rescale_noise(event.event, sensitivity), event.count)
-    if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_rescale_noise(part, sensitivity) for part in event.events])
-    if isinstance(event, RepeatAndSelectDpEvent):
-        inner = _rescale_noise(event.event, sensitivity)
-        return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
-    if isinstance(event, WorstOfDpEvent):
-        choices = [_rescale_noise(choice, sensitivity) for choice in event.events]
-        return WorstOfDpEvent(choices, event.floor)
-    if sensitivity == 1 or isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent):
-        return event
+    changed = _map_parts(event, lambda part: _rescale_noise(part, sensitivity))
+    same = isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent)
+    if changed is not event or sensitivity == 1 or same:
+        return changed
     raise UnsupportedMechanismError(
         f"{type(event).__name__} has no Renyi bound under replace-one; "
         "use add-or-remove-one, or full batches"
@@ -124,15 +129,7 @@ def _add_negligible_releases(event: dpa.DpEvent) -> dpa.DpEvent:
             [_add_negligible_releases(event.event), dpa.GaussianDpEvent(1e6)]
         )
         return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
-    if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_add_negligible_releases(event.event), event.count)
-    if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_add_negligible_releases(part) for part in event.events])
-    if isinstance(event, WorstOfDpEvent):
-        return WorstOfDpEvent(
-            [_add_negligible_releases(choice) for choice in event.events], event.floor
-        )
-    return event
+    return _map_parts(event, _add_negligible_releases)
 
 
 def compose_rdp(
@@ -195,10 +192,6 @@ def _approximate_event(event: dpa.DpEvent) -> dpa.DpEvent:
         return dpa.PoissonSampledDpEvent(event.sampling_probability, inner)
     if isinstance(event, dpa.PoissonSampledDpEvent) and isinstance(event.event, dpa.LaplaceDpEvent):
         return event.event
-    if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_approximate_event(event.event), event.count)
-    if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_approximate_event(part) for part in event.events])
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         return dpa.NoOpDpEvent()
     if isinstance(event, WorstOfDpEvent):
@@ -206,7 +199,7 @@ def _approximate_event(event: dpa.DpEvent) -> dpa.DpEvent:
     if isinstance(event, RepeatAndSelectDpEvent):
         shape = event.shape if event.shape > -1 else math.inf
         return RepeatAndSelectDpEvent(_approximate_event(event.event), event.mean, shape)
-    return event
+    return _map_parts(event, _approximate_event)
 
 
 def _contains_selection(event: dpa.DpEvent) -> bool:
@@ -220,18 +213,6 @@ def _contains_selection(event: dpa.DpEvent) -> bool:
     return False
 
 
-def _max_or_zero(values: Sequence[float]) -> float:
-    return max(values, default=0.0)
-
-
-@dataclass(frozen=True)
-class _HashableEvents:
-    """Hashable events: their printed form is the key, because events themselves have no hash."""
-
-    text: str
-    events: Sequence[dpa.DpEvent] = field(compare=False)
-
-
 def compute_epsilon(
     path_events: Sequence[dpa.DpEvent], delta: float, adjacency: Neighbors
 ) -> tuple[float, str]:
@@ -243,12 +224,13 @@ def compute_epsilon(
     is charged for, or a search is priced. Raises UnsupportedMechanismError when neither covers
     them.
     """
-    key = _HashableEvents(repr(list(path_events)), path_events)
-    return _cached_epsilon(key, delta, adjacency)
+    return _cached_epsilon(Hashable(list(path_events)), delta, adjacency)
 
 
-def _epsilon(paths: _HashableEvents, delta: float, adjacency: Neighbors) -> tuple[float, str]:
-    alternatives = paths.events
+def _epsilon(
+    paths: Hashable[list[dpa.DpEvent]], delta: float, adjacency: Neighbors
+) -> tuple[float, str]:
+    alternatives = paths.value
     try:
         grids, losses = compute_privacy_losses(alternatives, adjacency)
     except UnsupportedMechanismError as no_pld:
@@ -259,7 +241,7 @@ def _epsilon(paths: _HashableEvents, delta: float, adjacency: Neighbors) -> tupl
                 return math.inf, f"no finite bound ({no_pld})"
             raise UnsupportedMechanismError(f"{no_rdp} (and {no_pld})") from no_rdp
     value, grid = (
-        _max_or_zero([loss.epsilon(delta) for loss in losses]),
+        max((loss.epsilon(delta) for loss in losses), default=0.0),
         max(grids, default=FINEST_GRID),
     )
     resolved = all(loss.resolves(delta) for loss in losses)
@@ -310,7 +292,7 @@ def rdp_epsilon(
     Raises UnsupportedMechanismError.
     """
     accountants = [compose_rdp(event, adjacency, orders) for event in path_events]
-    return _max_or_zero([accountant.get_epsilon(delta) for accountant in accountants])
+    return max((accountant.get_epsilon(delta) for accountant in accountants), default=0.0)
 
 
 def approximate_epsilon(
@@ -333,15 +315,16 @@ def coarse_epsilon(path_events: Sequence[dpa.DpEvent], delta: float, adjacency: 
 
     Raises UnsupportedMechanismError where there is no PLD or it does not resolve `delta`.
     """
-    key = _HashableEvents(repr(list(path_events)), path_events)
-    return _cached_coarse_epsilon(key, delta, adjacency)
+    return _cached_coarse_epsilon(Hashable(list(path_events)), delta, adjacency)
 
 
-def _coarse_epsilon(paths: _HashableEvents, delta: float, adjacency: Neighbors) -> float:
-    _, losses = compute_privacy_losses(paths.events, adjacency, grid_factor=10)
+def _coarse_epsilon(
+    paths: Hashable[list[dpa.DpEvent]], delta: float, adjacency: Neighbors
+) -> float:
+    _, losses = compute_privacy_losses(paths.value, adjacency, grid_factor=10)
     if not all(loss.resolves(delta) for loss in losses):
         raise UnsupportedMechanismError(f"PLD does not resolve delta {delta:g}")
-    return _max_or_zero([loss.epsilon(delta) for loss in losses])
+    return max((loss.epsilon(delta) for loss in losses), default=0.0)
 
 
 _cached_coarse_epsilon = lru_cache(maxsize=1000)(_coarse_epsilon)

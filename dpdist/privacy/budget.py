@@ -341,33 +341,6 @@ class Charge:
         return cls(**fields)
 
 
-@dataclass(frozen=True)
-class BudgetTerms:
-    """The rules by which a budget counts, fixed when it is opened.
-
-    ceiling: None for plain composition.
-    """
-
-    ceiling: RenyiFilter | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the terms as plain JSON types."""
-        return {"ceiling": None if self.ceiling is None else self.ceiling.to_dict()}
-
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> BudgetTerms:
-        """Return the terms that `to_dict` wrote."""
-        ceiling = record["ceiling"]
-        return cls(None if ceiling is None else RenyiFilter(**ceiling))
-
-    def matches(self, other: BudgetTerms) -> bool:
-        """Return whether both terms promise the same."""
-        return str(self) == str(other)
-
-    def __str__(self) -> str:
-        return "no ceiling" if self.ceiling is None else f"a ceiling of {self.ceiling}"
-
-
 def composed_guarantee(
     charges: Sequence[Charge], delta: float, adjacency: Neighbors = "add-or-remove-one"
 ) -> Guarantee:
@@ -405,20 +378,22 @@ class DataBudget(JournalBacked):
             )
         self.data_name: str = header["name"]
         self.hash_dtype: str = header["hashed"]
-        self.terms = BudgetTerms.from_dict(header["terms"])
+        ceiling = header["terms"]["ceiling"]  # fixed when it was opened; None: plain composition
+        self.ceiling = None if ceiling is None else RenyiFilter(**ceiling)
         self.key_id: str = header["key"]
         self._journal = journal
 
     @classmethod
     def create(
-        cls, folder: Path, name: str, terms: BudgetTerms, hash_dtype: str, key_id: str
+        cls, folder: Path, name: str, ceiling: RenyiFilter | None, hash_dtype: str, key_id: str
     ) -> DataBudget:
         """Return a new budget, open for writing.
 
         name: a public name of the data. hash_dtype: the type of its records' hashes. key_id: of
         the key under which they are kept.
         """
-        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hash_dtype}
+        terms = {"ceiling": None if ceiling is None else ceiling.to_dict()}
+        header = {"format": _FORMAT, "name": name, "terms": terms, "hashed": hash_dtype}
         header["key"] = key_id
         path = folder / f"{secrets.token_hex(8)}{BUDGET_SUFFIX}"
         return cls(ChainedJournal.open(path, BUDGET_KIND, header))
@@ -459,10 +434,9 @@ class DataBudget(JournalBacked):
 
         They are at the filter's order.
         """
-        ceiling = self.terms.ceiling
-        if ceiling is None:
+        if self.ceiling is None:
             return 0.0
-        return sum(ceiling.cost(charge.phases, charge.records) for charge in self.charges)
+        return sum(self.ceiling.cost(charge.phases, charge.records) for charge in self.charges)
 
     def guarantee(
         self, delta: float | None = None, adjacency: Neighbors = "add-or-remove-one"
@@ -472,9 +446,9 @@ class DataBudget(JournalBacked):
         Otherwise the composition of all charges at `delta`, see `composed_guarantee`.
         """
         charges = self.charges
-        if self.terms.ceiling is not None:
+        if self.ceiling is not None:
             public = not all(charge.nominal for charge in charges)
-            return self.terms.ceiling.guarantee(self.spent, public)
+            return self.ceiling.guarantee(self.spent, public)
         if delta is None:
             raise ValueError("without a ceiling a delta is needed")
         return composed_guarantee(charges, delta, adjacency)
@@ -500,7 +474,7 @@ class DataBudget(JournalBacked):
 
 
 def check_fits(
-    terms: BudgetTerms,
+    ceiling: RenyiFilter | None,
     charges: Sequence[Charge],
     new: Charge,
     adjacency: Neighbors,
@@ -512,8 +486,8 @@ def check_fits(
     composition without a filter.
     """
     others = [charge for charge in charges if charge.run != new.run]
-    if terms.ceiling is not None:
-        _check_filter(terms.ceiling, others, new, adjacency)
+    if ceiling is not None:
+        _check_filter(ceiling, others, new, adjacency)
     elif limit is not None:
         epsilon, delta = limit
         total = composed_guarantee([*others, new], delta, adjacency)
@@ -549,6 +523,10 @@ def _check_filter(
         )
 
 
+def _shown(ceiling: RenyiFilter | None) -> str:
+    return "no ceiling" if ceiling is None else f"a ceiling of {ceiling}"
+
+
 def _percent(part: float, ceiling: RenyiFilter) -> str:
     return f"{format_percent(part / ceiling.share, round_up=True)} %"
 
@@ -569,7 +547,7 @@ def reserve(
     folder: str | Path,
     records: NDArray[np.integer] | None,
     charge: Charge,
-    terms: BudgetTerms,
+    ceiling: RenyiFilter | None,
     adjacency: Neighbors,
     *,
     name: str = "",
@@ -580,7 +558,7 @@ def reserve(
     """Put a run on record before it starts, on every budget that holds any of its records.
 
     records: a hash of every record the run reads, one number each; None for a run that is on record
-    and goes on. terms: of the budget that is opened when there is none; otherwise they must be the
+    and goes on. ceiling: of the budget that is opened when there is none; otherwise it must be the
     same. name: a public name of the data. A run on record already (a continued one) is charged
     once, and of a copy of it what the other has not released (`Lineage`). Durable on return.
 
@@ -605,16 +583,17 @@ def reserve(
         held = [budget for budget in budgets if _shares_records(budget, known)]
         if enforce:
             for budget in held:
-                if not budget.terms.matches(terms):
+                if str(budget.ceiling) != str(ceiling):
                     raise BudgetExceeded(
-                        f"{budget.path} holds some of these records under {budget.terms}, fixed "
-                        f"before its first run; this run comes with {terms}"
+                        f"{budget.path} holds some of these records under "
+                        f"{_shown(budget.ceiling)}, fixed before its first run; this run comes "
+                        f"with {_shown(ceiling)}"
                     )
-            _check_charge_fits(held, terms, charge, adjacency, limit)
+            _check_charge_fits(held, ceiling, charge, adjacency, limit)
         if not record:
             return
         if not held:
-            held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
+            held = [DataBudget.create(Path(folder), name, ceiling, hashed, _key_id(key))]
             budgets.append(held[0])  # is closed with the others
         for budget in held:
             budget.add_records(known)
@@ -633,21 +612,21 @@ def _continue_charge(
             f"{charge.name!r} is on no budget here; name the folder it was run with"
         )
     for budget in held:
-        _check_charge_fits([budget], budget.terms, charge, adjacency, limit)
+        _check_charge_fits([budget], budget.ceiling, charge, adjacency, limit)
     for budget in held:
         budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
 
 def _check_charge_fits(
     held: Sequence[DataBudget],
-    terms: BudgetTerms,
+    ceiling: RenyiFilter | None,
     charge: Charge,
     adjacency: Neighbors,
     limit: tuple[float, float] | None,
 ) -> None:
     """Raise BudgetExceeded where a run, with all that copies of it have on record, does not fit."""
     if not held:
-        check_fits(terms, [], charge, adjacency, limit)
+        check_fits(ceiling, [], charge, adjacency, limit)
     for budget in held:
         whole = charge.merge(budget.find_charge(charge.run))
         if whole.lineage and charge.lineage and whole.lineage.has_unknown_processes(charge.lineage):
@@ -658,7 +637,7 @@ def _check_charge_fits(
                     "on with that copy, remove it, or begin a new search"
                 )
             whole = replace(whole, name=f"{whole.name}, with copies of it that went on or may,")
-        check_fits(terms, budget.charges, whole, adjacency, limit)
+        check_fits(ceiling, budget.charges, whole, adjacency, limit)
 
 
 def settle(

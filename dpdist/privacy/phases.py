@@ -500,8 +500,19 @@ class GaussianReleases(_Releases):
         return dpa.GaussianDpEvent(self.noise_multiplier)
 
 
+class _Queries(GaussianReleases):
+    """At most `count` noisy answers, one at a time."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.count
+
+    def executed_units(self, units: int) -> tuple[Phase, ...]:
+        return (replace(self, count=units),) if units else ()
+
+
 @dataclass(frozen=True)
-class GaussianAnswers(GaussianReleases):
+class GaussianAnswers(_Queries):
     """At most `count` answers of models that are never released, trained on disjoint shards.
 
     Each is a mean over models, in which one model is bounded: one record that comes or goes changes
@@ -519,15 +530,8 @@ class GaussianAnswers(GaussianReleases):
     )
 
     @property
-    def num_queries(self) -> int:
-        return self.count
-
-    @property
     def num_units(self) -> int:
         return self.count
-
-    def executed_units(self, units: int) -> tuple[Phase, ...]:
-        return (replace(self, count=units),) if units else ()
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
         """Return the loss when `size` records change at most so many models."""
@@ -535,7 +539,7 @@ class GaussianAnswers(GaussianReleases):
 
 
 @dataclass(frozen=True)
-class GaussianScores(GaussianReleases):
+class GaussianScores(_Queries):
     """At most `count` scores of models on `records` held-out records that no step trains on.
 
     Each is a sum to which a record adds a number in [0, 1], with Gaussian noise of standard
@@ -550,13 +554,6 @@ class GaussianScores(GaussianReleases):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("records", self.records)
-
-    @property
-    def num_queries(self) -> int:
-        return self.count
-
-    def executed_units(self, units: int) -> tuple[Phase, ...]:
-        return (replace(self, count=units),) if units else ()
 
     @property
     def description(self) -> str:
@@ -695,11 +692,9 @@ def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:
     return event if sample_rate == 1.0 else dpa.PoissonSampledDpEvent(sample_rate, event)
 
 
-@dataclass(frozen=True)
-class NonPrivate(Phase):
-    """A computation on the records that no theorem covers: epsilon is infinite."""
+class _Unproved(Phase):
+    """A phase that no theorem covers: epsilon is infinite."""
 
-    kind: ClassVar[str] = "non-private"
     reason: str
 
     def events(self, records: int) -> list[dpa.DpEvent]:
@@ -712,12 +707,20 @@ class NonPrivate(Phase):
         return self.reason
 
     @property
-    def description(self) -> str:
-        return f"NOT PRIVATE: {self.reason}"
-
-    @property
     def assumptions(self) -> tuple[str, ...]:
         return (self.description,)
+
+
+@dataclass(frozen=True)
+class NonPrivate(_Unproved):
+    """A computation on the records that no theorem covers."""
+
+    kind: ClassVar[str] = "non-private"
+    reason: str
+
+    @property
+    def description(self) -> str:
+        return f"NOT PRIVATE: {self.reason}"
 
 
 NOT_TRAINED_HERE = "not trained by dpdist: no epsilon"
@@ -725,7 +728,7 @@ UNKNOWN_DATA = "unknown: the model was trained elsewhere"
 
 
 @dataclass(frozen=True)
-class TrainedElsewhere(Phase):
+class TrainedElsewhere(_Unproved):
     """Stand for a training that dpdist did not execute: its cost is not known.
 
     It reads none of this plan's records, whose number therefore says nothing.
@@ -733,21 +736,15 @@ class TrainedElsewhere(Phase):
 
     kind: ClassVar[str] = "trained-elsewhere"
     reads_records: ClassVar[bool] = False
-
-    def events(self, records: int) -> list[dpa.DpEvent]:
-        return NonPrivate(NOT_TRAINED_HERE).events(records)
-
-    @property
-    def unproved_reason(self) -> str:
-        return NOT_TRAINED_HERE
+    reason = NOT_TRAINED_HERE
 
     @property
     def description(self) -> str:
-        return NOT_TRAINED_HERE
+        return self.reason
 
 
 @dataclass(frozen=True)
-class FixedBatches(UpfrontPhase):
+class FixedBatches(_Unproved, UpfrontPhase):
     """`steps` steps on disjoint batches that stay the same: epsilon is infinite.
 
     Each batch is a share sample_rate of the records; no theorem covers the steps.
@@ -762,20 +759,9 @@ class FixedBatches(UpfrontPhase):
         check_count("steps", self.steps)
         check_release(0.0, self.sample_rate)
 
-    def events(self, records: int) -> list[dpa.DpEvent]:
-        return NonPrivate(self.reason).events(records)
-
-    @property
-    def unproved_reason(self) -> str:
-        return self.reason
-
     @property
     def description(self) -> str:
         return f"NOT PRIVATE: {self.steps} steps on fixed disjoint batches: {self.reason}"
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        return (self.description,)
 
 
 # --- phases made of phases --------------------------------------------------------------------

@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import Generic, TypeVar
 
 import dp_accounting as dpa
 import numpy as np
@@ -175,27 +176,6 @@ def _count_releases(event: dpa.DpEvent) -> int:
     return 1
 
 
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _gaussian_pld(
-    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
-) -> PrivacyLossDistribution:
-    return sampled_gaussian_pld(noise_multiplier, sample_rate, adjacency, grid)
-
-
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _truncated_pld(
-    event: dpa.TruncatedSubsampledGaussianDpEvent, adjacency: Neighbors, grid: float
-) -> PrivacyLossDistribution:
-    return truncated_gaussian_pld(
-        records=event.dataset_size,
-        noise_multiplier=event.noise_multiplier,
-        sample_rate=event.sampling_probability,
-        batch_cap=event.truncated_batch_size,
-        adjacency=adjacency,
-        grid=grid,
-    )
-
-
 def _laplace_pld(
     noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
@@ -241,7 +221,7 @@ def compose_pld(
             total = total.compose(piece)
         return total
     if isinstance(event, RepeatAndSelectDpEvent):
-        searched = _cached_selection_pld(_HashableEvent(event), adjacency, grid)
+        searched = _cached_selection_pld(Hashable(event), adjacency, grid)
         return None if searched is None else _self_compose_or_none(searched, count)
     if isinstance(event, WorstOfDpEvent):
         found = [compose_pld(choice, adjacency, grid) for choice in event.events]
@@ -252,25 +232,28 @@ def compose_pld(
     return _mechanism_pld(event, adjacency, grid, count)
 
 
-class _HashableEvent:
-    """An event by its text: events that hold lists have no hash."""
+_T = TypeVar("_T")
 
-    def __init__(self, event: RepeatAndSelectDpEvent) -> None:
-        self.event, self.text = event, repr(event)
+
+class Hashable(Generic[_T]):
+    """An event, or a list of events, by its text: events that hold lists have no hash."""
+
+    def __init__(self, value: _T) -> None:
+        self.value, self._text = value, repr(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HashableEvent) and self.text == other.text
+        return isinstance(other, Hashable) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self._text)
 
 
 @lru_cache(maxsize=32)  # small: a search's distribution has a few thousand losses
 def _cached_selection_pld(
-    search: _HashableEvent, adjacency: Neighbors, grid: float
+    search: Hashable[RepeatAndSelectDpEvent], adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution | None:
-    one = compose_pld(search.event.event, adjacency, grid)
-    distribution = TrialDistribution(search.event.mean, search.event.shape)
+    one = compose_pld(search.value.event, adjacency, grid)
+    distribution = TrialDistribution(search.value.mean, search.value.shape)
     return None if one is None else selection_pld(one, distribution)
 
 
@@ -300,8 +283,10 @@ def _mechanism_pld(
         if inner.noise_multiplier == 0:
             return None
         if sample_rate == 1.0:  # n Gaussian releases are one with sigma / sqrt(n), exactly
-            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, adjacency, grid)
-        one = _gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
+            return sampled_gaussian_pld(
+                inner.noise_multiplier / math.sqrt(count), 1.0, adjacency, grid
+            )
+        one = sampled_gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
         return one.self_compose(count)
     if isinstance(inner, dpa.LaplaceDpEvent):
         if inner.noise_multiplier == 0:
@@ -311,7 +296,11 @@ def _mechanism_pld(
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         if event.noise_multiplier == 0:
             return None
-        return _truncated_pld(event, adjacency, grid).self_compose(count)
+        one = truncated_gaussian_pld(
+            event.dataset_size, event.noise_multiplier, event.sampling_probability,
+            event.truncated_batch_size, adjacency, grid,
+        )  # fmt: skip
+        return one.self_compose(count)
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         if adjacency != "replace-one":
             raise UnsupportedMechanismError(
@@ -410,6 +399,7 @@ def _sampled_gaussian_pmf(
     return pld_pmf.DensePLDPmf(grid, low, np.maximum(p, 0.0), float(deltas.min()), True)
 
 
+@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
 def sampled_gaussian_pld(
     noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
 ) -> PrivacyLossDistribution:
@@ -432,6 +422,7 @@ def sampled_gaussian_pld(
     )
 
 
+@lru_cache(maxsize=4)
 def truncated_gaussian_pld(
     records: int,
     noise_multiplier: float,

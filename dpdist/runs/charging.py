@@ -17,7 +17,6 @@ from dpdist.core.errors import UserError
 from dpdist.privacy import budget
 from dpdist.privacy.budget import (
     BudgetExceeded,
-    BudgetTerms,
     Charge,
     Lineage,
     RenyiFilter,
@@ -30,13 +29,16 @@ from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe
 
 
-def budget_terms(recipe: Recipe) -> BudgetTerms:
-    """How the budget counts that this recipe opens. Raises ValueError for an impossible ceiling."""
+def budget_ceiling(recipe: Recipe) -> RenyiFilter | None:
+    """Return the ceiling of the budget that this recipe opens, if it has one.
+
+    Raises ValueError for an impossible one.
+    """
     privacy = recipe.privacy
     if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
-        return BudgetTerms()
+        return None
     delta = privacy.budget_delta or privacy.delta
-    return BudgetTerms(RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.adjacency))
+    return RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.adjacency)
 
 
 def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
@@ -93,7 +95,7 @@ def reserve_charge(
             privacy.budget,
             None if records is None else np.asarray(records.hashes),
             charge,
-            budget_terms(recipe),
+            budget_ceiling(recipe),
             privacy.adjacency,
             name=recipe.data.name,
             limit=limit,

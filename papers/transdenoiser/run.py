@@ -1,4 +1,4 @@
-"""TransDenoiser and its ablations on MNIST: table and picture of results/measured.md.
+"""TransDenoiser and its ablations on MNIST: the table of results/measured.md.
 
 Every row is made by the commands that a user has: `dpdist run`, at
 first `--until pretrain`, and
@@ -8,8 +8,7 @@ which is no run, goes through the jobs that those commands start. All share one 
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
 part, --minutes begins no further run after so many. --attacks: other ones beside PGD, also on runs
 that are done. --results FILE: of each run a line that says of every image whether it was certified
-and right under attack (hexadecimal bits, in the order of the test images). --eigenvalues: S_min
-itself, of denoisers small enough for all eigenvalues.
+and right under attack (hexadecimal bits, in the order of the test images).
 
     python papers/transdenoiser/run.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -35,7 +34,6 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _common import parse_arguments, require_data
 
-from dpdist import models
 from dpdist.attacks.table import AttackTable, read_attack
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
@@ -327,46 +325,6 @@ def bits(right: np.ndarray) -> str:
     return np.packbits(right).tobytes().hex()
 
 
-def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) -> list[np.ndarray]:
-    """All eigenvalues of (1/B^2) sum A_i A_i^T in float64, ascending, of a denoiser of 208
-    parameters: before and after 200 steps on public records. B = 64 public records, of which those
-    with a remainder >= 0 count.
-    """
-    import torch
-
-    from dpdist import data
-    from dpdist.gradients.engine import squared_error
-    from dpdist.papers.transdenoiser.split import MixedJacobian, remainders
-
-    name = "digits" if data_root is None else "mnist"
-    public = data.load(data.DataSource(name, 10, data_root), "train").select_by_hash(0.0, 0.5)
-    options = {"channels": [2, 3], "activation": activation}
-    spec = models.ModelSpec("conv-autoencoder", public.input_shape, 10, options)
-    denoiser = models.initialize(spec, 0).double()
-    generator = torch.Generator().manual_seed(0)
-
-    def noised(x: torch.Tensor) -> torch.Tensor:
-        return x + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype)
-
-    def spectrum() -> np.ndarray:
-        x = public.batch(slice(0, 64)).double()
-        chosen = x[remainders(denoiser, x, noised(x)) >= 0]
-        part = MixedJacobian(denoiser, squared_error, chosen, chosen)
-        identity = torch.eye(part.num_parameters, dtype=torch.float64)
-        m = torch.stack([part.gram_matvec(column) for column in identity]) / len(x) ** 2
-        return torch.linalg.eigvalsh((m + m.T) / 2).numpy()
-
-    before = spectrum()
-    optimizer = torch.optim.Adam(denoiser.parameters(), 3e-3)
-    rows = np.random.default_rng(0)
-    for _ in range(200):
-        x = public.batch(rows.choice(len(public), 256, replace=False)).double()
-        optimizer.zero_grad()
-        squared_error(denoiser(noised(x)), x).mean().backward()
-        optimizer.step()
-    return [before, spectrum()]
-
-
 def attacked(folder: Path, attacks: tuple[str, ...] = (PGD,)) -> bool:
     """Whether the last stage of a run is done, with these attacks."""
     tables = map(read_attack, folder.glob("attacks/*/attacks.parquet"))
@@ -513,63 +471,6 @@ def _successes(
         yield told, ([a for a, _ in kept], [b for _, b in kept])
 
 
-def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
-    """Certified accuracy against radius at both noises, and accuracy under PGD at the larger."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    noises = [
-        noise
-        for noise in RADII
-        if any(row.name != ALONE for _, (row, _) in _curves(bench, chosen, noise))
-    ]
-    figure = Figure(figsize=(4.3 * (len(noises) + 1), 4), layout="constrained")
-    panels = figure.subplots(1, len(noises) + 1, squeeze=False)[0]
-    for axes, noise in zip(panels, noises, strict=False):
-        everything = [m for _, (_, found) in _curves(bench, chosen, noise) for m in found]
-        grid = np.linspace(0, max(m.certificates.radius.max() for m in everything), 200)
-        for color, (row, found) in _curves(bench, chosen, noise):
-            heights = np.array([[100 * m.certified(r) for r in grid] for m in found])
-            axes.plot(grid, heights.mean(0), color=color, label=_label(row, found))
-            if len(found) > 1:
-                axes.fill_between(grid, heights.min(0), heights.max(0), color=color, alpha=0.15)
-        axes.set_title(f"input noise {noise:g}")
-        axes.set_xlabel("L2 radius")
-        axes.set_ylabel("certified accuracy, %")
-    sizes = (0.0, *SIZES)
-    for color, (_, found) in _curves(bench, chosen, 0.25):
-        heights = np.array(
-            [
-                [100 * share for share in (m.attacked(0.0, "none"), *map(m.attacked, SIZES))]
-                for m in found
-            ]
-        )  # fmt: skip
-        panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=color)
-    panels[-1].set_title("under attack (input noise 0.25)")
-    panels[-1].set_xlabel("size of the L2 PGD attack")
-    panels[-1].set_ylabel("accuracy, %")
-    if panels[0].lines:
-        panels[0].legend(fontsize="x-small")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
-
-
-def _curves(bench: Bench, chosen: list[Row], noise: float) -> list[tuple[str, tuple[Row, list]]]:
-    """(color, (row, its runs)); a method has the same color in every panel."""
-    names = list(dict.fromkeys(row.name for row in rows(1)))
-    pairs = [(row, measured(bench, row)) for row in chosen if row.noise == noise]
-    return [(f"C{names.index(row.name)}", (row, found)) for row, found in pairs if found]
-
-
-def _label(row: Row, found: list[Measured]) -> str:
-    if row.name.startswith("separate-dp"):
-        return f"{row.title}, epsilon {found[0].epsilon}"
-    return row.title
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("runs/transdenoiser"))
@@ -580,22 +481,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--attacks", default=PGD, help=f"out of {','.join(ATTACKS)}")
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--eigenvalues", action="store_true")
     parser.add_argument("--results", type=Path, help="write a line of each run's images")
     tiny = {"only": ["no-dp-noise-0.25-0"]}
     given = parse_arguments(parser, tiny, ["out", "results"], arguments)
-    if given.eigenvalues:
-        for activation in ("relu", "tanh"):
-            for when, found in zip(
-                ("initial", "trained"), eigenvalues(activation, given.data_root), strict=True
-            ):
-                zeros = int((found < 1e-14 * found[-1]).sum())
-                print(
-                    f"{activation}, {when}: {len(found)} eigenvalues from {found[0]:.3g} to "
-                    f"{found[-1]:.3g}, {zeros} of them 0; credit of 200 steps at noise 0.25: "
-                    f"{(200 * max(0.0, found[0])) ** 0.5 * 0.25:.3g}"
-                )
-        return
     attacks = tuple(dict.fromkeys((*given.attacks.split(","), PGD)))  # the tables show PGD
     bench = Bench(given.out, given.data_root, given.quick, attacks)
     everything = rows(1 if given.quick else given.repeats)
@@ -605,13 +493,12 @@ def main(arguments: list[str] | None = None) -> None:
     bench.make_all(todo, given.minutes)
     text = table(bench, everything)
     (bench.out / "table.md").write_text(text + "\n")
-    picture(bench, everything, bench.out / "denoisers.png")
     if given.results is not None:
         found = [(row, m) for row in everything for m in measured(bench, row)]
         lines = [json.dumps(m.line(row)) + "\n" for row, m in found]
         given.results.write_text("".join(lines))
     print(text)
-    print(f"\n{bench.out / 'table.md'}, {bench.out / 'denoisers.png'}")
+    print(f"\n{bench.out / 'table.md'}")
 
 
 if __name__ == "__main__":

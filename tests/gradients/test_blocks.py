@@ -20,7 +20,7 @@ from dpdist.gradients.clipping import (
     sum_slack,
 )
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.passes import iter_passes, rows_per_batch, rows_per_pass
+from dpdist.gradients.passes import labeled_passes, rows_per_batch, rows_per_pass
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
@@ -67,7 +67,7 @@ def test_a_fixed_row_is_that_of_the_id_and_the_key(members, count, capacity, row
     def places(some: list[int]) -> dict[int, int]:
         found: dict[int, int] = {}
         given = np.array(some, dtype=np.int64)
-        for chosen, real in iter_passes(blocks, key, given, rows, "fixed-row"):
+        for _, chosen, real in labeled_passes(blocks, key, given, rows, "fixed-row"):
             assert len(chosen) == rows
             for row in np.arange(rows)[real]:
                 assert found.setdefault(some[chosen[row]], int(row)) == row
@@ -153,7 +153,7 @@ def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
 def test_passes_have_one_shape_but_the_last_of_a_block():
     blocks, ids = Blocks(1, 100), np.arange(60)
     assert [rows_per_pass(blocks, rows) for rows in (1000, 99, 30)] == [100, 50, 25]
-    seen = list(iter_passes(blocks, KEY, ids, 25))
+    seen = [(rows, real) for _, rows, real in labeled_passes(blocks, KEY, ids, 25)]
     assert [(len(rows), real.stop) for rows, real in seen] == [(25, 25), (25, 25), (10, 10)]
     assert sorted(np.concatenate([rows for rows, _ in seen])) == ids.tolist()
     assert rows_per_batch(blocks, 60, 25) == 60

@@ -128,7 +128,7 @@ def test_batch_norm_is_detected():
 def test_a_private_noise_scale_is_detected():
     class Private(InputPerturbation):
         def perturb_inputs(self, inputs, record_ids, draw_key, draw):
-            self.std = inputs.std()
+            self.input_std = inputs.std()
             return super().perturb_inputs(inputs, record_ids, draw_key, draw)
 
     engine = unscreened(small_layers(), Private(2, 0.1))

@@ -15,7 +15,6 @@ from dpdist.privacy import budget as budgets
 from dpdist.privacy.budget import (
     BUDGET_SUFFIX,
     BudgetExceeded,
-    BudgetTerms,
     Charge,
     RenyiFilter,
     read_budgets,
@@ -45,9 +44,7 @@ def reserve(
 ):
     plan = PrivacyPlan(1000, phases, DELTA, adjacency=adjacency)
     charge = Charge.for_plan(run, run, plan, phases)
-    budgets.reserve(
-        folder, records, charge, terms or BudgetTerms(), adjacency, name="toy", **setting
-    )
+    budgets.reserve(folder, records, charge, terms, adjacency, name="toy", **setting)
 
 
 def exact(runs: int, adjacency: str) -> float:
@@ -103,7 +100,7 @@ def gaussian_costing(cost: float) -> tuple[GaussianReleases]:
 def test_no_run_is_let_in_above_the_share(folder):
     """Which is less than the ceiling's epsilon: the rest is what delta costs."""
     assert FILTER.share < 0.9 * FILTER.epsilon
-    terms = BudgetTerms(FILTER)
+    terms = FILTER
     reserve(folder, "half", gaussian_costing(0.5 * FILTER.share), terms=terms)
     with pytest.raises(BudgetExceeded):
         reserve(folder, "more", gaussian_costing(0.501 * FILTER.share), terms=terms)
@@ -120,7 +117,7 @@ def test_no_run_is_let_in_above_the_share(folder):
 # --- several budgets
 
 
-def three(folder: Path, terms: list[BudgetTerms]) -> None:
+def three(folder: Path, terms: list[RenyiFilter | None]) -> None:
     """Budgets of three groups of records, whose files lie in this order."""
     for number, (records, own) in enumerate(zip(GROUPS, terms, strict=True)):
         before = set(folder.glob(f"*{BUDGET_SUFFIX}"))
@@ -141,7 +138,7 @@ ALL = np.concatenate([records[:5] for records in GROUPS])
 @pytest.mark.parametrize("full", range(3))
 @pytest.mark.parametrize("filtered", [True, False])
 def test_every_budget_of_the_records_must_have_room(folder, full, filtered):
-    terms = BudgetTerms(FILTER) if filtered else BudgetTerms()
+    terms = FILTER if filtered else None
     limit = None if filtered else (1.01 * exact(2, RELATIONS[0]), DELTA)
     more = gaussian_costing(FILTER.share) if filtered else (GaussianReleases(1.0),)
     three(folder, [terms] * 3)
@@ -158,15 +155,15 @@ def test_every_budget_of_the_records_must_have_room(folder, full, filtered):
 
 @pytest.mark.parametrize("odd", range(3))
 def test_every_budget_of_the_records_must_promise_the_same(folder, odd):
-    three(folder, [BudgetTerms(FILTER) if number == odd else BudgetTerms() for number in range(3)])
+    three(folder, [FILTER if number == odd else None for number in range(3)])
     before = content(folder)
     with pytest.raises(BudgetExceeded, match="fixed before its first run"):
-        reserve(folder, "joint", records=ALL, terms=BudgetTerms())
+        reserve(folder, "joint", records=ALL, terms=None)
     assert content(folder) == before
 
 
 def test_a_run_is_charged_and_settled_on_every_budget_of_its_records(folder):
-    three(folder, [BudgetTerms()] * 3)
+    three(folder, [None] * 3)
     reserve(folder, "joint", records=ALL)
     assert all(len(budget.known) >= len(ALL) for budget in read_budgets(folder))
     released = (GaussianReleases(NOISE, 3),)
@@ -182,7 +179,7 @@ def test_a_run_is_charged_and_settled_on_every_budget_of_its_records(folder):
 def test_two_runs_that_reserve_at_once_are_on_one_budget(folder, monkeypatch):
     """The first one waits for the disk, with nothing on record, while the second one begins. There
     is room for one of them."""
-    terms, cost = BudgetTerms(FILTER), gaussian_costing(0.6 * FILTER.share)
+    terms, cost = FILTER, gaussian_costing(0.6 * FILTER.share)
     waiting, goes_on = threading.Event(), threading.Event()
     real, outcomes = os.fsync, {}
 

@@ -10,7 +10,7 @@ import pytest
 from support.power_cut import Disk
 
 from dpdist.privacy import budget
-from dpdist.privacy.budget import BudgetTerms, Charge, DataBudget
+from dpdist.privacy.budget import Charge, DataBudget
 from dpdist.privacy.ledger import Anchor, ChainedJournal, JournalError, Ledger, anchor_path
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
@@ -56,7 +56,7 @@ def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
     """With the key that its records are recognized by, and the folder itself."""
     folder = tmp_path / below
     charge = Charge.for_plan("run", "a run", PLAN, PLAN.phases)
-    budget.reserve(folder, np.arange(10.0), charge, BudgetTerms(), PLAN.adjacency)
+    budget.reserve(folder, np.arange(10.0), charge, None, PLAN.adjacency)
     files = sorted(folder.iterdir())
     assert len(files) == 3
     for path in files:
@@ -100,7 +100,7 @@ def test_a_journal_that_lost_its_anchor_is_refused_from_its_first_record_on(tmp_
 def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
     """Nor one whose header happens to hold what the other kind's would."""
     other = tmp_path / "other.jsonl"
-    header = {"plan": PLAN.fingerprint(), "format": 2, "name": "", "terms": BudgetTerms().to_dict()}
+    header = {"plan": PLAN.fingerprint(), "format": 2, "name": "", "terms": {"ceiling": None}}
     with closing(ChainedJournal.open(other, "something else", header)):
         pass
     for reading in (

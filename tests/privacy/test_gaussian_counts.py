@@ -13,7 +13,6 @@ from scipy.stats import norm
 
 from dpdist.privacy.budget import (
     BudgetExceeded,
-    BudgetTerms,
     Charge,
     RenyiFilter,
     composed_guarantee,
@@ -24,8 +23,8 @@ from dpdist.privacy.phases import GaussianCounts, GaussianSteps, phase_from_dict
 ONE, REPLACED = "add-or-remove-one", "replace-one"
 
 
-def terms_of(adjacency: Any = ONE, epsilon: float = 4.0) -> BudgetTerms:
-    return BudgetTerms(RenyiFilter.for_ceiling(epsilon, 1e-4, adjacency))
+def terms_of(adjacency: Any = ONE, epsilon: float = 4.0) -> RenyiFilter:
+    return RenyiFilter.for_ceiling(epsilon, 1e-4, adjacency)
 
 
 def charge_of(deviation: float = 5.0) -> Charge:
@@ -53,7 +52,7 @@ def test_the_price_is_that_of_the_histograms_themselves(adjacency, shifts, devia
     exact = brentq(lambda at: delta_by_integration(at, deviation, shifts) - 1e-4, 0.01, 10)
     assert found.epsilon == pytest.approx(exact, rel=2e-3)  # the grid of the integral
     length = math.hypot(*shifts) / deviation  # a Gaussian's divergence of order a: a length^2 / 2
-    ceiling = terms_of(adjacency).ceiling
+    ceiling = terms_of(adjacency)
     assert ceiling is not None
     cost = ceiling.cost(charge.phases, 1000)
     assert cost == pytest.approx(ceiling.order * length**2 / 2, rel=1e-9)

@@ -14,7 +14,6 @@ import pytest
 from dpdist.privacy import budget as budgets
 from dpdist.privacy.budget import (
     BudgetExceeded,
-    BudgetTerms,
     Charge,
     DataBudget,
     Lineage,
@@ -70,7 +69,7 @@ class Copy:
         self.worker = None
         with self.open() as ledger:
             self.process = ledger.announce_process()
-        terms = BudgetTerms(FILTER)
+        terms = FILTER
         budgets.reserve(folder, RECORDS, self.charge(), terms, PLAN.adjacency, enforce=enforce)
 
     def release(self, steps: int, *, again: bool = False) -> list[tuple[str, int]]:
@@ -229,20 +228,20 @@ def test_a_ceiling_has_room_for_both_or_refuses_the_second(tmp_path):
     share = replace(FILTER, share=1.3 * whole)
     with one.open() as ledger:
         one.process = ledger.announce_process()
-    budgets.reserve(folder, RECORDS, one.charge(), BudgetTerms(share), PLAN.adjacency)
+    budgets.reserve(folder, RECORDS, one.charge(), share, PLAN.adjacency)
     one.release(3)
     other = one.copied(tmp_path / "1" / "ledger.jsonl")
     with other.open() as ledger:
         other.process = ledger.announce_process()
     before = spent(folder)
     with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
-        budgets.reserve(folder, RECORDS, other.charge(), BudgetTerms(share), PLAN.adjacency)
+        budgets.reserve(folder, RECORDS, other.charge(), share, PLAN.adjacency)
     with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
-        budgets.reserve(folder, None, other.charge(), BudgetTerms(share), PLAN.adjacency)
+        budgets.reserve(folder, None, other.charge(), share, PLAN.adjacency)
     assert spent(folder) == before == pytest.approx(whole)
     with one.open() as ledger:  # a later process of the first: no more is charged
         one.process = ledger.announce_process()
-    budgets.reserve(folder, RECORDS, one.charge(), BudgetTerms(share), PLAN.adjacency)
+    budgets.reserve(folder, RECORDS, one.charge(), share, PLAN.adjacency)
     assert spent(folder) == pytest.approx(whole)
 
 
@@ -308,7 +307,7 @@ def test_copies_of_a_search_with_a_secret_number_of_trials_do_not_add_up(tmp_pat
         return Charge.for_plan("search", "toy", plan, (), found)
 
     def reserve(charge: Charge) -> None:
-        budgets.reserve(folder, RECORDS, charge, BudgetTerms(FILTER), plan.adjacency)
+        budgets.reserve(folder, RECORDS, charge, FILTER, plan.adjacency)
 
     reserve(lineage("one", "a"))
     once = spent(folder)

@@ -43,13 +43,13 @@ def exact(delta: float) -> float:
 def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
     """As a filter, and as a composition: what fits at the run's delta may not fit at it."""
     limits = {"budget": str(tmp_path / "filter"), "budget_ceiling": 3.0, **given}
-    ceiling = charging.budget_terms(recipe(**limits)).ceiling
+    ceiling = charging.budget_ceiling(recipe(**limits))
     assert ceiling is not None and (ceiling.epsilon, ceiling.delta) == (3.0, delta)
     composed = limits | {"budget": str(tmp_path / "sum"), "budget_composition": "non-adaptive"}
     low = recipe(**composed | {"budget_ceiling": 0.99 * exact(delta)})
     with pytest.raises(UserError, match="above their ceiling"):
         charging.reserve_charge(low, RECORDS, CHARGE, "r.yaml", enforce=True)
-    assert charging.budget_terms(low).ceiling is None
+    assert charging.budget_ceiling(low) is None
     high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
     charging.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
     assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
@@ -66,7 +66,7 @@ def test_a_run_that_its_budget_refuses_takes_no_name(tmp_path):
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
     limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "adjacency": relation}
-    ceiling = charging.budget_terms(recipe(**limits)).ceiling
+    ceiling = charging.budget_ceiling(recipe(**limits))
     assert ceiling is not None and ceiling.adjacency == relation
 
 

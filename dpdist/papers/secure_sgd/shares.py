@@ -21,7 +21,7 @@ from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.clipping import assumed_move
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.passes import Rounding, iter_passes, rows_per_pass
+from dpdist.gradients.passes import Rounding, labeled_passes, rows_per_pass
 from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.perturbations import (
     HiddenPerturbation,
@@ -201,7 +201,7 @@ def _passes(
     record more or less changes the passes of one block alone.
     """
     rows = rows_per_pass(blocks, _PASS, rounding)
-    for some, real in iter_passes(blocks, key, members, rows, rounding):
+    for _, some, real in labeled_passes(blocks, key, members, rows, rounding):
         yield dataset.batch(members[some]), dataset.targets(members[some]), real
 
 

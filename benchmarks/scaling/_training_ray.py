@@ -3,30 +3,22 @@
 Both run the TF-Privacy CNN with one thread each and the same work per step (an expected 512
 examples per process; the Ray run's expected batch is 1,024). Steps per second over the last two
 thirds of each run: during the first Ray's own processes are still starting up on the same cores.
-Rounds are interleaved and the median ratio is printed. `--start` says instead where the seconds
-before the first step of such a training go, as seen from outside: on the clock, and of processor
-time of all its processes.
-
-    python benchmarks/scaling/training_ray.py [--quick] [--start] [--records 8192]
-
 An eighth of the records is the expected batch: fewer make another work, for a test.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from _common import make_images, parse_arguments, processor_seconds
+from _common import make_images
 
 RECORDS = 8192
 CLI = "from dpdist.cli.main import main; main()"
@@ -87,44 +79,6 @@ def watch(processes: list[subprocess.Popen], clocks: list[Clock]) -> list[float]
     return [clock.rate() for clock in clocks]
 
 
-def worker_seen() -> bool:
-    """Whether Ray has a training worker somewhere here."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if entry.read_bytes().startswith(b"ray::") and b"TrainWorker" in entry.read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float, float]]:
-    """Of each stage until a training's first step, seconds and processor seconds; waits for its
-    end."""
-    stages: list[tuple[str, Callable[[], bool]]] = [
-        ("the command: imports, checks, plan", (private / "run.key").exists),
-        ("Ray: session, first task on each host", (private / "ray").exists),
-        ("Ray Train: controller, placement, workers' processes", worker_seen),
-        ("workers: imports, process group, records, model", (private / "workers.jsonl").exists),
-        ("the first step, with the self-check", lambda: lines(private / "metrics.jsonl") > 0),
-    ]
-    found, began = [], time.monotonic()
-    spent: dict[str, float] = {}  # by process; what one took that is gone counts as last seen
-    for name, reached in stages:
-        before = sum(spent.values())
-        while not reached():
-            if process.poll() is not None:
-                sys.exit("the training failed")
-            time.sleep(0.02)
-        spent.update(
-            {number: seconds for (number, _), seconds in processor_seconds(process.pid).items()}
-        )
-        found.append((name, time.monotonic() - began, sum(spent.values()) - before))
-        began = time.monotonic()
-    process.wait()
-    return found
-
-
 def lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
@@ -171,30 +125,3 @@ def until_first_step(folder: Path, records: int, ray: bool) -> float:
     found = time.monotonic() - began
     process.wait()
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--start", action="store_true", help="the seconds before the first step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--records", type=int, default=RECORDS)
-    options = parse_arguments(parser, {"rounds": 1, "steps": 30, "records": 256})
-    records = options.records
-    rounds, steps = (1, 30) if options.start else (options.rounds, options.steps)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["DPDIST_CACHE"] = str(folder / "cache")
-        if options.start:
-            make_images(folder / "data", "whole", records)
-            together = recipe(folder, "whole", records // 8, 2, steps)
-            process = start(CLI, "run", "--until", "train", together, "--runs", folder / "runs")
-            for stage, *seconds in starting(process, folder / "runs" / "whole-2" / "private"):
-                print("  ".join(f"{each:6.1f} s" for each in seconds) + f"  {stage}")
-            return
-        ratios = list(rounds_of(folder, rounds, steps, records))
-        print(f"2 Ray Train workers / 2 independent processes: {statistics.median(ratios):.3f}")
-
-
-if __name__ == "__main__":
-    main()
