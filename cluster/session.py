@@ -28,6 +28,7 @@ from dpdist.core.errors import ClusterError, ExitCode, UserError
 from dpdist.core.files import (
     SESSION_FOLDER,
     TRAINING_FOLDER,
+    error_text,
     lock_temporary_folder,
     remove_unlocked_folders,
 )
@@ -494,7 +495,7 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
             if address
             else "try again, or set DPDIST_EXECUTOR=local, which needs no Ray"
         )
-        raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}; {instead}") from error
+        raise ClusterError(f"no Ray cluster at {where}: {error_text(error)}; {instead}") from error
     except SystemExit:
         if callable(ending):
             ending(signal.SIGTERM, None)
@@ -595,7 +596,3 @@ def _stop_logging(handler: logging.Handler | None) -> None:
         logging.getLogger("ray").removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.close()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
