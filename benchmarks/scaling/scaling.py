@@ -546,8 +546,8 @@ class _Instant:
     """Stands in for Ray in the pool: every call is answered at once, so that what is left is the
     pool's own scheduling."""
 
-    def __init__(self, actors: int, pace: float) -> None:
-        self.actors, self.pace, self.made = actors, pace, 0
+    def __init__(self, actors: int) -> None:
+        self.actors, self.made = actors, 0
         self.answers: dict[int, object] = {}
 
     def put(self, value: object) -> object:
@@ -588,26 +588,21 @@ class _Factory:
 
 
 class _Actor:
-    """`ready` and `run` are called as actor.ready.remote() and actor.run.remote(payloads, s)."""
+    """`ready` and `run` are called as actor.ready.remote() and actor.run.remote(payload)."""
 
     def __init__(self, ray: _Instant) -> None:
         self.ready = self.run = self
         self._ray = ray
 
-    def remote(self, payloads: list | None = None, seconds: float = 0.0) -> int:
-        if payloads is None:
-            return self._ray.answer(True)
-        return self._ray.answer((payloads, len(payloads) * self._ray.pace))
+    def remote(self, payload: object = True) -> int:
+        return self._ray.answer(payload)
 
 
-def scheduling(
-    chunks: int, actors: int, stored: bool = False, pace: float = 1e-6
-) -> dict[str, float]:
+def scheduling(chunks: int, actors: int, stored: bool = False) -> dict[str, float]:
     """Many chunks through the pool's own code, for a cluster of `actors` instant actors.
 
     grew_mib: by how much the process was larger than before when nine tenths were done. stored:
-    hand the chunks over as a list, for comparison. pace: seconds that an actor says it took for a
-    chunk; from 0.1 on, each chunk is a call of its own.
+    hand the chunks over as a list, for comparison.
     """
     from dpdist.cluster import actor_pool
 
@@ -619,7 +614,7 @@ def scheduling(
         if done == chunks * 9 // 10:
             grew = resident() - before
 
-    actor_pool.ray = fake = _Instant(actors, pace)
+    actor_pool.ray = _Instant(actors)
     before, begun = resident(), time.process_time()
     try:
         stream = (actor_pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
@@ -628,10 +623,7 @@ def scheduling(
     finally:
         actor_pool.ray = real
     used = time.process_time() - begun
-    calls = fake.made - actors
-    return {
-        "chunks": done, "per_second": done / used, "grew_mib": grew / 2**20, "calls": calls,
-    }  # fmt: skip
+    return {"chunks": done, "per_second": done / used, "grew_mib": grew / 2**20}
 
 
 def resident() -> int:
@@ -677,10 +669,10 @@ def main() -> None:
         certification(options.quick, options.workers)
     if options.driver or everything:
         chunks = options.chunks
-        for actors, pace in ((2, 1e-6), (2, 1.0), (64, 1.0), (512, 1.0)):
-            alone = scheduling(chunks, actors, pace=pace)
+        for actors in (2, 64, 512):
+            alone = scheduling(chunks, actors)
             print(
-                f"scheduling alone, {actors} instant actors that claim {pace:g} s per chunk: "
+                f"scheduling alone, {actors} instant actors: "
                 f"{alone['chunks']:,} chunks, {alone['per_second']:,.0f} per CPU second; memory "
                 f"grew by {alone['grew_mib']:.1f} MiB",
                 flush=True,
