@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.cluster.reaper import reap_on_exit
 from dpdist.core.console import log
 from dpdist.core.errors import ClusterError, ExitCode, UserError
 from dpdist.core.files import (
@@ -98,7 +98,7 @@ _LOST = (
     "Ray gave up the node of this process, which answered nothing for about a minute, as a laptop "
     "does that sleeps: its session is lost. What was finished is kept; run the same command again"
 )
-# Sessions whose node is lost, kept until this process ends: then their reapers end Ray's processes.
+# Sessions whose node is lost, kept until this process ends.
 _lost_sessions: list[contextlib.ExitStack] = []
 _open_watches: list[_NodeWatch] = []
 
@@ -162,7 +162,7 @@ def is_session_lost() -> bool:
 
 
 def _keep_until_exit(session: contextlib.ExitStack) -> None:
-    """Leave a lost session to its reaper, and end this process without Ray's own last words.
+    """Leave a lost session alone, and end this process without Ray's own last words.
 
     The code is that of a command which a ClusterError ends: Python does not tell a script's own.
     """
@@ -449,9 +449,9 @@ def _session_folder() -> Iterator[Path]:
     """Make a folder for the files of a local session, and remove it with them at the end.
 
     Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
-    search's number of trials and their scores lay there. A killed process leaves the removal to the
-    session's reaper; where that was killed too, the next session removes the folders whose lock
-    nobody holds, and what single trainings left (`dpdist.core.files.temporary_folder`).
+    search's number of trials and their scores lay there. What a killed process leaves, the next
+    session removes: folders whose lock nobody holds, and those of single trainings
+    (`dpdist.core.files.temporary_folder`).
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _MAX_ROOT_BYTES:
@@ -459,8 +459,11 @@ def _session_folder() -> Iterator[Path]:
     remove_unlocked_folders(root, _FOLDER_PREFIX)
     remove_unlocked_folders(Path(tempfile.gettempdir()), TRAINING_FOLDER)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=root))  # mode 0700
-    with reap_on_exit(folder), lock_temporary_folder(folder):
-        yield folder
+    try:
+        with lock_temporary_folder(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def secure_staging_folder() -> Path:

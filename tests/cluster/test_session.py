@@ -358,7 +358,7 @@ def test_a_node_that_ray_gave_up_ends_the_command_with_one_error(tmp_path, opene
     raylet = next(line for line in done.stdout.splitlines() if line.startswith("stopped")).split()[
         1
     ]
-    for _ in range(300):  # the session's reaper ends what Ray left, stopped processes too
+    for _ in range(300):  # Ray ends its own processes, stopped ones too
         if not Path(f"/proc/{raylet}").exists():
             break
         time.sleep(0.1)
