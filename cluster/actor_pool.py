@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.cluster.work import Chunk, PoolSettings, in_order
+from dpdist.cluster.work import Chunk, ChunkJob, in_order
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 # --- the actor and its calls ------------------------------------------------------------------
@@ -73,29 +73,18 @@ _READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, 
 _DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
 
 
-def run_chunks(
-    factory: Callable[..., Callable[[Any], Any]],
-    shared: Any,
-    chunks: Iterable[Chunk],
-    on_result: Callable[[str, Any], None],
-    settings: PoolSettings | None = None,
-    is_session_lost: Callable[[], bool] = lambda: False,
-) -> None:
-    """Run every chunk on actors; ``on_result(key, result)`` is called here, once per chunk.
+def run_chunks(job: ChunkJob, is_session_lost: Callable[[], bool] = lambda: False) -> None:
+    """Run every chunk on actors.
 
-    factory: called once in each actor as factory(shared); returns the function applied to payloads.
-    shared: put into Ray's object store once.
-    chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
-    read only a little ahead, so that a million chunks need no memory.
     is_session_lost: whether Ray's calls would not return, so that none is made on leaving.
 
     Ray must be initialized. Raises ClusterError when no actor can start, actors keep dying, or a
-    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
+    chunk keeps failing; what a worker raised is given back after the retries, an
     InvalidResultsError at once. After Ctrl-C and a ClusterError the results of calls that end
     within two seconds are still delivered; the one that Ctrl-C struck in may then be delivered
     twice.
     """
-    pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
+    pool = _Pool(job)
     try:
         pool.run()
     except (KeyboardInterrupt, ClusterError):
@@ -124,17 +113,9 @@ class _Slot:
 
 
 class _Pool:
-    def __init__(
-        self,
-        factory: Callable[..., Callable[[Any], Any]],
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: Callable[[str, Any], None],
-        settings: PoolSettings,
-    ) -> None:
-        self.settings = settings
-        self.on_result = on_result
-        self.source = in_order(chunks)
+    def __init__(self, job: ChunkJob) -> None:
+        self.job, self.settings = job, job.settings
+        self.source = in_order(job.chunks)
         self.chunks_read = 0
         self.pending: set[str] = set()  # taken from the source, no result yet
         self.queue: list[tuple[float, int, _PendingChunk]] = []
@@ -147,8 +128,7 @@ class _Pool:
         self._read_ahead()
         if not self.pending:
             return
-        self.factory = factory
-        self.shared = ray.put(shared)
+        self.shared = ray.put(job.shared)
         self.actor_class: Any = ray.remote(PoolActor)
 
     def run(self) -> None:
@@ -197,7 +177,7 @@ class _Pool:
                     self._deliver(calls[ref], answer)
 
     def _deliver(self, pending: _PendingChunk, result: Any) -> None:
-        self.on_result(pending.chunk.key, result)
+        self.job.on_result(pending.chunk.key, result)
         self.pending.discard(pending.chunk.key)
 
     def stop(self) -> None:
@@ -225,7 +205,7 @@ class _Pool:
         for _ in range(min(self.max_actors, len(self.pending)) - len(self.slots)):
             actor = self.actor_class.options(
                 num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
-            ).remote(self.factory, self.shared)
+            ).remote(self.job.make_worker, self.shared)
             self.slots.append(_Slot(actor, actor.ready.remote()))
         never = not self.durations and not any(slot.is_ready for slot in self.slots)
         if never and now - self.start_time > self.settings.start_timeout:

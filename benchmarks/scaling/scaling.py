@@ -505,7 +505,7 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
     import ray
 
     from dpdist.cluster.actor_pool import run_chunks
-    from dpdist.cluster.work import Chunk, PoolSettings
+    from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 
     ray.init(
         "local", num_cpus=actors, include_dashboard=False, configure_logging=False,
@@ -529,7 +529,7 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
             grew = resident() - before
 
     before = resident()
-    run_chunks(factory, None, stream(), on_result, PoolSettings(actors=actors))
+    run_chunks(ChunkJob(factory, None, stream(), on_result, PoolSettings(actors=actors)))
     seconds, used = time.perf_counter() - begun, time.process_time() - cpu
     result = {
         "chunks": done,
@@ -605,6 +605,7 @@ def scheduling(chunks: int, actors: int, stored: bool = False) -> dict[str, floa
     hand the chunks over as a list, for comparison.
     """
     from dpdist.cluster import actor_pool
+    from dpdist.cluster.work import ChunkJob, PoolSettings
 
     real, done, grew = actor_pool.ray, 0, 0
 
@@ -619,7 +620,8 @@ def scheduling(chunks: int, actors: int, stored: bool = False) -> dict[str, floa
     try:
         stream = (actor_pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
         given = list(stream) if stored else stream
-        actor_pool.run_chunks(None, None, given, on_result, actor_pool.PoolSettings(actors=actors))
+        settings = PoolSettings(actors=actors)
+        actor_pool.run_chunks(ChunkJob(int, None, given, on_result, settings))
     finally:
         actor_pool.ray = real
     used = time.process_time() - begun

@@ -249,7 +249,7 @@ def actors_against_processes(
     import ray
 
     from dpdist.cluster.actor_pool import run_chunks
-    from dpdist.cluster.work import Chunk, PoolSettings
+    from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -261,13 +261,14 @@ def actors_against_processes(
     )
     for _ in range(rounds):
         records: list[Record] = []
-        run_chunks(
+        job = ChunkJob(
             ChunkWorker,
             shared,
             [Chunk(str(i), i, i) for i in range(2 * chunks)],
             lambda _, record, into=records: into.append(record),  # type: ignore[misc]
             PoolSettings(actors=2),
         )
+        run_chunks(job)
         by_worker: dict[int, list[tuple[float, float]]] = {}
         for worker, start, end, _ in sorted(records, key=lambda record: record[1]):
             by_worker.setdefault(worker, []).append((start, end))

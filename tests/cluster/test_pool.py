@@ -12,7 +12,7 @@ import pytest
 
 from dpdist.cluster.actor_pool import _Pool, _Slot, run_chunks
 from dpdist.cluster.session import connect
-from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 
@@ -33,7 +33,7 @@ def collect(factory: Any, shared: Any, chunks: list[Chunk], **settings: Any) -> 
         assert key not in results, "delivered twice"
         results[key] = result
 
-    run_chunks(factory, shared, chunks, on_result, PoolSettings(**settings))
+    run_chunks(ChunkJob(factory, shared, chunks, on_result, PoolSettings(**settings)))
     return results
 
 
@@ -76,7 +76,7 @@ def test_a_stream_of_chunks_is_read_only_a_little_ahead():
         assert key == f"c{result}"
         delivered += 1
 
-    run_chunks(factory, None, stream(), on_result, PoolSettings(actors=2))
+    run_chunks(ChunkJob(factory, None, stream(), on_result, PoolSettings(actors=2)))
     assert delivered == made == 3000
     assert ahead <= 1000 + 2 * 2 + 1
 
@@ -176,7 +176,7 @@ def test_an_interrupt_drops_nothing_that_is_finished(tmp_path):
         results.append(key)
 
     with pytest.raises(KeyboardInterrupt):
-        run_chunks(factory, tmp_path, chunks_of(2), on_result, PoolSettings(actors=1))
+        run_chunks(ChunkJob(factory, tmp_path, chunks_of(2), on_result, PoolSettings(actors=1)))
     assert results[0] == "interrupted" and sorted(results[1:]) == ["c0", "c1"]
 
 
@@ -231,7 +231,7 @@ def test_no_actor_is_blamed_for_a_pause_of_this_process(paused):
         def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
             removed.append(slot)
 
-    pool, now = Pool(None, None, [], lambda key, result: None, PoolSettings()), time.monotonic()
+    pool, now = Pool(ChunkJob(int, None, [], lambda key, result: None)), time.monotonic()
     pool.durations = [0.1]
     pool.slots = [
         _Slot(None, None, is_ready=True, last_result_time=now - 1000, calls={"ref": None})

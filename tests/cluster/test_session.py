@@ -288,7 +288,7 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 import dpdist
 from dpdist.cluster.executor import AutoExecutor, RayExecutor
-from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 
 def make_worker(shared):
     return lambda payload: time.sleep(0.1) or payload
@@ -313,19 +313,18 @@ def on_result(key, result):
         threading.Thread(target=stop_the_node).start()
 
 chunks = [Chunk(str(place), place, float(place)) for place in range(100_000)]
+job = ChunkJob(make_worker, None, chunks, on_result, PoolSettings(actors=1))
 held = logging.handlers.MemoryHandler(9, target=logging.StreamHandler())
 held.handle(logging.makeLogRecord({"msg": "a line that a handler held back", "levelno": 0}))
 try:
     if sys.argv[1] == "late":  # as every command opens it
         executor = AutoExecutor(lambda: dpdist.connect(cpus=1))
         try:
-            executor.ray().run_chunks(make_worker, None, chunks, on_result, PoolSettings(actors=1))
+            executor.ray().run_chunks(job)
         finally:
             executor.close()
     with dpdist.connect(cpus=1) as session:
-        RayExecutor(session).run_chunks(
-            make_worker, None, chunks, on_result, PoolSettings(actors=1)
-        )
+        RayExecutor(session).run_chunks(job)
 except dpdist.ClusterError as error:
     print("said:", error, flush=True)
 try:
