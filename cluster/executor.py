@@ -43,6 +43,7 @@ from dpdist.cluster.session import (
     Session,
     connect,
     count_local_cpus,
+    count_local_gpus,
     describe_session,
     is_elastic,
     is_session_lost,
@@ -638,11 +639,11 @@ class AutoExecutor(Executor):
     @property
     def gpus(self) -> float:
         """Return the number of GPUs; a machine that has some is asked through Ray."""
-        return self.ray().gpus if self._ray is not None or _has_gpus() else 0.0
+        return self.ray().gpus if self._ray is not None or count_local_gpus() else 0.0
 
     def place(self, small: bool) -> Executor:
         """Return this process for small work, unless a session is open or there are GPUs."""
-        alone = small and self._ray is None and not _has_gpus()
+        alone = small and self._ray is None and not count_local_gpus()
         return _LocalAtFirst(self) if alone else self.ray()
 
     def hosts(self) -> list[Host]:
@@ -715,13 +716,6 @@ class _LocalAtFirst(LocalExecutor):
         super().run_chunks(replace(job, chunks=at_first()))
         if left:
             self._whole.ray().run_chunks(replace(job, chunks=itertools.chain(left, waiting)))
-
-
-def _has_gpus() -> bool:
-    """Return whether torch sees a GPU; what asks has loaded it."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 # --- the executor in use ----------------------------------------------------------------------

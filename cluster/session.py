@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -430,18 +429,11 @@ def _quota_of(group: Path) -> float:
     return _UNLIMITED
 
 
-def count_local_gpus() -> float:
-    """Return how many GPUs Ray would find on this machine; infinity where it does not say."""
-    try:
-        from ray._private.accelerators import get_accelerator_manager_for_resource
+def count_local_gpus() -> int:
+    """Return how many GPUs torch sees on this machine."""
+    import torch
 
-        manager: Any = get_accelerator_manager_for_resource("GPU")
-        found = manager.get_current_node_num_accelerators()
-        visible = manager.get_current_process_visible_accelerator_ids()
-    except Exception:  # another Ray: what is missing is then said later
-        return math.inf
-    available: float = found if visible is None else min(found, len(visible))
-    return available
+    return torch.cuda.device_count()
 
 
 @contextlib.contextmanager

@@ -239,11 +239,6 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monk
     module.require_gpus("k", "it", 2)  # hosts with some may join
 
 
-def test_a_session_finds_as_many_gpus_as_are_looked_for_here(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert module.count_local_gpus() == 0
-
-
 def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
     """Ray's own handler, which it sets then, exits with code 15 and no word."""
 
